@@ -35,6 +35,14 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 X = numbers(5, 7, 12)
 POSITIVE = X.abs() + 0.1
+COMPLEX = torch.complex(X, X.flip(0))
+
+
+def multiplied(x: torch.Tensor) -> torch.Tensor:
+    x *= x.conj() + 1
+    return x
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "matmul": lambda: X @ numbers(5, 12, 9),
     "matmul by a matrix": lambda: X @ numbers(12, 9),
@@ -101,6 +109,16 @@ CASES: dict[str, Callable[[], Any]] = {
     "rotary as complex numbers": lambda: torch.view_as_real(
         torch.view_as_complex(X.unflatten(-1, (6, 2))) * torch.polar(torch.ones(7, 6), numbers(7, 6))
     ),
+    "complex numbers in place": lambda: torch.view_as_real(multiplied(COMPLEX.clone())),
+    "complex numbers into a tensor": lambda: torch.view_as_real(
+        torch.mul(COMPLEX, COMPLEX, out=torch.empty(0, dtype=torch.complex64))
+    ),
+    "squares of complex numbers": lambda: torch.view_as_real(COMPLEX**2 + COMPLEX * (0.3 + 2j)),
+    "logsumexp of counts": lambda: torch.arange(12).view(3, 4).logsumexp(1),
+    "sum with a factor of a number": lambda: torch.ops.aten.add.Scalar(X, 2, 0.3),
+    "matmul by keywords": lambda: (
+        torch.matmul(input=X, other=numbers(12, 9)) + X.matmul(other=numbers(12, 9))
+    ),
     "attention": lambda: F.scaled_dot_product_attention(*numbers(3, 2, 4, 7, 8), is_causal=True),
     "attention with a mask": lambda: F.scaled_dot_product_attention(
         numbers(2, 4, 7, 8),
@@ -119,6 +137,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: F.scaled_dot_product_attention(*numbers(3, 2, 4, 7, 8), dropout_p=0.1),
         "attention dropout of 0.1; set it to zero",
     ),
+    "sums of complex numbers": (lambda: COMPLEX.sum(-1), "half numbers, got torch.complex64"),
+    "signs of complex numbers": (lambda: COMPLEX.sgn(), "no fixed order for sgn of torch.complex64"),
+    "angles": (lambda: COMPLEX.angle(), "no fixed order for aten.angle"),
+    "quotients of complex numbers": (lambda: COMPLEX / COMPLEX, "quotients of complex numbers"),
     "doubles": (lambda: X.double().exp(), "float32 and half numbers, got torch.float64"),
     "products of doubles": (lambda: X.double() @ numbers(12, 3).double(), "half numbers, got torch.float64"),
 }
@@ -203,6 +225,60 @@ def test_a_layer_of_rows_that_lie_apart(bias: bool) -> None:
         assert torch.equal(F.linear(x[:, -1:], w, b), whole[:, -1:])
         assert torch.equal(F.linear(x.transpose(0, 1), w, bias=b).transpose(0, 1), whole)
         assert torch.equal(F.linear(x[:, :, None].expand(-1, -1, 2, -1), w, b)[:, :, 0], whole)
+
+
+@pytest.mark.parametrize("product", [F.linear, lambda x, w: torch.matmul(input=x, other=w.t())])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_token_of_a_row(dtype: torch.dtype, product: Any) -> None:
+    """C44: its dimensions of one have strides of the row's, by which torch chooses among products."""
+    x, w = numbers(4, 9, 300).to(dtype), numbers(70, 300).to(dtype)
+    with batch_invariant():
+        whole = product(x, w)
+        assert torch.equal(product(x[2:3, -1:], w), whole[2:3, -1:])
+        assert torch.equal(product(x[:, -1:], w), whole[:, -1:])
+        assert torch.equal(product(x[:1].transpose(0, 1), w).transpose(0, 1), whole[:1])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_logits_to_keep(frozen: bool) -> None:
+    """C44: the last logits alone, of one row and of several, those of a base model below adapters too."""
+    model = model_of("llama").requires_grad_(not frozen)
+    ids = torch.stack([row[:5] for row in rows()])
+    with batch_invariant():
+        whole = model(ids).logits[:, -2:]
+        for keep in (1, 2):
+            assert torch.equal(model(ids, logits_to_keep=keep).logits, whole[:, -keep:])
+            for i in range(len(ids)):
+                kept = model(ids[i : i + 1], logits_to_keep=keep).logits
+                assert torch.equal(kept, whole[i : i + 1, -keep:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["rsqrt", "sqrt", "reciprocal"])
+def test_functions_of_halves(name: str, dtype: torch.dtype) -> None:
+    """C44: a CPU rounds numbers that fill no register by other code."""
+    x = (numbers(7, 29).abs() + 0.1).to(dtype)
+    with batch_invariant():
+        whole = getattr(x, name)()
+        assert torch.equal(torch.stack([getattr(row, name + "_")() for row in x.clone()]), whole)
+        assert torch.equal(torch.stack([getattr(n, name)() for n in x.flatten()]), whole.flatten())
+        assert torch.equal(getattr(torch, name)(x.t().contiguous().t(), out=torch.empty_like(x)), whole)
+
+
+def test_products_of_complex_numbers() -> None:
+    """C44: in place, into a tensor, by a number, with a factor: each term is rounded."""
+    ways: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda z: z * (z + 1),
+        lambda z: multiplied(z.clone()),
+        lambda z: torch.mul(z, z + 1, out=torch.empty(0, dtype=z.dtype)),
+        lambda z: z * (0.3 + 0.7j),
+        lambda z: torch.add(z, z + 1, alpha=0.3 + 0.2j),
+        lambda z: z**2,
+    ]
+    z = torch.complex(numbers(9, 29), numbers(9, 29, seed=1))
+    for way in ways:
+        with batch_invariant():
+            assert torch.equal(torch.stack([way(n) for n in z.flatten()]).view_as(z), way(z))
 
 
 @pytest.mark.parametrize("learns", [False, True])

@@ -16,9 +16,9 @@ from ...kv.ops import invariant_kernels
 from ...kv.reference import invariant
 from ..weights_digest import PLAIN_TENSORS
 from .fused_logprobs import answer_fused_logprobs
-from .known import EXACT, MOVES, SPELLINGS, NotInvariant, kernels_for
+from .known import EXACT, MOVES, REAL, SPELLINGS, NotInvariant, kernels_for
 
-MATMULS = (torch.matmul, torch.Tensor.matmul)
+MATMULS = (torch.matmul, torch.Tensor.matmul, torch.linalg.matmul)
 
 
 class FunctionCalls(TorchFunctionMode):
@@ -45,8 +45,8 @@ class FunctionCalls(TorchFunctionMode):
             return self.attend(*args, **kwargs)
         if func is linear:
             args, kwargs = _in_one_piece(*args, **kwargs), {}
-        elif func in MATMULS and not kwargs:
-            args = _in_one_way(*args)
+        elif func in MATMULS:
+            args, kwargs = _in_one_way(*args, **kwargs)
         if func not in self._hides:
             self._hides[func] = _why_hidden(func)
         hides = self._hides[func]
@@ -107,6 +107,8 @@ def _why_hidden(func: Any) -> Callable[..., bool] | None:
         return None
     if name in ("add", "sub", "mul"):
         return _is_rounded_once
+    if name in REAL:
+        return _is_float32
     return _always if name in EXACT or name in MOVES or name in SPELLINGS else None
 
 
@@ -119,22 +121,39 @@ def _is_rounded_once(*args: Any, **kwargs: Any) -> bool:
     return len(args) == 2 and not kwargs and isinstance(args[0], torch.Tensor) and not args[0].is_complex()
 
 
+def _is_float32(input: Any, **kwargs: Any) -> bool:
+    return not kwargs and input.dtype == torch.float32
+
+
 def _in_one_piece(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
     """Arguments of a linear layer. Torch has other ways for rows that lie apart: it rounds before it adds the
     bias, or multiplies each sequence's rows by themselves.
     """
-    return input.contiguous(), weight, bias
+    return _laid_out(input), weight, bias
 
 
-def _in_one_way(one: Any, two: Any) -> tuple[Any, Any]:
+def _in_one_way(input: Any, other: Any, **out: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
     """Arguments of matmul. Where one of them is a matrix, torch's way depends on how the other lies and on
     gradients.
     """
-    if two.dim() == 2 and one.dim() > 2:
-        return one.contiguous(), two
-    if one.dim() == 2 and two.dim() > 2:
-        return one.expand(*two.shape[:-2], -1, -1), two
-    return one, two
+    if other.dim() == 2 and input.dim() > 2:
+        input = _laid_out(input)
+    elif input.dim() == 2 and other.dim() > 2:
+        input = input.expand(*other.shape[:-2], -1, -1)
+    return (input, other), out
+
+
+def _laid_out(x: torch.Tensor) -> torch.Tensor:
+    """x in one piece. Torch's products read the strides of dimensions of one, which are any number: those of
+    the last token of a row are its prompt's.
+    """
+    x = x.contiguous()
+    width = 1
+    for size, stride in zip(x.shape[::-1], x.stride()[::-1], strict=True):
+        if stride != width:
+            return x.flatten().view(x.shape)
+        width *= size
+    return x
 
 
 def _is_torchs_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

@@ -10,25 +10,28 @@ from ...kv.ops import invariant_kernels
 
 EXACT = frozenset(
     (
-        "abs", "add", "amax", "amin", "any", "all", "argmax", "argmin", "bitwise_and", "bitwise_not",
+        "add", "amax", "amin", "any", "all", "argmax", "argmin", "bitwise_and", "bitwise_not",
         "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min", "eq", "floor",
         "floor_divide", "frac", "ge", "gt", "hardtanh", "isfinite", "isin", "isinf", "isnan", "le",
         "leaky_relu", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill",
         "nan_to_num", "fmin", "fmax", "fmod", "copysign", "aminmax", "max", "maximum", "min", "minimum",
-        "mul", "ne", "neg", "reciprocal", "relu", "remainder", "round", "rsqrt", "sgn", "sign", "sqrt",
-        "square", "sub", "threshold", "tril", "triu", "trunc", "where",
+        "mul", "ne", "neg", "relu", "remainder", "round", "sign", "sub",
+        "threshold", "tril", "triu", "trunc", "where",
     )
 )  # fmt: skip
 """Each number of the answer is rounded once, from numbers at its own place, or none is rounded at all."""
+REAL = frozenset(("abs", "reciprocal", "rsqrt", "sgn", "sqrt", "square"))
+"""The same of real numbers, in float32: a CPU rounds some `rsqrt` of halves once, others twice."""
 MOVES = frozenset(
     (
-        "_local_scalar_dense", "_reshape_alias", "_reshape_copy", "_to_copy", "_unsafe_view", "alias",
-        "arange", "as_strided", "cat", "clone", "constant_pad_nd", "copy", "detach", "diagonal",
-        "embedding", "empty", "empty_like", "empty_strided", "equal", "expand", "fill", "flip", "full",
-        "full_like", "gather", "index", "index_copy", "index_fill", "index_put",
+        "_conj", "_conj_physical", "_local_scalar_dense", "_neg_view", "_reshape_alias", "_reshape_copy",
+        "_to_copy", "_unsafe_view", "alias", "arange", "as_strided", "cat", "clone",
+        "constant_pad_nd", "copy", "detach", "diagonal", "embedding", "empty", "empty_like",
+        "empty_strided", "equal", "expand", "fill", "flip", "full", "full_like", "gather", "index", "index_copy", "index_fill", "index_put",
         "index_select", "lift", "lift_fresh", "lift_fresh_copy", "masked_scatter", "masked_select",
         "movedim", "narrow", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
         "nonzero", "ones", "ones_like", "permute", "pin_memory", "repeat", "repeat_interleave", "roll",
+        "resolve_conj", "resolve_neg",
         "scalar_tensor", "scatter", "select", "set", "slice", "slice_scatter", "sort", "split",
         "split_with_sizes", "squeeze", "stack", "t", "tile", "topk", "transpose", "unbind", "unfold",
         "unsqueeze", "view", "view_as_real", "view_as_complex", "complex", "real", "imag", "zero",

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...kv.ops import invariant_kernels
 from ...kv.reference import invariant
 from .functions import FunctionCalls
-from .known import AFTER, EXACT, FUNCTIONS, MOVES, OPTIMIZERS, RANDOM, NotInvariant, kernels_for
+from .known import AFTER, EXACT, FUNCTIONS, MOVES, OPTIMIZERS, RANDOM, REAL, NotInvariant, kernels_for
 
 Operation = Callable[..., Any]
 
@@ -38,6 +38,7 @@ class Operations(TorchDispatchMode):
             "softplus": self._softplus, "pow": self._pow, "rsub": self._rsub, "addcmul": self._addcmul,
             "addcdiv": self._addcdiv, "lerp": self._lerp, "div": self._div, "cumsum": self._cumsum,
             "index_add": self._index_add,
+            **{name: partial(_of_real, getattr(torch, name)) for name in REAL},
         }  # fmt: skip
 
     @classmethod
@@ -88,22 +89,22 @@ class Operations(TorchDispatchMode):
         """Sums with a factor, and products of complex numbers. They are rounded once in some places and twice
         in others; here twice in all.
         """
-        product = func._overloadpacket.__name__ == "mul"
+        if func._overloadpacket.__name__.rstrip("_") != "mul":
+            return lambda one, two, alpha=1, **out: func(
+                one, two if alpha == 1 else _product(two, alpha), **out
+            )
+        complex_product = _writing(func, _product)
 
-        def once(one: Any, two: Any, *args: Any, alpha: float = 1, **kwargs: Any) -> Any:
-            if product and all(isinstance(each, torch.Tensor) and each.is_complex() for each in (one, two)):
-                (real, imaginary), others = (torch.view_as_real(each).unbind(-1) for each in (one, two))
-                whole = real * others[0] - imaginary * others[1]
-                return torch.complex(whole, real * others[1] + imaginary * others[0])
-            return func(one, two if alpha == 1 else two * alpha, *args, **kwargs)
+        def product(one: Any, two: Any, **out: Any) -> Any:
+            return (complex_product if one.is_complex() else func)(one, two, **out)
 
-        return once
+        return product
 
     @staticmethod
     def _unless_floating(func: Any) -> Operation:
         def whole(*args: Any, **kwargs: Any) -> Any:
             for each in args:
-                if isinstance(each, torch.Tensor) and each.is_floating_point():
+                if isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()):
                     raise NotInvariant(
                         f"batch_invariant() has no fixed order for {func}; run this model without it"
                     )
@@ -206,7 +207,7 @@ class Operations(TorchDispatchMode):
     def _sum(
         self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        if not x.is_floating_point():
+        if not x.is_floating_point() and not x.is_complex():
             return torch.sum(x, dim, keepdim, dtype=dtype)
         return self._rows("sum", x, dim, keepdim).to(dtype or x.dtype)
 
@@ -252,7 +253,8 @@ class Operations(TorchDispatchMode):
         return (total if ord == 1 else total.sqrt()).to(dtype or x.dtype)
 
     def _logsumexp(self, x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
-        return self._rows("logsumexp", x, dim, keepdim).to(x.dtype)
+        found = self._rows("logsumexp", x, dim, keepdim)
+        return found.to(x.dtype) if x.is_floating_point() else found
 
     def _cumsum(self, x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         if not x.is_cuda or not x.is_floating_point() or not x.dim():
@@ -336,15 +338,11 @@ class Operations(TorchDispatchMode):
         """A quotient, rounded once: a CUDA device multiplies by the reciprocal of what is no tensor of its
         own.
         """
+        if one.is_complex() or _is_complex(two):
+            raise NotInvariant("batch_invariant() has no fixed order for quotients of complex numbers")
         number = not isinstance(two, torch.Tensor) or (two.dim() == 0 and not two.is_cuda)
         wanted = torch.result_type(one, two) if number else None
-        if (
-            wanted is None
-            or not one.is_cuda
-            or rounding_mode is not None
-            or wanted.is_complex
-            or (wanted == torch.float64)
-        ):
+        if wanted is None or not one.is_cuda or rounding_mode is not None or (wanted == torch.float64):
             return torch.div(one, two, rounding_mode=rounding_mode)
         floats = wanted if wanted.is_floating_point else torch.get_default_dtype()
         divisor = torch.full((), float(two), dtype=torch.float32, device=one.device)
@@ -376,16 +374,40 @@ class Operations(TorchDispatchMode):
             if exponent.numel() > 1:
                 return self._raised(x, exponent)
             exponent = exponent.item()
-        if not x.is_floating_point():
+        if not x.is_floating_point() and not x.is_complex():
             return torch.pow(x, exponent)
         if exponent == 2:
-            return x * x
+            return _product(x, x)  # type: ignore[no-any-return]
         return self._mapped("pow", x, float(exponent))
 
     def _raised(self, base: float | torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
         """Powers with several exponents (frequencies of rotary embeddings, slopes), rounded from double."""
         answer: torch.Tensor = torch.pow(base, exponent.double()).to(torch.result_type(base, exponent))
         return answer
+
+
+def _is_complex(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_complex()
+
+
+def _product(one: Any, two: Any) -> Any:
+    """A product, of complex numbers with each term rounded."""
+    number = isinstance(two, complex)
+    if not _is_complex(one) or not (number or _is_complex(two)):
+        return one * two
+    real, imaginary = torch.view_as_real(one.resolve_conj()).unbind(-1)
+    others = (two.real, two.imag) if number else torch.view_as_real(two.resolve_conj()).unbind(-1)
+    whole = real * others[0] - imaginary * others[1]
+    return torch.complex(whole, real * others[1] + imaginary * others[0])
+
+
+def _of_real(function: Operation, x: torch.Tensor) -> Any:
+    """A function of one real number, rounded once."""
+    if x.is_complex():
+        raise NotInvariant(f"batch_invariant() has no fixed order for {function.__name__} of {x.dtype}")
+    if x.is_cpu and x.dtype in (torch.bfloat16, torch.float16):
+        return function(x.float()).to(x.dtype)
+    return function(x)
 
 
 def _writing(func: Any, own: Operation) -> Operation:
