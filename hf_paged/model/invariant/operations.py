@@ -29,15 +29,21 @@ class Operations(TorchDispatchMode):
         self._known: dict[Any, Operation] = {}
         self._own: dict[str, Operation] = {
             **{name: partial(self._mapped, name) for name in FUNCTIONS},
-            "mm": self._mm, "mv": self._mv, "dot": self._dot, "bmm": self._bmm, "addmm": self._addmm,
-            "baddbmm": self._baddbmm, "linear": self._linear, "_grouped_mm": self._grouped_mm,
-            "sum": self._sum, "mean": self._mean, "nansum": self._nansum, "var": self._var,
-            "std": self._std, "linalg_vector_norm": self._linalg_vector_norm, "logsumexp": self._logsumexp,
-            "_softmax": self._softmax, "_log_softmax": self._log_softmax,
+            "mm": self._mm, "bmm": self._bmm, "addmm": self._addmm, "baddbmm": self._baddbmm,
+            "linear": self._linear, "_grouped_mm": self._grouped_mm, "sum": self._sum, "mean": self._mean,
+            "var": self._var, "linalg_vector_norm": self._linalg_vector_norm, "logsumexp": self._logsumexp,
             "native_layer_norm": self._native_layer_norm, "polar": self._polar, "gelu": self._gelu,
-            "softplus": self._softplus, "pow": self._pow, "rsub": self._rsub, "addcmul": self._addcmul,
-            "addcdiv": self._addcdiv, "lerp": self._lerp, "div": self._div, "cumsum": self._cumsum,
+            "softplus": self._softplus, "pow": self._pow, "div": self._div, "cumsum": self._cumsum,
             "index_add": self._index_add,
+            **{f"_{kind}": partial(self._normalized, kind) for kind in ("softmax", "log_softmax")},
+            "mv": lambda one, two: self._bmm(one[None], two[None, :, None])[0, :, 0],
+            "dot": lambda one, two: self._bmm(one[None, None], two[None, :, None])[0, 0, 0],
+            "nansum": lambda x, *of, **to: self._sum(x.masked_fill(x.isnan(), 0), *of, **to),
+            "std": lambda x, *of, **to: self._var(x.float(), *of, **to).sqrt().to(x.dtype),
+            "rsub": lambda x, other, alpha=1: -(x if alpha == 1 else x * alpha) + other,
+            "addcmul": lambda x, one, two, value=1: x + one * two * value,
+            "addcdiv": lambda x, one, two, value=1: x + one / two * value,
+            "lerp": lambda x, end, weight: x + (end - x) * weight,
             **{name: partial(_of_real, getattr(torch, name)) for name in REAL},
         }  # fmt: skip
 
@@ -93,12 +99,8 @@ class Operations(TorchDispatchMode):
             return lambda one, two, alpha=1, **out: func(
                 one, two if alpha == 1 else _product(two, alpha), **out
             )
-        complex_product = _writing(func, _product)
-
-        def product(one: Any, two: Any, **out: Any) -> Any:
-            return (complex_product if one.is_complex() else func)(one, two, **out)
-
-        return product
+        by_terms = _writing(func, _product)
+        return lambda one, two, **out: (by_terms if one.is_complex() else func)(one, two, **out)
 
     @staticmethod
     def _unless_floating(func: Any) -> Operation:
@@ -121,12 +123,6 @@ class Operations(TorchDispatchMode):
             return torch.mm(one, two)
         answer: torch.Tensor = kernels.mm(one, two, bias)
         return answer
-
-    def _mv(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-        return self._bmm(one[None], two[None, :, None])[0, :, 0]
-
-    def _dot(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-        return self._bmm(one[None, None], two[None, :, None])[0, 0, 0]
 
     def _bmm(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
         """Products of what tokens make of each other: a masked one adds zeros."""
@@ -219,16 +215,6 @@ class Operations(TorchDispatchMode):
         total = self._rows("sum", x, dim, keepdim)
         return (total / (x.numel() / max(1, total.numel()))).to(dtype or x.dtype)
 
-    def _nansum(
-        self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return self._sum(x.masked_fill(x.isnan(), 0), dim, keepdim, dtype=dtype)
-
-    def _std(
-        self, x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
-    ) -> torch.Tensor:
-        return self._var(x.float(), dim, correction=correction, keepdim=keepdim).sqrt().to(x.dtype)
-
     def _var(
         self, x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
     ) -> torch.Tensor:
@@ -238,13 +224,7 @@ class Operations(TorchDispatchMode):
         return (total / (width - (1 if correction is None else correction))).to(x.dtype)
 
     def _linalg_vector_norm(
-        self,
-        x: torch.Tensor,
-        ord: float = 2,
-        dim: Any = None,
-        keepdim: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
+        self, x: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
     ) -> torch.Tensor:
         if ord not in (1, 2):
             raise NotInvariant(f"batch_invariant() knows norms of order 1 and 2 only, got {ord}")
@@ -276,14 +256,8 @@ class Operations(TorchDispatchMode):
         added = (source if alpha == 1 else source * alpha).movedim(dim, 0)
         return x.movedim(dim, 0).index_put((index,), added, accumulate=True).movedim(0, dim)
 
-    def _softmax(self, x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
-        return self._normalized("softmax", x, dim, half_to_float)
-
-    def _log_softmax(self, x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
-        """x - logsumexp(x): whoever computes it like that has the same bits."""
-        return self._normalized("log_softmax", x, dim, half_to_float)
-
     def _normalized(self, kind: str, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        """A log_softmax is x - logsumexp(x): both ways to compute it have the same bits."""
         kernels = kernels_for(x)
         if not x.dim():
             return self._normalized(kind, x[None], 0, half_to_float)[0]
@@ -342,29 +316,11 @@ class Operations(TorchDispatchMode):
             raise NotInvariant("batch_invariant() has no fixed order for quotients of complex numbers")
         number = not isinstance(two, torch.Tensor) or (two.dim() == 0 and not two.is_cuda)
         wanted = torch.result_type(one, two) if number else None
-        if wanted is None or not one.is_cuda or rounding_mode is not None or (wanted == torch.float64):
+        if wanted is None or not one.is_cuda or rounding_mode is not None or wanted == torch.float64:
             return torch.div(one, two, rounding_mode=rounding_mode)
         floats = wanted if wanted.is_floating_point else torch.get_default_dtype()
         divisor = torch.full((), float(two), dtype=torch.float32, device=one.device)
         answer: torch.Tensor = (one.float() / divisor).to(floats)
-        return answer
-
-    @staticmethod
-    def _rsub(x: torch.Tensor, other: Any, alpha: float = 1) -> torch.Tensor:
-        answer: torch.Tensor = -(x if alpha == 1 else x * alpha) + other
-        return answer
-
-    @staticmethod
-    def _addcmul(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, *, value: float = 1) -> torch.Tensor:
-        return x + one * two * value
-
-    @staticmethod
-    def _addcdiv(x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, *, value: float = 1) -> torch.Tensor:
-        return x + one / two * value
-
-    @staticmethod
-    def _lerp(x: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
-        answer: torch.Tensor = x + (end - x) * weight
         return answer
 
     def _pow(self, x: Any, exponent: Any) -> torch.Tensor:
@@ -387,16 +343,19 @@ class Operations(TorchDispatchMode):
 
 
 def _is_complex(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_complex()
+    return isinstance(x, complex) or (isinstance(x, torch.Tensor) and x.is_complex())
 
 
 def _product(one: Any, two: Any) -> Any:
     """A product, of complex numbers with each term rounded."""
-    number = isinstance(two, complex)
-    if not _is_complex(one) or not (number or _is_complex(two)):
+    if not isinstance(one, torch.Tensor) or not one.is_complex() or not _is_complex(two):
         return one * two
     real, imaginary = torch.view_as_real(one.resolve_conj()).unbind(-1)
-    others = (two.real, two.imag) if number else torch.view_as_real(two.resolve_conj()).unbind(-1)
+    others = (
+        (two.real, two.imag)
+        if isinstance(two, complex)
+        else torch.view_as_real(two.resolve_conj()).unbind(-1)
+    )
     whole = real * others[0] - imaginary * others[1]
     return torch.complex(whole, real * others[1] + imaginary * others[0])
 
