@@ -5,9 +5,11 @@ All cases of a number of ranks share one start of processes, which costs seconds
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import rank_models
+import torch
 from rank_names import CASES
 
 ROOT = Path(__file__).parent.parent
@@ -31,13 +34,22 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def _run(folder: Path, size: int) -> dict[str, list[str | None]]:
-    program = str(ROOT / "tests" / "support" / "rank_cases.py")
+    program = [str(ROOT / "tests" / "support" / "rank_cases.py"), str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # any free port
-    subprocess.run(
-        [*command, *rendezvous, program, str(folder)], env=environment, timeout=LIMIT, capture_output=True
+    if torch.cuda.is_available():  # a device that a process has seen is of no use to its forks
+        options = ["--nproc-per-node", str(size), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        program = ["-m", "torch.distributed.run", *options, *program]
+    else:
+        environment["WORLD_SIZE"] = str(size)
+    started = subprocess.Popen(
+        [sys.executable, *program], env=environment, stderr=subprocess.DEVNULL, start_new_session=True
     )
+    try:
+        started.wait(LIMIT)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)  # ranks too
+        started.wait()
     found: dict[str, list[str | None]] = {}
     for rank in range(size):
         file = folder / f"ranks-{size}-{rank}.jsonl"

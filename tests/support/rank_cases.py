@@ -1,4 +1,6 @@
-"""What several ranks compute together, run under torchrun: `rank_cases.py FOLDER`. Each case leaves a line.
+"""What several ranks compute together: `WORLD_SIZE=2 rank_cases.py FOLDER [CASES]`. Each case leaves a line.
+
+Ranks are forks of one process, which imports for all of them; or processes of torchrun, as a device needs it.
 
 The reference is the same engine, or generate(), on the whole model in rank 0's own process, on its CPU. Where
 there are CUDA devices each rank has one, and its steps are captured:
@@ -12,7 +14,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import multiprocessing
 import os
+import socket
 import sys
 import time
 import traceback
@@ -893,6 +897,28 @@ def a_rank_that_dies(rank: int) -> None:
     _broken(rank, lambda: os._exit(0), "rank 1 has ended", 8.0)
 
 
+def fork() -> None:
+    """Run every rank in a fork of this process, and wait for all."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+    for name in DIVIDED:
+        whole(name)  # imports its module, once for all ranks
+    ranks = [
+        multiprocessing.get_context("fork").Process(target=_forked, args=(rank,))
+        for rank in range(int(os.environ["WORLD_SIZE"]))
+    ]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+
+
+def _forked(rank: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    main()
+
+
 def main() -> None:
     size = int(os.environ["WORLD_SIZE"])
     wanted = sys.argv[2:] or [name for number, name, _ in CASES if number == size]
@@ -917,4 +943,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if "RANK" in os.environ:
+        main()
+    else:
+        fork()
