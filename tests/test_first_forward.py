@@ -16,8 +16,9 @@ from families import BY_NAME
 from families import build as build_family
 from pictures import with_pictures
 from tape import record
-from tiny import build, config_class, mappings
+from tiny import build, config_class
 from transformers.cache_utils import DynamicCache
+from transformers.models.auto import modeling_auto
 
 import hf_paged
 from hf_paged.engine import Engine
@@ -30,9 +31,11 @@ TYPES = {
     "gemma3": ("image", "token_type_ids", 1),
 }
 """The kind of model, the argument that says which tokens see each other, and by which number."""
-FAMILIES = [
-    name for name, (kind, _, _) in TYPES.items() if name in {config.model_type for config in mappings()[kind]}
-]
+NAMES = {
+    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "image": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+}
+FAMILIES = [name for name, (kind, _, _) in TYPES.items() if name in NAMES[kind]]
 """Those that this transformers has."""
 MODES: dict[str, dict[str, Any]] = {
     "lookup": {"prompt_lookup_num_tokens": 20, "max_matching_ngram_size": 1, "max_new_tokens": 40},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import subprocess
@@ -39,6 +38,3 @@ class Command(ForkProcess):
         if self.exitcode is None:
             raise subprocess.TimeoutExpired("hf_paged", timeout)
         return self.exitcode
-
-
-FORKS = "fork" in multiprocessing.get_all_start_methods()

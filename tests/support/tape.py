@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_paged.model.lazy import LazyTensor
 
@@ -20,36 +19,40 @@ from hf_paged.model.lazy import LazyTensor
 class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.noted: list[tuple[Any, Any, Any, Any]] = []
+        self.noted: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
+        """Operations, their arguments, and the tensors that they made anew."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
         answer = func(*args, **kwargs)
-        if any(isinstance(x, LazyTensor) for x in tree_leaves((args, kwargs))):
+        given = [x for x in _leaves([args, kwargs]) if isinstance(x, torch.Tensor)]
+        if any(isinstance(x, LazyTensor) for x in given):
             return answer  # nothing was computed
-        self.noted.append((func, args, kwargs, answer))
+        places = {x.untyped_storage().data_ptr() for x in given}
+        made = [x for x in _leaves(answer) if isinstance(x, torch.Tensor)]
+        views = any(x.untyped_storage().data_ptr() in places for x in made)
+        if not views or func._schema.is_mutable or func.namespace == "c10d":  # collectives write without saying so
+            self.noted.append((func, args, kwargs, [] if views else made))
         return answer
 
     def replay(self) -> None:
         with torch.no_grad():
-            for func, args, kwargs, answer in self.noted:
-                places = {
-                    x.untyped_storage().data_ptr()
-                    for x in tree_leaves((args, kwargs))
-                    if isinstance(x, torch.Tensor)
-                }
-                made = [x for x in tree_leaves(answer) if isinstance(x, torch.Tensor)]
-                views = any(x.untyped_storage().data_ptr() in places for x in made)
-                if views and not func._schema.is_mutable and func.namespace != "c10d":
-                    continue  # collectives write without saying so
-                leaves = tree_leaves(func(*args, **kwargs))
+            for func, args, kwargs, made in self.noted:
+                leaves = _leaves(func(*args, **kwargs))
                 _wait(leaves)
-                again = [x for x in leaves if isinstance(x, torch.Tensor)]
-                if not views:
+                if made:
+                    again = [x for x in leaves if isinstance(x, torch.Tensor)]
                     for old, new in zip(made, again, strict=True):
                         old.copy_(new)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """What lists and dicts hold: torch's own function takes longer than the operations of a step."""
+    if isinstance(tree, list | tuple):
+        return [leaf for each in tree for leaf in _leaves(each)]
+    return _leaves(list(tree.values())) if isinstance(tree, dict) else [tree]
 
 
 def _wait(leaves: list[Any]) -> None:
