@@ -26,6 +26,7 @@ import httpx
 from serving import GUARD, Served, connected, serving, tokenizer, until
 
 from hf_paged import Engine, demo, trace
+from hf_paged.serve import engine_host
 from hf_paged.serve.cli import main
 from hf_paged.serve.html import page
 from hf_paged.serve.keys import Tenant
@@ -392,8 +393,11 @@ def test_a_viewer_that_stops_reading_holds_up_nothing() -> None:
     asyncio.run(run())
 
 
-def test_a_socket_that_is_not_read_is_closed_in_the_end() -> None:
-    """What waits for it is bounded, and answers go on meanwhile."""
+def test_a_socket_that_is_not_read_is_closed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for it is bounded, and answers go on meanwhile. The map is sent after every step, so that the
+    socket is soon full.
+    """
+    monkeypatch.setattr(engine_host, "EVERY", 0.0)
     path = Path(tempfile.gettempdir()) / f"map-{time.monotonic_ns()}.sock"
     with serving(SMALL, uds=str(path), limits={"write_seconds": 1.0}) as served:
         connection = socket.socket(socket.AF_UNIX)

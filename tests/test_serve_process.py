@@ -184,8 +184,11 @@ def test_if_one_process_dies_the_other_ends(which: str) -> None:
         (["serve", "demo", "--lora-modules", "poet=no/such"], "no/such"),
     ],
 )
-def test_a_start_that_fails_says_why_and_leaves_no_process(arguments: list[str], reason: str) -> None:
+def test_a_start_that_fails_says_why_and_leaves_no_process(
+    arguments: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One line on stderr from the command, and the end of all processes that have its stderr."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     ended = Command(*arguments)
     guard = threading.Timer(60, ended.kill)
     guard.start()

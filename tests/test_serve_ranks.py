@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -20,16 +18,17 @@ pytest.importorskip("fastapi")
 import httpx
 import peft
 import torch
+from commands import Command
 
 from hf_paged import demo
 
 
-def _lines(process: subprocess.Popen[str]) -> queue.SimpleQueue[dict[str, Any] | None]:
+def _lines(process: Command) -> queue.SimpleQueue[dict[str, Any] | None]:
     """What a server logs, and None at the end."""
     found: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 
     def read() -> None:
-        for line in process.stderr or ():
+        for line in process.stderr:
             if line.startswith("{"):
                 found.put(json.loads(line))
         found.put(None)
@@ -63,18 +62,14 @@ def _continued(model: Any) -> str:
     return text
 
 
-def test_a_server_of_two_ranks(tmp_path: Path) -> None:
+def test_a_server_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens as of one process, of the model and of an adapter; a signal drains it, and no rank is left behind."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the ranks
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     adapted = _adapted(tmp_path)
     flags = ["--tensor-parallel-size", "2", "--port", "0", "--log-format", "json"]
     flags += ["--lora-modules", f"poet={tmp_path}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hf_paged", "serve", "demo", *flags],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    process = Command("serve", "demo", *flags)
     try:
         lines = _lines(process)
         url = _until(lines, "listening")["url"]
@@ -88,7 +83,7 @@ def test_a_server_of_two_ranks(tmp_path: Path) -> None:
             body = {"model": name, "prompt": "The fox", "max_tokens": 12, "temperature": 0}
             answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
             assert answer["choices"][0]["text"] == text
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         assert process.wait(30) == 0
         gone, left = psutil.wait_procs(ranks, timeout=5)
         assert len(gone) == 2, left

@@ -33,7 +33,9 @@ class Tape(TorchDispatchMode):
         places = {x.untyped_storage().data_ptr() for x in given}
         made = [x for x in _leaves(answer) if isinstance(x, torch.Tensor)]
         views = any(x.untyped_storage().data_ptr() in places for x in made)
-        if not views or func._schema.is_mutable or func.namespace == "c10d":  # collectives write without saying so
+        if (
+            not views or func._schema.is_mutable or func.namespace == "c10d"
+        ):  # collectives write without saying so
             self.noted.append((func, args, kwargs, [] if views else made))
         return answer
 
