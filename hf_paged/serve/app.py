@@ -109,7 +109,7 @@ async def _warm_up(service: Service) -> None:
         for options in ({"do_sample": False}, {"do_sample": True, "seed": 0}):
             await _answer_once(service, (0,), options)
         await _try_image(service)
-        await service.engine.call("weights_changed")
+        await service.engine.call("forget")
     except Exception as error:
         log.error("the warm-up failed: %s: %s", type(error).__name__, error)
         service.admission.state = "failed"

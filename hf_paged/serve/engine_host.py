@@ -20,6 +20,7 @@ from safetensors import safe_open
 from ..engine import Engine, Handle, Output
 from ..engine.outputs.output import NewTokens
 from ..engine.requests.prompts import words_of
+from ..model.registry import invalidate
 from ..trace import Step, encode_header
 from .facts import ModelFacts
 from .processors import Processors
@@ -84,6 +85,7 @@ class EngineHost:
             "sleep": engine.sleep,
             "wake_up": engine.wake_up,
             "weights_changed": engine.weights_changed,
+            "forget": lambda: invalidate(engine.model),
             "load_weights": self._load_weights,
             "watch": self._watch,
             "unwatch": self._unwatch,
