@@ -50,9 +50,8 @@ class _Request:
 class EngineHost:
     """An engine for a server at the other end of a connection, to which it belongs from then on.
 
-    The engine's thread only notes which requests have news. Another thread reads these, and writes them in
-    one message. While the server does not take it, tokens stay in the engine and are read together later:
-    nothing waits for a slow server, and nothing grows beyond the answers themselves.
+    The engine's thread notes which requests have news; another one writes these in one message. While the
+    server does not take it, tokens stay in the engine: nothing grows beyond the answers themselves.
     """
 
     def __init__(self, engine: Engine, tokenizer: Any, connection: socket.socket) -> None:

@@ -32,8 +32,7 @@ class HttpSpec:
     """What the process of HTTP is started with.
 
     tokenizer: the model's, or its processor. template: how chats are written, instead of its chat template.
-    response_template: how answers
-    are read, instead of its response template.
+    response_template: how answers are read, instead of its response template.
     """
 
     options: ServerOptions
