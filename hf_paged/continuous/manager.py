@@ -25,7 +25,7 @@ from ..model.support import why_dropped
 from ..model.switch import original_implementation
 from ..model.training import why_random
 from .engines import drop_engine, engine_for
-from .options import Processors, WorkloadNeed, engine_options
+from .options import ManagerProcessors, WorkloadNeed, engine_options
 
 logger = logging.getLogger("hf_paged")
 
@@ -124,7 +124,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         # Not super().__init__(): it makes what the engine stands for.
         self.model: Any = base_model(model)
         own: Any = self.model.generation_config
-        self.logit_processor: Any = Processors(generation_config, own)
+        self.logit_processor: Any = ManagerProcessors(generation_config, own)
         if generation_config.eos_token_id is None:  # ends at no token, whatever the model's config has
             generation_config = copy.copy(generation_config)
             generation_config.eos_token_id = -1

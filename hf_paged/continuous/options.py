@@ -109,7 +109,7 @@ def _refuse(name: str, value: Any) -> None:
         )
 
 
-class Processors:
+class ManagerProcessors:
     """What processes the scores of a manager's requests, as options of the engine's requests."""
 
     def __init__(self, given: GenerationConfig, own: GenerationConfig) -> None:
