@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -14,7 +14,8 @@ from ..kv import LayerGroup
 from ..model.registry import base_model, known_memory
 
 
-class PoolStats(NamedTuple):
+@dataclass(frozen=True)
+class PoolStats:
     """The blocks of one kind of layer. free + held + cached = blocks, at any time."""
 
     kind: str
@@ -116,9 +117,13 @@ class Stats:
 
 def _table(pools: tuple[PoolStats, ...]) -> list[str]:
     """Pools as columns under headings."""
-    rows = [[name.replace("_", " ") for name in PoolStats._fields]]
-    rows += [[f"{cell:,}" if isinstance(cell, int) else cell for cell in pool] for pool in pools]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(PoolStats._fields))]
+    names = [field.name for field in fields(PoolStats)]
+    rows = [[name.replace("_", " ") for name in names]]
+    rows += [
+        [f"{cell:,}" if isinstance(cell, int) else cell for cell in (getattr(pool, name) for name in names)]
+        for pool in pools
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
     titles = ["pools", *[""] * len(pools)]
     return [
         f"{title:<9}{row[0]:<{widths[0]}}"

@@ -176,7 +176,8 @@ def why_not_on_ranks(model: nn.Module) -> str | None:
             if kind not in RANKS_DIVIDE or module.lora_variant or not _divided_as_layer(module):
                 return (
                     f"peft cannot divide the adapter of {path} ({kind}) among ranks; leave the layer out of "
-                    "the adapter, or merge it in one process and load what that saves"
+                    "the adapter, or merge it in one process and load what that saves. LoRA of linear layers "
+                    "is divided from peft 0.21.1 on"
                 )
     return None
 
