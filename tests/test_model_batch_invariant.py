@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from collections import Counter
@@ -323,6 +324,29 @@ def test_a_mode_of_ones_own_sees_every_operation() -> None:
         with Names() if outer else nullcontext(), batch_invariant(), nullcontext() if outer else Names():
             assert torch.equal(work(), right)
         assert names[:2] == ["mul", "add"]
+
+
+def test_tasks_that_leave_in_another_order_are_told() -> None:
+    """They share the modes of their thread: what is left of a block would be computed without them."""
+
+    async def inside(mine: asyncio.Event, others: asyncio.Event) -> None:
+        with batch_invariant():
+            mine.set()
+            await others.wait()
+
+    async def limited() -> list[Any]:
+        first, second, last = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        tasks = [asyncio.create_task(each) for each in (inside(first, second), inside(second, last))]
+        await tasks[0]
+        last.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    depths = mode_depths()
+    left, stayed = asyncio.run(limited())
+    assert left is None
+    assert isinstance(stayed, NotInvariant)
+    assert "another task of this thread left" in str(stayed)
+    assert mode_depths() == depths
 
 
 def test_a_function_that_computes_so() -> None:

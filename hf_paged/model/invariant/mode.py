@@ -51,16 +51,22 @@ class batch_invariant(ContextDecorator):
         self._operations.__enter__()  # type: ignore[no-untyped-call]
         invariant.set(True)  # last: an interrupt leaves modes that do nothing
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         if self._operations is None:
             return
         invariant.set(False)
         self._operations.entered = self._operations.functions.entered = False
+        there = mode_depths()[1] > self._before[1]
         try:
-            if mode_depths()[1] > self._before[1]:
+            if there:
                 self._operations.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         finally:
             pop_modes(self._before)
+        if not there and error is None:
+            raise NotInvariant(
+                "another task of this thread left its batch_invariant() first, so the rest of this block was "
+                "computed without it; enter the mode once around both, or do not await in it"
+            )
 
 
 _of_thread = threading.local()
