@@ -49,7 +49,7 @@ BUDGETS = {
     "hf_paged/engine/parallel": 1092,
     "hf_paged/engine/requests": 1350,
     "hf_paged/engine/sampling": 1805,
-    "hf_paged/generate": 2330,
+    "hf_paged/generate": 2335,
     "hf_paged/kv": 4010,
     "hf_paged/model": 4130,
     "hf_paged/model/adapters": 1470,
