@@ -13,6 +13,8 @@ batch     `model.generate_batch` on transformers' engine and on this one
 weights   seconds and bytes of pause, new weights, sleep and wake_up
 invariant what batch_invariant costs the sampler, generate() and the trainer's forward, and the largest
           difference of log-probabilities between sampler and trainer
+forward   what it costs a micro-batch of the trainer's forward: by the clock, of kernels, and how many operations
+          come to its code in Python
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -27,6 +30,7 @@ from typing import Any
 
 import torch
 from shapes import Report, build, common_parser, report_of
+from torch.profiler import ProfilerActivity, profile
 
 import hf_paged
 from hf_paged import Engine
@@ -405,6 +409,56 @@ def invariant(bench: Bench) -> None:
         )
 
 
+def kernel_seconds(call: Callable[[], Any]) -> float:
+    """The time of a call's kernels on the device."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    return sum(each.self_device_time_total for each in found.key_averages()) / 1e6
+
+
+def seen_operations(call: Callable[[], Any]) -> int:
+    """How many operations come to a mode's code in Python."""
+    seen = [0]
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        seen[0] += event == "call" and frame.f_code.co_name == "__torch_dispatch__"
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen[0]
+
+
+def forward(bench: Bench) -> None:
+    """Two micro-batches of a trainer's forward, six times with the mode off and on."""
+    _, _, tokens, new = bench.options.engine_rows
+    micro = bench.options.micro
+    rows = bench.prompts(2 * micro, tokens + new)
+    bench.report.table(
+        "forward",
+        f"the trainer's forward with gradients, a micro-batch of {micro} x {tokens + new} tokens",
+        mode=("batch_invariant", ""), first=("first call, s", ".2f"), ms=("ms, median", ".1f"), cost=("cost", ".1%"),
+        kernels=("kernels, ms", ".1f"), seen=("operations seen in Python", "d"),
+    )  # fmt: skip
+    plain = 0.0
+    for mode in (False, True):
+
+        def call(mode: bool = mode) -> Any:
+            with hf_paged.batch_invariant() if mode else nullcontext():
+                return logprobs_of(bench.model, rows, tokens, micro)
+
+        first = bench.seconds(call)
+        ms = statistics.median(bench.seconds(call) for _ in range(6)) / 2 * 1e3
+        plain = plain or ms
+        kernels = kernel_seconds(call) / 2 * 1e3 if bench.on_gpu else None
+        seen = seen_operations(call) // 2
+        name = "on" if mode else "off"
+        bench.report.row(mode=name, first=first, ms=ms, cost=ms / plain - 1, kernels=kernels, seen=seen)
+
+
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "equal": equal,
     "loop": loop,
@@ -412,6 +466,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "batch": batch,
     "weights": weights,
     "invariant": invariant,
+    "forward": forward,
 }
 
 
