@@ -323,12 +323,15 @@ class BlockPool:
 
     def _count_tenants(self) -> TenantBooks:
         """Count the blocks of all tenants anew."""
-        used = Counter(self.owners.get(block, "") for block, state in enumerate(self._state) if state != FREE)
         cached = self._evictor.counts()
         books = self._tenants = TenantBooks(self.weights)
-        for tenant, count in used.items():
+        for tenant, count in self._used().items():
             books.change(tenant, count, count - cached.get(tenant, 0))
         return books
+
+    def _used(self) -> Counter[str]:
+        """The blocks of each tenant, counted one by one."""
+        return Counter(self.owners.get(block, "") for block, state in enumerate(self._state) if state != FREE)
 
     # ---- names
 
@@ -482,7 +485,7 @@ class BlockPool:
 
     def _check_shares(self, books: TenantBooks) -> None:
         """What is counted where blocks change hands is what all blocks come to."""
-        used = Counter(self.owners.get(block, "") for block, state in enumerate(self._state) if state != FREE)
+        used = self._used()
         cached = self.cached_by_tenant
         expect(books.used == used, "other blocks are counted for tenants")
         expect(books.held == used - Counter(cached), "other held blocks are counted for tenants")
@@ -490,9 +493,7 @@ class BlockPool:
         for tenant in used:
             shares = self.shares(tenant)
             reserved, loser = recount(self.total, used, cached, weights, tenant)
-            expect(
-                shares.reserved() == reserved, f"{reserved} blocks are reserved while {tenant!r} needs some"
-            )
+            expect(shares.reserved() == reserved, f"{reserved} blocks are reserved from {tenant!r}")
             expect(
                 not cached or shares.loser() == loser, f"{loser!r} loses a block where {tenant!r} needs one"
             )

@@ -73,7 +73,7 @@ def _draw(SCORES, AT, OUT, width, stride, TILE: tl.constexpr, TILES: tl.constexp
         shares = tl.where(which == n // TILE, own, shares)
     total = tl.sum(shares, 0)
     at = tl.load(AT + row) * total
-    # A sum that is not more for its last number is rounded: nobody's place, whatever the order of adding.
+    # Where nothing is added, rounding alone may step over AT: such places are not drawn.
     passed = (tl.cumsum(shares, 0) > at) & (shares > 0)
     last = tl.max(tl.where(shares > 0, which, 0), 0)
     tile = tl.minimum(tl.min(tl.where(passed, which, TILES), 0), last)

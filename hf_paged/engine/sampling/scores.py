@@ -50,12 +50,12 @@ def _logsumexp(scores: torch.Tensor) -> torch.Tensor | None:
 
 def _kept(scores: torch.Tensor, uncut: torch.Tensor) -> torch.Tensor:
     """The share [rows, 1] of the probability of `uncut` that the scores kept."""
-    parts = [_logsumexp(each) for each in (scores, uncut)]
-    logs = [
-        each.logsumexp(-1, True) if found is None else found.sum(0)
-        for each, found in zip((scores, uncut), parts, strict=True)
-    ]
-    return (logs[0] - logs[1]).exp().clamp(max=1).double()
+    some, whole = _logsumexp(scores), _logsumexp(uncut)
+    if some is None or whole is None:
+        log = scores.logsumexp(-1, True) - uncut.logsumexp(-1, True)
+    else:
+        log = some.sum(0) - whole.sum(0)
+    return log.exp().clamp(max=1).double()
 
 
 def note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -30,7 +31,7 @@ class FunctionCalls(TorchFunctionMode):
         super().__init__()
         self.hidden_from: TorchDispatchMode | None = None
         self._hides: dict[Any, Callable[..., bool] | None] = {}
-        """Of each function: says of arguments whether they need nothing of the mode. None: nobody knows."""
+        """Of each function: says of arguments whether they need nothing of the mode. None if they may."""
         self.entered = False
         """Whether the block is entered, for backward passes: threads of a device do them, which do not see
         `invariant`.
@@ -50,9 +51,8 @@ class FunctionCalls(TorchFunctionMode):
         if func not in self._hides:
             self._hides[func] = _why_hidden(func)
         hides = self._hides[func]
-        if hides is None or not PLAIN_TENSORS.issuperset(types) or not invariant.get():
-            return func(*args, **kwargs)
-        if not hides(*args, **kwargs):
+        plain = PLAIN_TENSORS.issuperset(types)
+        if hides is None or not plain or not invariant.get() or not hides(*args, **kwargs):
             return func(*args, **kwargs)
         depth = torch._C._len_torch_dispatch_stack()
         if not depth or torch._C._get_dispatch_stack_at(depth - 1) is not self.hidden_from:
@@ -90,10 +90,11 @@ class FunctionCalls(TorchFunctionMode):
             key, value = (each.expand(len(query), -1, -1, -1) for each in (key, value))
         given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
         learns = torch.is_grad_enabled() and any(each.requires_grad for each in given)
+        attend = partial(_attended, kernels, causal=is_causal, scale=scale)
         if not learns:
-            return _attended(kernels, query, key, value, attn_mask, is_causal, scale)
+            return attend(query, key, value, attn_mask)
         trained: torch.Tensor = _TrainedAttention.apply(  # type: ignore[no-untyped-call]  # torch's own
-            kernels, query, key, value, attn_mask, is_causal, scale
+            attend, query, key, value, attn_mask
         )
         return trained
 
@@ -165,16 +166,11 @@ def _is_torchs_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
 
 
 def _attended(
-    kernels: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
+    kernels: Any, query: torch.Tensor, *others: torch.Tensor | None, **options: Any
 ) -> torch.Tensor:
+    """Attention of query over keys, values and a mask, or a refusal by name."""
     try:
-        answer: torch.Tensor = kernels.attend(query, key, value, mask, causal=causal, scale=scale)
+        answer: torch.Tensor = kernels.attend(query, *others, **options)
     except NotImplementedError as error:
         raise NotInvariant(f"batch_invariant() has no fixed order on {query.device} for {error}") from error
     return answer
@@ -184,19 +180,11 @@ class _TrainedAttention(torch.autograd.Function):
     """Attention of fixed order forwards; its gradients are those of torch's own."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value, mask)
-        ctx.options = {"is_causal": causal, "scale": scale}
-        return _attended(kernels, query, key, value, mask, causal, scale)
+    def forward(ctx: Any, attend: partial[torch.Tensor], *given: torch.Tensor | None) -> torch.Tensor:
+        """given: query, keys, values and a mask."""
+        ctx.save_for_backward(*given)
+        ctx.options = {"is_causal": attend.keywords["causal"], "scale": attend.keywords["scale"]}
+        return attend(*given)
 
     @staticmethod
     @once_differentiable
@@ -211,4 +199,4 @@ class _TrainedAttention(torch.autograd.Function):
             answer = scaled_dot_product_attention(query, key, value, **options)
             inputs = (query, key, value, mask) if learned else (query, key, value)
             gradients = torch.autograd.grad(answer, inputs, gradient)
-        return (None, *gradients[:3], gradients[3] if learned else None, None, None)
+        return (None, *gradients[:3], gradients[3] if learned else None)
