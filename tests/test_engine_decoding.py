@@ -91,6 +91,36 @@ def test_one_step_of_a_model_is_rehearsed(llama: Any, monkeypatch: pytest.Monkey
             llama.config.hidden_act = "other"  # a setting that nobody reads any more
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["at once", "behind a run"])
+def test_further_sizes_cost_one_forward(llama: Any, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """The first size of some code is rehearsed and compared twice. Others are recorded at once and compared
+    once; what cannot be recorded so is run outside first.
+    """
+    tries: list[Any] = []
+
+    def recorder(step: Any, pool: Any, device: torch.device) -> Any:
+        tries.append(step)
+        if fails and len(tries) > 1 and tries.count(step) == 1:
+            raise RuntimeError("a kernel is loaded while a stream is captured")
+        return record(step, pool, device)
+
+    monkeypatch.setitem(RECORDERS, "cpu", recorder)
+    policy(monkeypatch, padded=0)
+    params = [dict(GREEDY, max_new_tokens=new, min_new_tokens=new) for new in (6, 18, 30)]
+    with Engine(llama, block_size=4, max_batch_sequences=3, max_batch_tokens=64) as engine:
+        handles = [engine.submit(prompt, **one) for prompt, one in zip(PROMPTS, params, strict=False)]
+        outputs = [handle.result() for handle in handles]
+        assert sizes(engine, "single") == {1, 2, 3}
+        steps = list(pool_of(engine))
+        assert all(step.trusted for step in steps)
+        assert sorted(step.agreed for step in steps if step.size.form == "single") == [1, 1, 2]
+        assert len(tries) == (2 * len(steps) - 1 if fails else len(steps))
+        assert not reasons(engine)
+    assert [answers(each) for each in outputs] == [
+        alone(llama, prompt, **one) for prompt, one in zip(PROMPTS, params, strict=False)
+    ]
+
+
 def test_a_model_that_changes_between_two_steps(llama: Any) -> None:
     with Engine(llama, block_size=4) as engine:
         engine.generate([PROMPTS[0]], **GREEDY)

@@ -93,6 +93,8 @@ class CapturePool:
         self._states: list[StateKey] = []
         self._rehearsed: dict[Hashable, LengthsOnDevice | None] = {}
         """What may be captured, by state and code, and how the model counts its cache there."""
+        self._proven: set[tuple[StateKey, Hashable, Hashable, bool]] = set()
+        """Code, by state, form and whether it is compiled, of which a size has agreed with AGREE answers."""
         self._workspace: Any = None
         """What all captured steps compute with: one runs at a time, and its answer is read before the
         next.
@@ -139,6 +141,7 @@ class CapturePool:
         self._keep_only(lambda key, step: key.state is not state)
         for key in [key for key in self._seen if key.state is state]:
             del self._seen[key]
+        self._proven = {code for code in self._proven if code[0] is not state}
 
     def find(self, state: StateKey, size: Size, holders: Sequence[Hashable]) -> CapturedStep | None:
         """The trusted step of a size, or the smallest that can hold it; holders: the forms that can."""
@@ -183,6 +186,7 @@ class CapturePool:
             self._steps.clear()
             self._seen.clear()
             self._rehearsed.clear()
+            self._proven.clear()
         else:
             self._keep_only(lambda key, step: group not in step.groups)
         if not self._steps:
@@ -252,7 +256,7 @@ class CapturePool:
                 if stand_in is not None:
                     stand_in.padded = 0
             if source.comparable:
-                self._compare(step, source, answer)
+                self._compare(step, source, answer, state)
         except Exception as error:
             trouble = error
         finally:
@@ -287,13 +291,16 @@ class CapturePool:
         self.counts["refused"] += 1
         logger.info("a decoding step is not captured: %s", reason)
 
-    def _compare(self, step: CapturedStep, source: StepSource[Any], answer: Any) -> None:
+    def _compare(self, step: CapturedStep, source: StepSource[Any], answer: Any, state: StateKey) -> None:
         """Replay a step whose answer is known. If compiled layers differ, none are used any more."""
         source.load(step)
         step.replay()
         if source.agrees(step, answer):
+            code = state, source.code, step.size.form, step.compiled
             step.agreed += 1
-            step.trusted = step.agreed >= AGREE
+            step.trusted = step.agreed >= AGREE or code in self._proven
+            if step.agreed >= AGREE:
+                self._proven.add(code)
             return
         source.recompute()
         if not step.compiled:
@@ -314,36 +321,37 @@ class CapturePool:
         step.groups = source.groups
         fusion = Fusion(model, source.groups[0].captured_ops.kernels)
         source.load(step)
-        lengths = self._rehearse(key, source, step, fusion)
+        rehearsed = (key.state, source.code) in self._rehearsed and self._least is None
+        if not rehearsed:
+            self._rehearse(key, source, step, fusion)
+        lengths = self._rehearsed[key.state, source.code]
         compiled = self._compiled(source, step, fusion)
         if not source.snapshot().graph_key.same(snapshot.graph_key):
             self.unsteady = True
             raise NotCapturable("the model's forward changes the model")
         if not snapshot.graph_key.same(key.state):
             raise _OtherState
-        source.load(step)
         reserved = _reserved(device)
         run = partial(_forward, source, step, compiled or fusion, lengths)
-        step.replay, answer = RECORDERS[device.type](run, self._shared_workspace(device), device)
+        step.replay, answer = self._record(source, step, run, again=rehearsed)
         step.keep(answer)
         step.compiled = compiled is not None
         self._workspace_bytes += max(0, _reserved(device) - reserved)
         self._keep(key, step)
         return step
 
-    def _rehearse(
-        self, key: _Key, source: StepSource[Any], step: CapturedStep, fusion: Fusion
-    ) -> LengthsOnDevice | None:
+    def _rehearse(self, key: _Key, source: StepSource[Any], step: CapturedStep, fusion: Fusion) -> None:
         """Run a step outside its graph, so that what it launches is compiled and loaded. The first of its
         code is watched, which takes long.
 
         Others run the same code on other sizes. What must not be captured there either does not depend on
-        them, or fails in the capture itself: whatever the host waits for.
+        them, or fails in the capture itself: whatever the host waits for. So they are captured without a
+        rehearsal, but for those of several ranks, which would not all fail where one does.
         """
         form = key.state, source.code
         if form in self._rehearsed:
             _forward(source, step, fusion, self._rehearsed[form])
-            return self._rehearsed[form]
+            return
         lengths = LengthsOnDevice()
         stores = [data for group in source.groups for data in group.tensors]
         own = [*source.model.parameters(), *source.model.buffers()]
@@ -354,7 +362,25 @@ class CapturePool:
         if len(self._rehearsed) > MOST_REASONS:
             self._rehearsed.clear()
         self._rehearsed[form] = lengths if lengths.met else None
-        return self._rehearsed[form]
+
+    def _record(
+        self, source: StepSource[Any], step: CapturedStep, run: Callable[[], Any], again: bool
+    ) -> tuple[Callable[[], None], Any]:
+        """Record a step. again: whether a record that fails is tried once more behind a run outside, which
+        loads kernels that no other size has launched.
+        """
+        recorder = RECORDERS[source.device.type]
+        workspace = self._shared_workspace(source.device)
+        source.load(step)
+        try:
+            return recorder(run, workspace, source.device)
+        except Exception as error:
+            if not again or is_out_of_memory(error):
+                raise
+            logger.debug("a step is captured behind a run of it: %s", error)
+        source.load(step)
+        run()
+        return self._record(source, step, run, again=False)
 
     def _compiled(self, source: StepSource[Any], step: CapturedStep, fusion: Fusion) -> CompiledFusion | None:
         """The step's layers compiled, and run once; None if they are not wanted, or cannot be had."""
