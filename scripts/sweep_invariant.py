@@ -1,4 +1,4 @@
-"""Whether every causal family gives the same bits in all company: python scripts/sweep_invariant.py [--dtype bfloat16]
+"""Whether every causal family gives the same bits in all company: python scripts/sweep_invariant.py [--dtype bfloat16] [--device cuda]
 
 Tiny random models of each family of transformers, with attention by sdpa where they have it. An engine with batch_invariant=True
 samples requests together (in chunks, with shared prefixes, few blocks) and one by one; a training-style forward
@@ -53,16 +53,19 @@ def result_of(model: Any) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="the I-th of N parts")
     parser.add_argument("--families", nargs="+", help="names of model types; all if left out")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     counts: Counter[str] = Counter()
-    for cls in mappings()["causal"]:
+    part, parts = options.share
+    for cls in list(mappings()["causal"])[part::parts]:
         kind = cls.model_type
         if options.families and kind not in options.families:
             continue
         try:
-            model = build("causal", cls).to(getattr(torch, options.dtype))
+            model = build("causal", cls).to(options.device, getattr(torch, options.dtype))
         except Exception as error:
             result = f"not built: {type(error).__name__}"
         else:

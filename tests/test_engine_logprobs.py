@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_answers import PROMPTS
 from engine_logprobs import one_forward
+from engine_steps import watch_plans
 from kernel_cases import load
 from transformers import GenerationConfig, LogitsProcessor
 
@@ -73,6 +74,43 @@ def test_processed_logprobs_are_those_of_what_tokens_were_drawn_from(model: Any,
             torch.testing.assert_close(
                 after, expected(model, PROMPTS[1], tokens, options), atol=1e-4, rtol=1e-4
             )
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_they_decode_with_all_others(model: Any, run_ahead: bool) -> None:
+    """C13: rows with logprobs are part of the decode batch; each token comes with its own note, also to a
+    reader meanwhile, whoever ends and joins beside it.
+    """
+    decodes: list[int] = []
+    ways: list[dict[str, Any]] = [
+        {"logprobs": True, "num_return_sequences": 2},
+        {"logprobs": 3},
+        {},
+        {"logprobs": True},
+    ]
+    with Engine(model, block_size=4, num_blocks=120, run_ahead=run_ahead) as engine:
+        watch_plans(engine, lambda plan: decodes.append(plan.batch.decodes))
+        handles = []
+        for i, way in enumerate(ways):
+            new = {"max_new_tokens": 5 + 4 * i, "min_new_tokens": 0, "eos_token_id": None}
+            handles.append(engine.submit(PROMPTS[i], seed=i, do_sample=True, top_k=0, **new, **way))
+        read = [(part.token_ids, part.logprobs) for part in handles[1]]
+        outputs = [handle.result() for handle in handles]
+        assert max(decodes) == 5
+        engine.check()
+    assert [[note.token_id for note in notes] for _, notes in read] == [tokens for tokens, _ in read]
+    assert [token for tokens, _ in read for token in tokens] == outputs[1].sequences[0].token_ids
+    for prompt, output, way in zip(PROMPTS, outputs, ways, strict=False):
+        for sequence in output.sequences:
+            if "logprobs" not in way:
+                assert sequence.logprobs is None
+                continue
+            assert [note.token_id for note in sequence.logprobs] == sequence.token_ids
+            assert {len(note.favourites) for note in sequence.logprobs} == {int(way["logprobs"]) // 3 * 3}
+            raw = one_forward(model, prompt, sequence.token_ids).log_softmax(-1)
+            raw = raw.gather(1, torch.tensor(sequence.token_ids)[:, None])[:, 0]
+            found = torch.tensor([note.logprob for note in sequence.logprobs])
+            torch.testing.assert_close(found, raw, atol=1e-4, rtol=1e-4)
 
 
 def test_what_cuts_keep(model: Any) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from ..scheduling import (
 )
 from .forward_batch import Answer, LastTokens, download
 from .job import Job
+from .outputs.output import TokenLogprob
 from .sampling.input_batch import InputBatch
 from .sampling.penalties import PenaltyState
 from .sampling.sampler import HostSampler, SamplingRows, no_token
@@ -160,6 +160,7 @@ class InFlightStep:
         sequences = self.sequences
         streams = [] if columns is None else columns.streams
         tokens = self._tokens
+        here: Sequence[int] = range(len(tokens))
         one_by_one = {*range(self.batch.decodes, len(tokens)), *self._ending}
         one_by_one.update([place for place, sequence in enumerate(sequences) if sequence.row < 0])
         if one_by_one:
@@ -169,6 +170,9 @@ class InFlightStep:
             tokens = [tokens[place] for place in here]
         # All that is done for a sequence that goes on: its token is written down.
         scheduler.confirm(self.plan, self.failed, sequences, tokens)
+        if self._logprobs and columns is not None:
+            for place in here:
+                columns.streams[place].logprobs += self._notes_at(columns.jobs[place], [place])
         for stream, token in zip(streams, tokens, strict=True):
             stream.so_far.append(token)
         if self.answer.scores:
@@ -211,17 +215,17 @@ class InFlightStep:
                 failed[job] = no_token(job)
             elif tokens:
                 try:
-                    job.take(scheduler, tokens, self._notes(job, found), self.answer.logits.device)
+                    notes = dict(zip(found, self._notes_at(job, found.values()), strict=False))
+                    job.take(scheduler, tokens, notes, self.answer.logits.device)
                 except (
                     Exception
                 ) as error:  # a criterion or a tokenizer of this request failed; others continue
                     failed[job] = error
         return failed
 
-    def _notes(self, job: Job, found: Mapping[TokenSequence, int]) -> Any:
-        """The logprobs of a job's tokens, if it requested any."""
+    def _notes_at(self, job: Job, places: Iterable[int]) -> list[TokenLogprob]:
+        """The logprobs of a job's tokens at these places; none if it requested none."""
         favourites = job.params.favourites
         if favourites is None:
-            return None
-        rows = self._logprobs
-        return {each: chosen_note_of(rows[i], self._tokens[i], favourites) for each, i in found.items()}
+            return []
+        return [chosen_note_of(self._logprobs[i], self._tokens[i], favourites) for i in places]

@@ -113,10 +113,12 @@ class Job:
         self,
         scheduler: Scheduler,
         tokens: Mapping[TokenSequence, int],
-        notes: Mapping[TokenSequence, TokenLogprob] | None,
+        notes: Mapping[TokenSequence, TokenLogprob],
         device: torch.device,
     ) -> None:
-        """Its running sequences have these next tokens: enter them, and see which end."""
+        """Its running sequences have these next tokens: enter them, with notes if it requested any, and see
+        which end.
+        """
         length = 1 + len(next(iter(tokens)).tokens)
         scheduler.extend(tokens, tokens.values())
         stopped: Mapping[TokenSequence, FinishReason | None] = {}
@@ -125,7 +127,7 @@ class Job:
             stopped = dict(zip(tokens, self._stopped(places, length, device), strict=True))
         for sequence, token in tokens.items():
             reason = self._reason(token, length, stopped.get(sequence))
-            self._grow(sequence.index, token, None if notes is None else notes[sequence], reason)
+            self._grow(sequence.index, token, notes.get(sequence), reason)
             if reason is not None:
                 scheduler.finish(sequence)
 

@@ -128,7 +128,7 @@ class RequestParams:
         """
         moved = self.media is not None and self.media.shift
         on_device = self.recipe is not None and self.grammar is None
-        return on_device and not self.criteria and self.favourites is None and not moved
+        return on_device and not self.criteria and not moved
 
     @property
     def source_key(self) -> bytes:

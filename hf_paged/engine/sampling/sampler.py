@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kv.upload import upload
-from ...scheduling import UNKNOWN, Scheduler, SequenceGroup
+from ...scheduling import UNKNOWN, Scheduler, SequenceGroup, TokenSequence
 from ..forward_batch import download
 from ..job import Job
 from ..outputs.output import TokenLogprob
@@ -179,15 +179,12 @@ class HostSampler:
         self, scheduler: Scheduler, request: SamplingRows, tokens: list[int], scores: torch.Tensor | None
     ) -> None:
         """Give a job its tokens; logprobs are computed only where they were requested."""
-        notes = (
-            None
-            if request.job.params.favourites is None
-            else _notes(self._logits[request.rows], tokens, request.job.params.favourites, scores)
-        )
-        assert request.job.group is not None
-        sequences = request.job.group.sequences
-        noted = None if notes is None else dict(zip(sequences, notes, strict=True))
-        request.job.take(scheduler, dict(zip(sequences, tokens, strict=True)), noted, self._logits.device)
+        sequences = _group(request.job).sequences
+        notes: dict[TokenSequence, TokenLogprob] = {}
+        if request.job.params.favourites is not None:
+            found = _notes(self._logits[request.rows], tokens, request.job.params.favourites, scores)
+            notes = dict(zip(sequences, found, strict=True))
+        request.job.take(scheduler, dict(zip(sequences, tokens, strict=True)), notes, self._logits.device)
 
     # ---- beams
 

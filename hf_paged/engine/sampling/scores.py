@@ -90,9 +90,8 @@ def chosen_numbers_of(
 
 def chosen_note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:
     """A row of `chosen_numbers_of`, perhaps with more favourites than are wanted."""
-    *own, processed, kept = numbers
-    favoured = note_of(own, token, favourites).favourites if favourites else ()
-    return TokenLogprob(token, numbers[0], favoured, processed, kept)
+    favoured = note_of(numbers[:-2], token, favourites).favourites if favourites else ()
+    return TokenLogprob(token, numbers[0], favoured, numbers[-2], numbers[-1])
 
 
 def scores_of(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> torch.Tensor:
