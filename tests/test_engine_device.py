@@ -122,3 +122,19 @@ def assert_swapped(engine: Engine) -> None:
     assert stats["swapped_in"] == stats["swapped_out"] > 2
     assert stats["recomputed"] == 0
     assert all(kind["held"] == 0 for kind in [*stats["blocks"].values(), *stats["host"].values()])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="on a CPU there is no device to wait for")
+def test_a_request_waits_for_no_step() -> None:
+    """Requests come while steps run: reading them must not make the caller wait for the device."""
+    model = build(BY_NAME["llama"]).to(DEVICE)
+    with Engine(model, **OPTIONS) as engine:
+        way = {"max_new_tokens": 6, "do_sample": True, "top_k": 5, "logprobs": True}
+        first = engine.submit(PROMPTS[0], **way)
+        engine.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            second = engine.submit(PROMPTS[1], **way)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(output.error is None for output in (first.result(), second.result()))

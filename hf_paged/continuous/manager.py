@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -9,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import (
@@ -218,6 +218,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
             raise RuntimeError("the manager cannot stop from inside a pause; leave pause() first")
         begin = time.perf_counter()
         status.request_stop(status.HARD_STOP if hard_stop else status.FLUSH_AND_STOP, 0)
+        self._ready.put("")  # no request's name: the thread of results looks at the status
         if block:
             self.join(begin, timeout)
         if keep_for_next_session:
@@ -232,7 +233,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._engine = None
         self._give_back()
 
-    @contextmanager
+    @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Hold the requests while the caller changes the weights in place: their tokens stay, and their keys
         and values are computed again with the new weights.
@@ -334,11 +335,11 @@ class EngineBatchingManager(ContinuousBatchingManager):
         status = self.background_thread_status
         try:
             while status.local_status != status.HARD_STOP or self._pausing:
-                try:
+                with contextlib.suppress(queue.Empty):
                     self._deliver(self._ready.get(timeout=POLL))
-                except queue.Empty:
-                    if status.local_status == status.FLUSH_AND_STOP and not (self._requests or self._pausing):
-                        break
+                idle = self._ready.empty() and not (self._requests or self._pausing)
+                if idle and status.local_status == status.FLUSH_AND_STOP:
+                    break
                 error = self.engine.thread_error
                 if error is not None:
                     raise RuntimeError(f"the engine's thread has ended: {error}") from error

@@ -154,9 +154,7 @@ class RequestParams:
         return self.embeds is None and self.media is None and self.source is None
 
     def vectors(self, start: int, count: int) -> torch.Tensor | None:
-        """[n, hidden]: what the first n of so many tokens from `start` on are instead of ids; None if they
-        are ids.
-        """
+        """[n, hidden]: what the first n of `count` tokens from `start` on are; None if they are ids."""
         embeds = self.embeds
         if self.media is not None and self.media.concerns(start, count):
             embeds = self.media.made
@@ -207,7 +205,10 @@ def _require_function(name: str, given: Any) -> None:
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt: the ids that processors see, what the model is given as `name`, and what comes of it."""
+    """A prompt: the ids that processors see, what the model is given as `name`, and what comes of it.
+
+    inputs: ids are on the CPU, so that no request waits for what the device computes for others.
+    """
 
     tokens: tuple[int, ...]
     name: str
@@ -235,9 +236,7 @@ def read(
     prompt_logprobs: int | bool | None,
     options: Options,
 ) -> RequestParams:
-    """Read a request as generate() would on that prompt alone; what the engine does not do is refused by
-    name.
-    """
+    """Read a request as generate() would on that prompt alone; what the engine cannot do is refused."""
     prompt, shown = opened(model, tokenizer, prompt, keywords)
     tokenizer = words_of(tokenizer)
     shown = taken(model, _beside(keywords, shown))
@@ -290,12 +289,16 @@ def _processors(
     model: Any, config: Any, given: ParsedPrompt, extras: Mapping[str, Any]
 ) -> LogitsProcessorList:
     """The logits processors as generate() makes them."""
+    device = input_device(model)
+    kept = (
+        config.encoder_repetition_penalty not in (None, 1) or config.encoder_no_repeat_ngram_size is not None
+    )
     made: LogitsProcessorList = model._get_logits_processor(
         config,
         input_ids_seq_length=len(given.tokens),
-        encoder_input_ids=given.inputs,
+        encoder_input_ids=given.inputs.to(device) if kept else given.inputs,
         logits_processor=LogitsProcessorList(_callables("logits_processor", extras["logits_processor"])),
-        device=input_device(model),
+        device=device,
         model_kwargs={},
         **{name: extras[name] for name in PASSED_ON},
     )
@@ -376,7 +379,7 @@ def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_em
         if prompt is None:
             raise ValueError("a request needs a prompt, or inputs_embeds")
         tokens = known(prompt_tokens(prompt, tokenizer), model)
-        return ParsedPrompt(tokens, "input_ids", torch.tensor([tokens], device=input_device(model)))
+        return ParsedPrompt(tokens, "input_ids", torch.tensor([tokens], device="cpu"))
     tokens = () if prompt is None else prompt_tokens(prompt, tokenizer)
     embeds = checked(model, inputs_embeds, tokens)
     return ParsedPrompt(tokens, "inputs_embeds", embeds[None], embeds)
@@ -402,7 +405,7 @@ def _for_encoder(
         if prompt is None:
             raise ValueError("a request needs a prompt")
         ids = known(prompt_tokens(prompt, tokenizer), model.get_encoder())
-        inputs = torch.tensor([ids], device=input_device(model))
+        inputs = torch.tensor([ids], device="cpu")
     else:
         if prompt is not None or not isinstance(input_features, torch.Tensor):
             raise ValueError(
@@ -420,7 +423,8 @@ def _for_encoder(
     start = config._decoder_start_token_tensor.cpu()
     found, _ = model._prepare_decoder_input_ids_for_generation(1, name, begin, start, torch.device("cpu"))
     begun = known(tuple(found[0].tolist()), model.get_decoder())
-    return ParsedPrompt(begun, name, inputs, source=EncoderInput(inputs, ids))
+    source = EncoderInput(inputs.to(input_device(model), non_blocking=True), ids)
+    return ParsedPrompt(begun, name, inputs, source=source)
 
 
 def _with_lengths(model: Any, config: Any, defaults: tuple[bool, bool], given: ParsedPrompt) -> Any:
@@ -461,9 +465,7 @@ def _scored(prompt_logprobs: int | bool | None, model: Any, given: ParsedPrompt)
 
 
 def _favourites(name: str, logprobs: int | bool | None, model: Any) -> int | None:
-    """How many of the most likely tokens are reported with each token's logprob; None if logprobs were not
-    requested.
-    """
+    """How many of the likeliest tokens are reported with each token's logprob; None without logprobs."""
     if logprobs is None or logprobs is False:
         return None
     count = 0 if logprobs is True else logprobs
