@@ -185,9 +185,7 @@ class InFlightStep:
         return self._apply_one_by_one(scheduler, columns, sorted(one_by_one)) if one_by_one else {}
 
     def note_prompts(self, scheduler: Scheduler) -> None:
-        """Give requests what was scored of their prompts, and others that begin alike where it is cached by
-        now.
-        """
+        """Give requests what was scored of their prompts, and cache it for others that begin alike."""
         if self._scores is None:
             return
         found = dict(zip(self.answer.scores, self._scores(), strict=True))

@@ -116,9 +116,7 @@ class Job:
         notes: Mapping[TokenSequence, TokenLogprob],
         device: torch.device,
     ) -> None:
-        """Its running sequences have these next tokens: enter them, with notes if it requested any, and see
-        which end.
-        """
+        """Its running sequences have these next tokens, with notes if requested: see which end."""
         length = 1 + len(next(iter(tokens)).tokens)
         scheduler.extend(tokens, tokens.values())
         stopped: Mapping[TokenSequence, FinishReason | None] = {}

@@ -88,9 +88,7 @@ class Graph(CapturedStep):
         self._slots_of: torch.Tensor | None = None
         self._tables: list[torch.Tensor] = []
         self.answer: Any = None
-        """What the captured forward answered, in static tensors, with places for what belongs to the
-        caller.
-        """
+        """What the forward answered, in static tensors, with places for what belongs to the caller."""
         self._filled: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @classmethod
@@ -239,9 +237,7 @@ def standing(step: ReplayableStep, graph: Graph) -> Iterator[None]:
 
 
 def signature(step: ReplayableStep, device: torch.device) -> Hashable:
-    """Names, shapes and settings of the arguments, or None if one of them cannot be an input of a graph on
-    `device`.
-    """
+    """Names, shapes and settings of the arguments; None if one cannot be a graph's input on `device`."""
     facts = []
     for name, value in step.lean.items():
         fact = (
@@ -298,9 +294,7 @@ def shapes(part: CapturedCache, new: int) -> Hashable:
 
 
 def too_wide(part: CapturedCache, new: int) -> bool:
-    """Whether a captured step would be slow: plain torch reads all positions that its tables have, kernels
-    only those that are.
-    """
+    """Whether a captured step would be slow: plain torch reads all that its tables have room for."""
     return any(
         rows.group.captured_ops.kernels is None and _width(rows, new) * rows.group.pool.block_size > WIDEST
         for _, rows in filled(part)
@@ -308,9 +302,7 @@ def too_wide(part: CapturedCache, new: int) -> bool:
 
 
 def filled(part: CapturedCache) -> list[tuple[LayerKind, Rows]]:
-    """The kinds of layers that a step reads: layers that attend across hold nothing where no picture was
-    given.
-    """
+    """The kinds of layers that a step reads; cross-attention holds nothing where no picture was given."""
     return [(kind, rows) for kind, rows in part.sequences.rows.items() if rows.columns]
 
 

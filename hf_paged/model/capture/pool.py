@@ -37,7 +37,7 @@ SPARE = 2048
 """Rows by which a captured step may be larger than the step that it holds. Of an 8B model on an H200 a step
 of 2,048 rows takes as long as launching one operation by operation.
 """
-PADDED = 5_000
+PADDED = 3_000
 """Rows that a captured step may pad in all before a smaller one is captured: about what a capture costs."""
 FORM = 16
 """Rows that holding a step of another form costs as much as."""
@@ -96,9 +96,7 @@ class CapturePool:
         self._proven: set[tuple[StateKey, Hashable, Hashable, bool]] = set()
         """Code, by state, form and whether it is compiled, of which a size has agreed with AGREE answers."""
         self._workspace: Any = None
-        """What all captured steps compute with: one runs at a time, and its answer is read before the
-        next.
-        """
+        """What all captured steps compute with: one runs at a time, its answer read before the next."""
         self._workspace_bytes = 0
         memory.observers.add(self)
 
@@ -118,9 +116,7 @@ class CapturePool:
         return sum(step.bytes for step in self) + self._workspace_bytes
 
     def stats(self) -> dict[str, Any]:
-        """What was counted, how many captured steps there are, their bytes, and the seconds that captures
-        took.
-        """
+        """Counts, how many captured steps there are, their bytes, and the seconds that captures took."""
         return {**self.counts, "kept": len(self), "bytes": self.bytes, "seconds": self.seconds}
 
     # ---- which captured step holds a step
@@ -198,9 +194,7 @@ class CapturePool:
     # ---- new ones
 
     def is_due(self, state: StateKey, source: StepSource[Any], stand_in: CapturedStep | None = None) -> bool:
-        """Whether a step that has its answer, from a stand-in or without any, is to be captured, or to be
-        compared with the captured step of its size.
-        """
+        """Whether a step that has its answer is to be captured, or compared with one of its size."""
         key = _Key(state, source.size)
         if self.unsteady or key in self.reasons:
             return False
@@ -230,9 +224,7 @@ class CapturePool:
         answer: Any,
         stand_in: CapturedStep | None = None,
     ) -> None:
-        """After a step was answered, by a stand-in or without any: capture it, or compare its captured step,
-        if either is due.
-        """
+        """After a step was answered, by a stand-in or without any: capture or compare it, if that is due."""
         if self.is_due(state, source, stand_in):
             self.capture_or_compare(state, source, answer, stand_in)
 
@@ -321,37 +313,38 @@ class CapturePool:
         step.groups = source.groups
         fusion = Fusion(model, source.groups[0].captured_ops.kernels)
         source.load(step)
-        rehearsed = (key.state, source.code) in self._rehearsed and self._least is None
-        if not rehearsed:
-            self._rehearse(key, source, step, fusion)
-        lengths = self._rehearsed[key.state, source.code]
+        code = key.state, source.code
+        known = code in self._rehearsed
+        if not known:
+            if len(self._rehearsed) > MOST_REASONS:
+                self._rehearsed.clear()
+            self._rehearsed[code] = self._rehearse(source, step, fusion)
         compiled = self._compiled(source, step, fusion)
         if not source.snapshot().graph_key.same(snapshot.graph_key):
             self.unsteady = True
             raise NotCapturable("the model's forward changes the model")
         if not snapshot.graph_key.same(key.state):
             raise _OtherState
+        run = partial(_forward, source, step, compiled or fusion, self._rehearsed[code])
+        alone = self._least is None
+        if known and not alone:
+            run()  # not all ranks would fail where one does
         reserved = _reserved(device)
-        run = partial(_forward, source, step, compiled or fusion, lengths)
-        step.replay, answer = self._record(source, step, run, again=rehearsed)
+        step.replay, answer = self._record(source, step, run, again=known and alone)
         step.keep(answer)
         step.compiled = compiled is not None
         self._workspace_bytes += max(0, _reserved(device) - reserved)
         self._keep(key, step)
         return step
 
-    def _rehearse(self, key: _Key, source: StepSource[Any], step: CapturedStep, fusion: Fusion) -> None:
-        """Run a step outside its graph, so that what it launches is compiled and loaded. The first of its
-        code is watched, which takes long.
+    def _rehearse(
+        self, source: StepSource[Any], step: CapturedStep, fusion: Fusion
+    ) -> LengthsOnDevice | None:
+        """Run a step outside its graph and watch what it does, which takes long: how it counts its cache.
 
         Others run the same code on other sizes. What must not be captured there either does not depend on
-        them, or fails in the capture itself: whatever the host waits for. So they are captured without a
-        rehearsal, but for those of several ranks, which would not all fail where one does.
+        them, or fails in the capture itself: whatever the host waits for.
         """
-        form = key.state, source.code
-        if form in self._rehearsed:
-            _forward(source, step, fusion, self._rehearsed[form])
-            return
         lengths = LengthsOnDevice()
         stores = [data for group in source.groups for data in group.tensors]
         own = [*source.model.parameters(), *source.model.buffers()]
@@ -359,26 +352,20 @@ class CapturePool:
         known = [*plain, *memory_of_parts(own), *step.tensors, *step.shared, *stores, *symmetric_memories()]
         with Rehearsal(source.device, known):
             _forward(source, step, fusion, lengths)
-        if len(self._rehearsed) > MOST_REASONS:
-            self._rehearsed.clear()
-        self._rehearsed[form] = lengths if lengths.met else None
+        return lengths if lengths.met else None
 
     def _record(
         self, source: StepSource[Any], step: CapturedStep, run: Callable[[], Any], again: bool
     ) -> tuple[Callable[[], None], Any]:
-        """Record a step. again: whether a record that fails is tried once more behind a run outside, which
-        loads kernels that no other size has launched.
+        """Record a step. again: whether one that fails is recorded once more behind a run outside, which
+        loads the kernels that no other size has launched.
         """
-        recorder = RECORDERS[source.device.type]
-        workspace = self._shared_workspace(source.device)
         source.load(step)
         try:
-            return recorder(run, workspace, source.device)
+            return RECORDERS[source.device.type](run, self._shared_workspace(source.device), source.device)
         except Exception as error:
             if not again or is_out_of_memory(error):
                 raise
-            logger.debug("a step is captured behind a run of it: %s", error)
-        source.load(step)
         run()
         return self._record(source, step, run, again=False)
 

@@ -70,9 +70,7 @@ class Rehearsal(TorchDispatchMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among an operation's arguments, and in their lists: what torch itself takes apart costs a
-    rehearsal most of its time.
-    """
+    """The tensors among an operation's arguments and in their lists; torch's own walk is far slower."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if type(value) not in PLAIN_TENSORS and wraps(value):

@@ -76,9 +76,7 @@ S = TypeVar("S", bound=CapturedStep)
 
 
 class StepSource(ABC, Generic[S]):
-    """A step of a caller that a captured one may stand for: static inputs, how to load them, and the
-    forward.
-    """
+    """A step of a caller that a captured one may stand for: static inputs, how to load them, a forward."""
 
     model: nn.Module
     size: Size
@@ -134,9 +132,7 @@ class StepSource(ABC, Generic[S]):
 
 
 def agree(one: Any, other: Any) -> bool:
-    """Whether two answers to one step differ by no more than rounding, as far as one can tell from the
-    numbers they begin with.
-    """
+    """Whether two answers to one step differ by no more than rounding, judged by their first tensors."""
     first, second = (next(leaves(answer), None) for answer in (one, other))
     if first is None or second is None or first.shape != second.shape:
         return False
