@@ -37,7 +37,7 @@ SPARE = 2048
 """Rows by which a captured step may be larger than the step that it holds. Of an 8B model on an H200 a step
 of 2,048 rows takes as long as launching one operation by operation.
 """
-PADDED = 3_000
+PADDED = 5_000
 """Rows that a captured step may pad in all before a smaller one is captured: about what a capture costs."""
 FORM = 16
 """Rows that holding a step of another form costs as much as."""
