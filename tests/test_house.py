@@ -54,7 +54,7 @@ BUDGETS = {
     "hf_paged/model": 4130,
     "hf_paged/model/adapters": 1470,
     "hf_paged/model/capture": 2305,
-    "hf_paged/model/invariant": 875,
+    "hf_paged/model/invariant": 895,
     "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2430,
     "hf_paged/serve": 8045,

@@ -106,6 +106,11 @@ CASES: dict[str, Callable[[], Any]] = {
     "cube": lambda: X.pow(3),
     "root": lambda: POSITIVE**-0.5,
     "powers of a number": lambda: 10000.0 ** (torch.arange(0, 12, 2).float() / 12),
+    "powers of counts": lambda: torch.arange(1, 12) ** 0.37 + torch.arange(12)[1:] ** torch.tensor(-0.5),
+    "squares of counts": lambda: torch.arange(12) ** 2,
+    "mean in doubles": lambda: X.mean((0, 2), keepdim=True, dtype=torch.float64),
+    "put and added": lambda: X[0].index_put((torch.tensor([1, 1, 3]),), numbers(3, 12), accumulate=True),
+    "put": lambda: X[0].clone().index_put_((torch.tensor([1, 3]),), numbers(2, 12)),
     "powers of a tensor": lambda: torch.pow(torch.tensor(0.5), torch.arange(1, 5)),
     "rotary as complex numbers": lambda: torch.view_as_real(
         torch.view_as_complex(X.unflatten(-1, (6, 2))) * torch.polar(torch.ones(7, 6), numbers(7, 6))
@@ -137,6 +142,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "dropout": (
         lambda: F.scaled_dot_product_attention(*numbers(3, 2, 4, 7, 8), dropout_p=0.1),
         "attention dropout of 0.1; set it to zero",
+    ),
+    "torch.func": (
+        lambda: torch.vmap(F.scaled_dot_product_attention)(*numbers(3, 5, 2, 4, 7, 8)),
+        "no attention under transforms of torch.func",
     ),
     "sums of complex numbers": (lambda: COMPLEX.sum(-1), "half numbers, got torch.complex64"),
     "signs of complex numbers": (lambda: COMPLEX.sgn(), "no fixed order for sgn of torch.complex64"),
@@ -181,6 +190,49 @@ def test_the_mode_ends_with_its_block() -> None:
         thread.join()
         assert len(found) == 1
     assert torch.equal(F.linear(x, w), ordinary)
+
+
+def test_one_object_may_be_entered_again() -> None:
+    """C44: its last block ends the mode, not an inner one."""
+    mode = batch_invariant()
+    depths = mode_depths()
+    with mode:
+        with mode:
+            pass
+        assert invariant.get()
+    assert not invariant.get()
+    assert mode_depths() == depths
+
+
+def test_sums_in_doubles_are_as_exact_as_torchs() -> None:
+    x = 1e4 * numbers(3, 1000)
+    right = x.sum(-1, dtype=torch.float64), x.mean(dtype=torch.float64)
+    with batch_invariant():
+        found = x.sum(-1, dtype=torch.float64), x.mean(dtype=torch.float64)
+    for own, torchs in zip(found, right, strict=True):
+        torch.testing.assert_close(own, torchs, rtol=1e-12, atol=1e-9)
+
+
+def test_powers_of_counts_in_all_company() -> None:
+    """C44: torch has other code for what does not fill a vector."""
+    with batch_invariant():
+        whole = torch.arange(1, 100) ** 0.37
+        assert all(torch.equal(torch.arange(1, n) ** 0.37, whole[: n - 1]) for n in range(2, 100))
+
+
+def test_threads_add_in_one_order() -> None:
+    """C44: numbers that are added to one place of a tensor."""
+    index = torch.randint(0, 8, (8000,), generator=torch.Generator().manual_seed(0))
+    added = numbers(8000, 64)
+    found = []
+    with batch_invariant():
+        for threads in (1, 4, 4, 4):
+            torch.set_num_threads(threads)
+            try:
+                found.append(torch.zeros(8, 64).index_put_((index,), added, accumulate=True))
+            finally:
+                torch.set_num_threads(1)
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 @contextmanager
@@ -345,7 +397,22 @@ def test_tasks_that_leave_in_another_order_are_told() -> None:
     left, stayed = asyncio.run(limited())
     assert left is None
     assert isinstance(stayed, NotInvariant)
-    assert "another task of this thread left" in str(stayed)
+    assert "another task or generator of this thread left" in str(stayed)
+    assert mode_depths() == depths
+
+
+def test_a_generator_that_ends_within_a_block_is_told() -> None:
+    """Its block began first, so the other one has entered nothing."""
+
+    def generator() -> Iterator[None]:
+        with batch_invariant():
+            yield
+
+    depths = mode_depths()
+    outer = generator()
+    next(outer)
+    with pytest.raises(NotInvariant, match="generator of this thread left"), batch_invariant():
+        outer.close()
     assert mode_depths() == depths
 
 

@@ -76,6 +76,11 @@ class FunctionCalls(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """`scaled_dot_product_attention`, each query's sums in the order of the tokens that it sees."""
+        if torch._C._functorch.maybe_current_level() is not None:  # tensors without memory
+            raise NotInvariant(
+                "batch_invariant() knows no attention under transforms of torch.func (vmap, grad, jvp); call "
+                "the model without them"
+            )
         kernels = kernels_for(query)
         if dropout_p:
             raise NotInvariant(f"batch_invariant() with attention dropout of {dropout_p}; set it to zero")

@@ -28,7 +28,7 @@ MOVES = frozenset(
         "_to_copy", "_unsafe_view", "alias", "arange", "as_strided", "cat", "clone",
         "constant_pad_nd", "copy", "detach", "diagonal", "embedding", "empty", "empty_like",
         "empty_strided", "equal", "expand", "fill", "flip", "full", "full_like", "gather",
-        "index", "index_copy", "index_fill", "index_put", "index_select", "lift", "lift_fresh",
+        "index", "index_copy", "index_fill", "index_select", "lift", "lift_fresh",
         "lift_fresh_copy", "masked_scatter", "masked_select",
         "movedim", "narrow", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
         "nonzero", "ones", "ones_like", "permute", "pin_memory", "repeat", "repeat_interleave", "roll",

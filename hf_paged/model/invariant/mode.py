@@ -17,7 +17,7 @@ import torch
 from ...kv.ops import invariant_kernels
 from ...kv.reference import invariant
 from ..switch import decoder_configs, original_implementation
-from ..thread_state import mode_depths, pop_modes
+from ..thread_state import Depths, mode_depths, pop_modes
 from .functions import FunctionCalls
 from .known import NotInvariant, kernels_for
 from .operations import Operations
@@ -32,41 +32,51 @@ class batch_invariant(ContextDecorator):
         loss(model(**inputs).logits).backward()
     """
 
+    def __init__(self) -> None:
+        self._blocks: list[tuple[Operations, Depths] | None] = []
+        """The blocks that it is entered for; None for one in which the mode was on already."""
+
     def _recreate_cm(self) -> batch_invariant:  # of a decorated function, for each of its calls
         return batch_invariant()
 
     def __enter__(self) -> None:
-        self._operations: Operations | None = None
         if invariant.get():
+            self._blocks.append(None)
             return
-        functions, self._operations = _modes()
+        functions, operations = _modes()
         above, below = mode_depths()
         # Torch steps out of a mode to call it, and back in later if an interrupt came meanwhile.
         while above and torch._C._get_function_stack_at(above - 1) is functions:
             above -= 1
-        self._before = above, below
-        functions.entered = self._operations.entered = True
+        self._blocks.append((operations, (above, below)))
+        functions.entered = operations.entered = True
         # Torch has no types for these.
         functions.__enter__()  # type: ignore[no-untyped-call]
-        self._operations.__enter__()  # type: ignore[no-untyped-call]
+        operations.__enter__()  # type: ignore[no-untyped-call]
         invariant.set(True)  # last: an interrupt leaves modes that do nothing
 
     def __exit__(self, error: object, *_: object) -> None:
-        if self._operations is None:
-            return
-        invariant.set(False)
-        self._operations.entered = self._operations.functions.entered = False
-        there = mode_depths()[1] > self._before[1]
-        try:
-            if there:
-                self._operations.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        finally:
-            pop_modes(self._before)
+        block = self._blocks.pop()
+        there = invariant.get() if block is None else _leave(*block)
         if not there and error is None:
             raise NotInvariant(
-                "another task of this thread left its batch_invariant() first, so the rest of this block was "
-                "computed without it; enter the mode once around both, or do not await in it"
+                "another task or generator of this thread left its batch_invariant() first, so the rest of "
+                "this block was computed without it; enter the mode once around both, or do not await or "
+                "yield in it"
             )
+
+
+def _leave(operations: Operations, before: Depths) -> bool:
+    """End the mode of this thread; whether it was still there."""
+    invariant.set(False)
+    operations.entered = operations.functions.entered = False
+    there = mode_depths()[1] > before[1]
+    try:
+        if there:
+            operations.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    finally:
+        pop_modes(before)
+    return there
 
 
 _of_thread = threading.local()

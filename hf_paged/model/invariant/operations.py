@@ -73,6 +73,8 @@ class Operations(TorchDispatchMode):
         plain = name.rstrip("_") if not name.startswith("__") else name.strip("_")
         operation: Operation = func
         passes = plain in MOVES or plain in RANDOM or plain in AFTER
+        if plain == "index_put":
+            return partial(_index_put, func)
         if passes or func.namespace == "prim" or name.startswith(OPTIMIZERS):
             return operation
         if plain in EXACT:
@@ -174,9 +176,9 @@ class Operations(TorchDispatchMode):
     # ---- sums
 
     def _rows(self, kind: str, x: torch.Tensor, dims: Any, keepdim: bool) -> torch.Tensor:
-        """Sums, means or logsumexps over `dims` of x, in float32."""
+        """Sums, means or logsumexps over `dims` of x, in float32; the sums of kind "cumsum" in float64."""
         count = x.dim()
-        if count and dims in (-1, [-1]) and x.is_contiguous() and x.numel():
+        if count and dims in (-1, [-1]) and x.is_contiguous() and x.numel() and kind != "cumsum":
             found: torch.Tensor = kernels_for(x).rows(kind, x.float().view(-1, x.shape[-1]))
             return found.view(*x.shape[:-1], 1) if keepdim else found.view(x.shape[:-1])
         over = sorted(
@@ -187,7 +189,8 @@ class Operations(TorchDispatchMode):
         kept = [dim for dim in range(count) if dim not in over]
         kernels = kernels_for(x)
         if not x.numel():
-            empty: torch.Tensor = getattr(torch, kind)(x.float(), over, keepdim)
+            named = "sum" if kind == "cumsum" else kind
+            empty: torch.Tensor = getattr(torch, named)(x.float(), over, keepdim)
             return empty
         moved = x.float().permute([*kept, *over])
         shape = [x.shape[dim] for dim in kept]
@@ -195,7 +198,9 @@ class Operations(TorchDispatchMode):
         for dim in over:
             width *= x.shape[dim]
         rows = moved.reshape(x.numel() // max(1, width), width)
-        answer: torch.Tensor = kernels.rows(kind, rows).view(shape)
+        wide = kind == "cumsum"
+        found = self._cumsum(rows.double(), 1)[:, -1] if wide else kernels.rows(kind, rows)
+        answer: torch.Tensor = found.view(shape)
         for dim in over if keepdim else []:
             answer = answer.unsqueeze(dim)
         return answer
@@ -205,14 +210,15 @@ class Operations(TorchDispatchMode):
     ) -> torch.Tensor:
         if not x.is_floating_point() and not x.is_complex():
             return torch.sum(x, dim, keepdim, dtype=dtype)
-        return self._rows("sum", x, dim, keepdim).to(dtype or x.dtype)
+        kind = "cumsum" if dtype == torch.float64 else "sum"
+        return self._rows(kind, x, dim, keepdim).to(dtype or x.dtype)
 
     def _mean(
         self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        if x.is_cuda:
+        if x.is_cuda and dtype != torch.float64:
             return self._rows("mean", x, dim, keepdim).to(dtype or x.dtype)
-        total = self._rows("sum", x, dim, keepdim)
+        total = self._sum(x.float(), dim, keepdim, dtype=dtype if dtype == torch.float64 else None)
         return (total / (x.numel() / max(1, total.numel()))).to(dtype or x.dtype)
 
     def _var(
@@ -326,12 +332,14 @@ class Operations(TorchDispatchMode):
     def _pow(self, x: Any, exponent: Any) -> torch.Tensor:
         if not isinstance(x, torch.Tensor):
             return self._raised(float(x), exponent)
+        wanted = torch.result_type(x, exponent)
         if isinstance(exponent, torch.Tensor):
             if exponent.numel() > 1:
                 return self._raised(x, exponent)
             exponent = exponent.item()
-        if not x.is_floating_point() and not x.is_complex():
+        if not wanted.is_floating_point and not x.is_complex():
             return torch.pow(x, exponent)
+        x = x.to(wanted)
         if exponent == 2:
             return _product(x, x)  # type: ignore[no-any-return]
         return self._mapped("pow", x, float(exponent))
@@ -358,6 +366,16 @@ def _product(one: Any, two: Any) -> Any:
     )
     whole = real * others[0] - imaginary * others[1]
     return torch.complex(whole, real * others[1] + imaginary * others[0])
+
+
+def _index_put(func: Any, x: torch.Tensor, indices: Any, values: torch.Tensor, add: bool = False) -> Any:
+    """Numbers put to their places, or added there one after the other: a CPU's threads add floats in any
+    order, and doubles in one.
+    """
+    if not (add and x.is_cpu and x.dtype == torch.float32):
+        return func(x, indices, values, add)
+    answer = torch.index_put(x.double(), indices, values.double(), True).float()
+    return x.copy_(answer) if func._schema.is_mutable else answer
 
 
 def _of_real(function: Operation, x: torch.Tensor) -> Any:
