@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from engine_answers import KINDS, PROMPTS, _model, small_engine
+from families import BY_NAME, build
+from pictures import with_pictures
+from tiny import build as tiny_of
+from tiny import config_class
 
 from hf_paged.engine.forward_batch import ForwardBatch, LastTokens
+from hf_paged.engine.multimodal.media import Media
+from hf_paged.engine.parallel.given import GivenNumbers, on_device, on_host
 from hf_paged.engine.parallel.message import AdapterNews, StepDecoder, StepEncoder
 
 
@@ -18,7 +25,7 @@ def test_a_batch_is_the_same_on_the_other_side(
 ) -> None:
     """Rows, tables and ids of every step, with chunks, samples, preemption and requests that come and go."""
     with small_engine(_model(name), num_blocks=30, run_ahead=ahead) as engine:
-        encoder = StepEncoder()
+        encoder = StepEncoder(GivenNumbers({}))
         decoder = StepDecoder(engine.pools, LastTokens(6, engine.runner.eager.device))
         groups = len(engine.pools.groups)
         run = engine.runner.run
@@ -58,3 +65,61 @@ def test_a_batch_is_the_same_on_the_other_side(
         ]
         assert all(each.result().error is None for each in requests)
         assert max(decoding) > 1
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "llama", "t5"])
+def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures with positions of their own, embeddings, and inputs of encoders: rows are given parts of what
+    other ranks have by a number, for as long as a step needs it.
+    """
+    model = tiny_of("image", config_class("image", name)) if name == "qwen2_vl" else build(BY_NAME[name])
+    prompts: list[dict[str, Any]] = [{"prompt": PROMPTS[1]}, {"prompt": PROMPTS[3]}]
+    if name == "qwen2_vl":
+        shown = with_pictures(model, rows=1)
+        assert shown is not None
+        prompts = [shown, {**shown, "pixel_values": shown["pixel_values"] * 0.5}, prompts[0]]
+    elif name == "llama":
+        prompts[0] = {"inputs_embeds": torch.randn(17, model.config.hidden_size)}
+    with small_engine(model) as engine:
+        numbers = GivenNumbers(engine._loop.given)
+        encoder = StepEncoder(numbers)
+        decoder = StepDecoder(engine.pools, LastTokens(6, engine.runner.eager.device))
+        run, show = engine.runner.run, engine.runner.show
+        most = 0
+
+        def shown_there(media: Media, names: Any) -> None:
+            show(media, names)
+            copy = on_host(media)
+            assert isinstance(copy, Media)
+            assert copy.made is None
+            copy.made, copy.beside = media.made, media.beside
+            decoder.given[numbers.add(media)] = copy
+
+        def watched(batch: ForwardBatch) -> Any:
+            nonlocal most
+            for each in numbers.missing(batch):
+                decoder.given[numbers.add(each)] = on_device(on_host(each), engine.runner.eager.device)
+            sent, _ = encoder.encode(batch, [], [7] * len(engine.pools.groups), True, AdapterNews())
+            found = decoder.decode(sent).batch
+            most = max(most, len(decoder.given))
+            for i, sequence in enumerate(batch.rows.sequences):
+                own, there = batch.inputs.get(i), found.inputs.get(i)
+                if own is None or there is None:
+                    continue
+                assert there.rope_delta == own.rope_delta
+                assert (there.source is None) == (own.source is None)
+                for one, other in ((own.embeds, there.embeds), (own.positions, there.positions)):
+                    assert (one is None and other is None) or torch.equal(one, other)
+                if own.source is not None:
+                    across, copy = sequence.tables[-1], found.rows.sequences[i].tables[-1]
+                    assert (copy.length, copy.blocks) == (across.length, across.blocks)
+            return run(batch)
+
+        monkeypatch.setattr(engine.runner, "run", watched)
+        monkeypatch.setattr(engine.runner, "show", shown_there)
+        for _ in range(2):
+            handles = [engine.submit(**each, max_new_tokens=5, do_sample=False) for each in prompts]
+            assert all(each.result().error is None for each in handles)
+        assert engine.submit(**prompts[-1], max_new_tokens=5).result().error is None
+        assert most > 0
+        assert len(decoder.given) == (name == "t5")

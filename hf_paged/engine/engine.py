@@ -198,8 +198,10 @@ class Engine:
     def _join(self, ranks: Ranks) -> None:
         """Take part in an engine of several ranks: one leads, the others follow."""
         if ranks.leads:
-            self._loop.leader = Leader(ranks, self.pools, self._adapters, self.checks, self._loop.last_tokens)
-            self._leader = self._loop.leader
+            loop = self._loop
+            loop.leader = self._leader = Leader(
+                ranks, self.pools, self._adapters, self.checks, loop.last_tokens, loop.given
+            )
         else:
             self._follower = Follower(ranks, self.runner, self._model_check, self.pools.forget)
 
@@ -610,10 +612,9 @@ class Engine:
                 f"this is rank {self._follower.ranks.rank} of a tensor-parallel engine, whose requests and "
                 "adapters go to rank 0; call engine.follow() here"
             )
-        if params is not None and self._leader is not None and not params.of_ids:
+        if params is not None and self._leader is not None and isinstance(params.media, CrossMedia):
             raise ValueError(
-                "a tensor-parallel engine takes prompts of token ids only; use generate() for embeddings, "
-                "pictures and recordings"
+                "a tensor-parallel engine has no pictures for cross-attention layers; use generate()"
             )
 
     # ---- several ranks

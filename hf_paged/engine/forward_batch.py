@@ -13,9 +13,13 @@ import torch
 
 from ..kv.upload import upload
 from ..scheduling import ScheduledBatch, TokenSequence
-from .multimodal.cross import CrossInputs
+from .multimodal.cross import CrossInputs, CrossMedia
 from .multimodal.encoder import EncoderInput
 from .multimodal.extras import DecoderExtras
+from .multimodal.media import Media
+
+Given = torch.Tensor | Media | EncoderInput
+"""What a prompt may be beside token ids: embeddings, pictures or recordings, or an encoder's input."""
 
 
 class LastTokens:
@@ -78,6 +82,8 @@ class RowInputs(NamedTuple):
     """The ids of its tokens that the host has, if the sequence has other names for them."""
     scored: Scored | None = None
     """What of its prompt is to be scored."""
+    given: Given | None = None
+    """What its embeddings, states or encoder output are of."""
 
     @property
     def of_ids(self) -> bool:
@@ -87,6 +93,26 @@ class RowInputs(NamedTuple):
 
 
 PLAIN = RowInputs()
+
+
+def inputs_of(given: Given | None, start: int, count: int, begun: bool) -> RowInputs:
+    """The inputs of `count` tokens from `start` on of a prompt, but their positions. begun: whether keys and
+    values across are in the pages.
+    """
+    if isinstance(given, EncoderInput):
+        return RowInputs(source=given, given=given)
+    if isinstance(given, CrossMedia):
+        assert given.across is not None
+        return RowInputs(across=given.across.part(start, count, begun), given=given)
+    if not isinstance(given, Media):
+        embeds, extras = given, None
+    elif given.concerns(start, count):
+        embeds, extras = given.made, given.near(start, count)
+    else:
+        return PLAIN
+    if embeds is None or start >= len(embeds):
+        return PLAIN
+    return RowInputs(embeds[start : start + count], extras=extras, given=given)
 
 
 class ForwardBatch(NamedTuple):

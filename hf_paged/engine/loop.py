@@ -11,7 +11,7 @@ import torch
 from ..scheduling import ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan, TokenSequence
 from .adapters import EngineAdapters
 from .check_policy import WeightsChanged
-from .forward_batch import Answer, ForwardBatch, LastTokens, RowInputs
+from .forward_batch import Answer, ForwardBatch, LastTokens, RowInputs, inputs_of
 from .in_flight import InFlightStep, SamplingState
 from .job import Job
 from .model_check import ModelCheck
@@ -61,7 +61,7 @@ class StepLoop:
         self.recorders: list[Recorder] = []
         """Those that write a trace, or report to a map of the blocks."""
         self._sampling = SamplingState(jobs, LastTokens(scheduler.limits.sequences, runner.eager.device))
-        self._given: dict[SequenceGroup, RequestParams] = {}
+        self.given: dict[SequenceGroup, RequestParams] = {}
         """Requests whose rows are more than token ids, or are scored."""
         self.leader: Leader | None = None
         """What gives each forward to the other ranks, if several processes compute the model."""
@@ -75,7 +75,7 @@ class StepLoop:
         """A request is in the scheduler's books."""
         assert job.group is not None
         if not job.params.of_ids or job.prompt_scores is not None:
-            self._given[job.group] = job.params
+            self.given[job.group] = job.params
         self.jobs[job.group] = job
 
     # ---- a step
@@ -166,8 +166,8 @@ class StepLoop:
 
     def _run(self, batch: ScheduledBatch) -> Answer:
         """The logits behind the rows that are sampled from."""
-        shown = self._show(batch) if self._given else []
-        inputs = self._inputs(batch) if self._given else {}
+        shown = self._show(batch) if self.given else []
+        inputs = self._inputs(batch) if self.given else {}
         unseen = () if self.in_flight is None else self.in_flight.sequences
         adapters = self.adapters.of_rows(batch.sequences) if self.adapters.layers else None
         forward = ForwardBatch(batch, self._sampling.last_tokens, inputs, unseen, adapters)
@@ -221,7 +221,7 @@ class StepLoop:
     def renew_adapters(self) -> None:
         """Look at the adapters of groups that wait. Pictures that others encoded are encoded again."""
         for group in self.adapters.renew(self.scheduler):
-            params = self._given.get(group)
+            params = self.given.get(group)
             if params is not None and params.media is not None:
                 params.media.forget()
 
@@ -281,8 +281,8 @@ class StepLoop:
             if kv_group.host is not None:
                 kv_group.host.recover()
         self.scheduler.start_over(self.jobs)
-        for group in self._given.keys() - self.jobs.keys():
-            self._given.pop(group, None)
+        for group in self.given.keys() - self.jobs.keys():
+            self.given.pop(group, None)
         for group, job in list(self.jobs.items()):
             if job.beams is not None and job.beams.standing.done and job.output is None:
                 job.conclude_beams()
@@ -304,14 +304,18 @@ class StepLoop:
         """Run the model on the pictures of prompts in this step: those that are not needed after it."""
         done = []
         for sequence, start, count, _ in batch.rows_behind:
-            params = self._given.get(sequence.group)
+            params = self.given.get(sequence.group)
             media = None if params is None else params.media
             if media is None:
                 continue
             if media.shift is None:
                 self.runner.merger.recall(media)  # another request may have encoded the same media by now
             if media.due(start, count, sequence.begun):
-                self.runner.show(media, sequence.group.request.adapter)
+                names = sequence.group.request.adapter
+                if self.leader is None:
+                    self.runner.show(media, names)
+                else:
+                    self.leader.show(media, names, self.runner.show)
             if media.shift:
                 sequence.group.leave_decode_batch()
             if media.spent(start, count):
@@ -320,7 +324,7 @@ class StepLoop:
 
     def forget(self) -> None:
         """What was made of pictures, by the weights of then, is made again."""
-        for params in self._given.values():
+        for params in self.given.values():
             if params.media is not None:
                 params.media.forget()
 
@@ -328,22 +332,20 @@ class StepLoop:
         """The inputs of rows other than token ids; rows of the decode batch have none."""
         inputs: dict[int, RowInputs] = {}
         for i, (sequence, start, count, _) in enumerate(batch.rows_behind, batch.decodes):
-            params = self._given.get(sequence.group)
+            params = self.given.get(sequence.group)
             if params is None:
                 continue
-            row = RowInputs(params.vectors(start, count), params.source)
+            row = inputs_of(params.given, start, count, sequence.begun)
             scores = self.jobs[sequence.group].prompt_scores
             if scores is not None:
                 row = RowInputs(scored=scores.wanted(start, count))
             media = params.media
             if isinstance(media, CrossMedia):
-                assert media.across is not None
-                ids = media.ids_of(start, sequence.tokens[start : start + count])
-                row = RowInputs(across=media.across.part(start, count, sequence.begun), ids=ids)
+                row = row._replace(ids=media.ids_of(start, sequence.tokens[start : start + count]))
             elif media is not None:
                 positions = media.where(start, count)
                 delta = 0 if positions is None else media.moved_by(start)
-                row = RowInputs(row.embeds, row.source, positions, delta, media.near(start, count))
+                row = row._replace(positions=positions, rope_delta=delta)
             inputs[i] = row
         return inputs
 
@@ -370,7 +372,7 @@ class StepLoop:
     def _drop(self, group: SequenceGroup, job: Job) -> None:
         """Forget a request that has its output. Twice is once."""
         self.jobs.pop(group, None)
-        self._given.pop(group, None)
+        self.given.pop(group, None)
         self._sampling.penalties.drop(group)
         if job.params.source is not None:
             job.params.source.made = None

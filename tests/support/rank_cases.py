@@ -33,9 +33,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as tf
-from engine_answers import KINDS, PROMPTS, alone, answers, checked_answers, right
+from engine_answers import KINDS, PROMPTS, alone, alone_with_media, answers, checked_answers, right
 from families import BY_NAME, build
-from rank_models import DIVIDED
+from pictures import with_pictures, with_recordings
+from rank_models import DIVIDED, SHOWN
 from rank_names import CASES
 from safetensors.torch import save_file
 from tape import record
@@ -77,7 +78,8 @@ def loaded(name: str, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer releases have another name for the argument
         options = options or {"tp_plan": "auto"}
-        return tf.AutoModelForCausalLM.from_pretrained(FOLDER / name, **options).eval()
+        kind = type(whole(name)) if name in SHOWN else tf.AutoModelForCausalLM
+        return kind.from_pretrained(FOLDER / name, **options).eval()
 
 
 def led(rank: int, model: Any, act: Callable[[Engine], Any], **options: Any) -> Any:
@@ -161,6 +163,114 @@ def scores_of_prompts(rank: int) -> None:
         assert numbers[0][1:] == pytest.approx(numbers[1][1:], abs=1e-4)
 
     led(rank, loaded("llama"), act)
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": NEW}
+
+
+def shown_to(name: str) -> list[dict[str, torch.Tensor]]:
+    """Two prompts of equal ids around other pictures, or recordings."""
+    model = whole(name)
+    first = (with_pictures if SHOWN[name] == "image" else with_recordings)(model, rows=1)
+    assert first is not None
+    first = {key: value.to(model.device) for key, value in first.items()}
+    return [
+        first,
+        {key: value * 0.5 + 0.1 if value.is_floating_point() else value for key, value in first.items()},
+    ]
+
+
+def compare_shown(name: str, rank: int, **options: Any) -> dict[str, Any]:
+    """Pictures beside texts, in chunks, put down in between, in beams, and once more from cached blocks."""
+    model = loaded(name)
+    with Engine(model, **{**SMALL, **options}) as engine:
+        if rank:
+            assert engine.follow()
+            assert not engine.follow()
+            return {}
+        given = shown_to(name)
+        one = whole(name)
+        expected = [alone_with_media(one, each, **GREEDY) for each in given]
+        texts = [alone(one, prompt, **GREEDY) for prompt in PROMPTS[:2]]
+        handles = [engine.submit(**each, **GREEDY) for each in given]
+        others = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:2]]
+        for _ in range(4):
+            engine.step()
+        engine.pause()
+        engine.resume()
+        found = checked_answers(engine, [*handles, *others])
+        assert found == expected + texts, (name, found, expected, texts)
+        with Engine(one, **SMALL) as single:
+            both = []
+            for each in (engine, single):
+                ways = (GREEDY, {**GREEDY, "num_beams": 2}, {**KINDS[3], "max_new_tokens": NEW, "seed": 3})
+                handles = [each.submit(**asks, **way) for asks in given for way in ways]
+                both.append(checked_answers(each, handles))
+        assert both[0] == both[1]
+        assert both[0][::3] == expected
+        stats = engine.stats()
+        assert stats["hits"] > 0
+        return stats
+
+
+def pictures_and_recordings(rank: int) -> None:
+    for name, kind in SHOWN.items():
+        if kind != "seq2seq":
+            compare_shown(name, rank)
+
+
+def pictures_in_captured_steps(rank: int) -> None:
+    """Tokens behind a picture whose positions are moved by one number are replayed."""
+    if not CUDA:
+        RECORDERS["cpu"] = record
+    try:
+        stats = compare_shown("qwen2_vl", rank, run_ahead=True)
+    finally:
+        RECORDERS.pop("cpu", None)
+    if rank == 0:
+        assert stats["graphs"]["replayed"] > 10, stats["graphs"]
+
+
+def embeddings(rank: int) -> None:
+    def act(engine: Engine) -> None:
+        one = whole("llama")
+        draw = torch.Generator().manual_seed(0)
+        rows = [torch.randn(n, one.config.hidden_size, generator=draw) / 4 for n in (17, 5)]
+        rows = [each.to(one.device) for each in rows]
+        ways = [GREEDY, {**GREEDY, "num_beams": 3}]
+        with Engine(one, **SMALL) as single:
+            both = []
+            for each in (engine, single):
+                handles = [each.submit(inputs_embeds=row, **way) for row in rows for way in ways]
+                handles.append(each.submit(PROMPTS[1], **GREEDY))
+                both.append(checked_answers(each, handles))
+        assert both[0] == both[1]
+        ids = one.generate(inputs_embeds=rows[0][None], **GREEDY).tolist()
+        assert both[0][0] == ids
+
+    led(rank, loaded("llama"), act)
+
+
+def encoders(rank: int) -> None:
+    """Encoder-decoders: each rank has its part of the encoder, and of the keys and values across."""
+
+    def act(engine: Engine) -> None:
+        one = whole("t5gemma")
+        ways = [GREEDY, {**GREEDY, "num_beams": 3}]
+        prompts = [PROMPTS[3], PROMPTS[1], PROMPTS[2], PROMPTS[1]]
+        found = checked_answers(engine, [engine.submit(each, **way) for each in prompts for way in ways])
+        expected = []
+        for each in prompts:
+            for way in ways:
+                ids = torch.tensor([each], device=one.device)
+                expected.append(
+                    engine_answers.new_tokens_of(one.generate(ids, **engine_answers.SCORED, **way), 1)
+                )
+        assert found == expected, (found, expected)
+        assert engine.stats()["preemptions"] > 0
+
+    for way in ("recompute", "swap"):
+        led(rank, loaded("t5gemma"), act, preemption=way, num_blocks=12)
 
 
 def long_messages(rank: int) -> None:
@@ -291,10 +401,6 @@ def wrong_uses(rank: int) -> None:
     with Engine(model, **SMALL) as engine:
         if rank == 0:
             raises(RuntimeError, "leads", engine.follow)
-            embeds = torch.zeros(3, model.config.hidden_size)
-            raises(
-                ValueError, "token ids only", lambda: engine.submit(inputs_embeds=embeds, max_new_tokens=2)
-            )
         else:
             raises(RuntimeError, "rank 1 .*rank 0; call engine.follow", lambda: engine.submit([5, 6]))
             raises(RuntimeError, "rank 1", engine.step)
@@ -424,6 +530,27 @@ def adapters_of_other_families(rank: int) -> None:
     """Biases behind the sum, norms of heads, experts, KV heads that lie whole on every rank."""
     for name in ("mixtral", "qwen3", "gpt-oss"):
         compare_adapters(name, rank, FEW + [(1, 2)])
+
+
+def adapters_and_pictures(rank: int) -> None:
+    """The request's adapter is in the vision tower, too, while its pictures are encoded."""
+
+    def answered(engine: Engine) -> Any:
+        add_all(engine, "llava")
+        adapters = ["one", None, ["one", "three"], "two"]
+        given = shown_to("llava")
+        asked = [(each, name) for name in adapters for each in given]
+        return checked_answers(
+            engine, [engine.submit(**each, adapter=name, **GREEDY) for each, name in asked]
+        )
+
+    def act(engine: Engine) -> None:
+        with Engine(whole("llava"), **SMALL) as one:
+            expected = answered(one)
+        assert expected[0] != expected[2]
+        assert answered(engine) == expected
+
+    led(rank, loaded("llava"), act, max_adapters=2)
 
 
 def adapters_that_come_and_go(rank: int) -> None:
@@ -902,7 +1029,7 @@ def fork() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
-    for name in DIVIDED:
+    for name in (*DIVIDED, *SHOWN):
         whole(name)  # imports its module, once for all ranks
     ranks = [
         multiprocessing.get_context("fork").Process(target=_forked, args=(rank,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import tiny
 import transformers as tf
 from families import BY_NAME, FAMILIES, LONG, SMALL, TOKENS, Family, build
 
@@ -20,10 +21,19 @@ OWN = [
     Family("llama-5", lambda: _llama(10, 5)),
 ]
 DIVIDED = ["llama", "qwen2-window", "qwen3", "mixtral", "qwen3-moe", "gpt-oss", *(each.name for each in OWN)]
-BY_NAME |= {family.name: family for family in (*FAMILIES, *OWN)}
+SHOWN = {"llava": "image", "qwen2_vl": "image", "llama4": "image", "qwen3_asr": "audio", "t5gemma": "seq2seq"}
+"""Families whose prompts are more than token ids, and of which kind each is."""
+
+
+def _tiny(kind: str, name: str) -> Family:
+    return Family(name, lambda: tiny.build(kind, tiny.config_class(kind, name)))
+
+
+OTHERS = [_tiny(kind, name) for name, kind in SHOWN.items()]
+BY_NAME |= {family.name: family for family in (*FAMILIES, *OWN, *OTHERS)}
 
 
 def save(folder: Path) -> None:
     """Write every model that ranks load."""
-    for name in DIVIDED:
+    for name in (*DIVIDED, *SHOWN):
         build(BY_NAME[name]).save_pretrained(folder / name)

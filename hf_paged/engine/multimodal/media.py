@@ -192,6 +192,15 @@ def _kept(name: str, value: Any) -> Any:
     )
 
 
+def put_on(inputs: Any, device: torch.device) -> Any:
+    """The media's arguments on a device."""
+    if isinstance(inputs, dict):
+        return {name: put_on(value, device) for name, value in inputs.items()}
+    if isinstance(inputs, (list, tuple)):
+        return type(inputs)(put_on(each, device) for each in inputs)
+    return inputs.to(device) if isinstance(inputs, torch.Tensor) else inputs
+
+
 def digest_of(inputs: dict[str, Any], key: bytes) -> bytes:
     """A digest of a forward's arguments; different contents have different digests."""
     digest = blake2b(key=key)

@@ -20,7 +20,7 @@ from ..probe import distance, far
 from ..support import Unservable, longest
 from .cross import CrossInputs, CrossMedia, cross_inputs_of
 from .extras import beside_of, given, joined
-from .media import Media
+from .media import Media, put_on
 
 TOKENS = ("input_ids", "inputs_embeds")
 POSITIONS = "position_ids"
@@ -86,7 +86,7 @@ class Merger:
     def _made(self, media: Media) -> torch.Tensor:
         name = type(self._model).__name__
         device = self._eager.device
-        shown = self._handed(list(media.ids), _on(media.inputs, device))
+        shown = self._handed(list(media.ids), put_on(media.inputs, device))
         plain = self._handed(media.plain, {})
         media.positions, media.shift = moved(media, shown.get(POSITIONS), plain.get(POSITIONS))
         others = self._others(media, shown, plain)
@@ -126,7 +126,7 @@ class Merger:
         """The decoder's cross-attention inputs; its tokens must be those of text."""
         name = type(self._model).__name__
         ids = list(media.ids)
-        shown = self._handed(ids, _on(media.inputs, self._eager.device))
+        shown = self._handed(ids, put_on(media.inputs, self._eager.device))
         plain = self._handed(ids, {})
         others = self._others(media, shown, plain)
         if not all(same(shown.get(each), plain.get(each)) for each in TOKENS):
@@ -163,7 +163,7 @@ class Merger:
         room = (longest(self._model) or len(media.ids) + NEW) - len(media.ids)
         new = max(1, min(NEW, room))
         answer = self._generate(
-            list(media.ids), _on(media.inputs, self._eager.device), max_new_tokens=new, output_logits=True
+            list(media.ids), put_on(media.inputs, self._eager.device), max_new_tokens=new, output_logits=True
         )
         right = torch.cat([logits[:1] for logits in answer.logits]).to(torch.float32)
         return right, answer.sequences[:1, : len(media.ids) + len(right) - 1]
@@ -256,15 +256,6 @@ class Merger:
                 where[:, media.place.stop :] = where[-1:, media.place.stop :].clone()
                 if far(right, eager.logits_of(embeds, new, where), eager.dtype, lambda: 0.0) is None:
                     self._alike.add(media.kind)
-
-
-def _on(inputs: Any, device: torch.device) -> Any:
-    """The media's arguments on a device."""
-    if isinstance(inputs, dict):
-        return {name: _on(value, device) for name, value in inputs.items()}
-    if isinstance(inputs, (list, tuple)):
-        return type(inputs)(_on(each, device) for each in inputs)
-    return inputs.to(device) if isinstance(inputs, torch.Tensor) else inputs
 
 
 def moved(media: Media, shown: Any, plain: Any) -> tuple[torch.Tensor | None, tuple[int, ...]]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ...blocks import OutOfBlocks
 from ...kv.upload import upload
 from ...scheduling import Swaps
-from ..forward_batch import LastTokens
+from ..forward_batch import Given, LastTokens
 from ..model_check import ModelCheck
+from ..multimodal.media import Media
 from ..runner import Runner
+from .given import on_device
 from .leader import MessageKind
 from .message import AdapterNews, Received, StepDecoder
 from .ranks import RankError, Ranks
@@ -60,6 +62,7 @@ class Follower:
                 self.free()
                 return True
             if kind is MessageKind.CLOSE:
+                self._decoder.given.clear()
                 words = self.ranks.ended()
                 if words:
                     self.ranks.reason = words
@@ -71,6 +74,10 @@ class Follower:
                         self._check()
                     elif kind is MessageKind.ADAPTER:
                         self._add_adapter(AdapterNews.read(iter(numbers[1:])))
+                    elif kind is MessageKind.GIVEN:
+                        self._take()
+                    elif kind is MessageKind.SHOW:
+                        self._show(numbers[1:])
                     else:
                         self._carry_out(self._decoder.decode(numbers[1:]))
             except RankError:
@@ -104,6 +111,22 @@ class Follower:
         name, number, layers = self.ranks.give()
         self._adapters.add(name, self._adapters.hold(layers), number)
         self.ranks.any(False)
+
+    def _take(self) -> Given:
+        """What rank 0 gives: rows name it by its number."""
+        number, sent = self.ranks.give()
+        given = self._decoder.given[number] = on_device(sent, self.runner.eager.device)
+        return given
+
+    def _show(self, numbers: Sequence[int]) -> None:
+        """Encode pictures or recordings, with the adapters of their request."""
+        read = iter(numbers)
+        self._note(AdapterNews.read(read))
+        names = {number: name for name, number in self._adapters.numbered().items()}
+        media = self._take()
+        assert isinstance(media, Media)
+        self.runner.show(media, tuple([names[number] for number in read]))
+        media.inputs = {}
 
     def _note(self, news: AdapterNews) -> None:
         names = {number: name for name, number in self._adapters.numbered().items()} if any(news) else {}

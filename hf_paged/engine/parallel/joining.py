@@ -49,8 +49,6 @@ def _why_not(model: Any, config: EngineConfig, size: int) -> str | None:
             f"{name} is divided over {whole} ranks, {size} of them by tensor parallelism; the engine takes "
             "models that are divided by tensor parallelism alone"
         )
-    if model.config.is_encoder_decoder:
-        return f"{name} is an encoder-decoder on {size} ranks; use generate()"
     if config.compile:
         return f"compile=True is for one process and {name} is on {size} ranks; leave it out"
     if config.batch_invariant:
@@ -77,3 +75,4 @@ def tried_alike(ranks: Ranks, pools: Pools, runner: Runner) -> Iterator[None]:
         ranks.close()
         raise
     runner.why_rows = next((rows for rows, _ in reasons if rows is not None), None)
+    runner.why_no_embeddings = next((why for _, why in reasons if why is not None), None)

@@ -9,11 +9,14 @@ from enum import IntEnum
 import torch
 
 from ...model.adapters.lora import LowRank
-from ...scheduling import Names, StepPlan
+from ...scheduling import Names, SequenceGroup, StepPlan
 from ..adapters import EngineAdapters
 from ..check_policy import CheckPolicy
-from ..forward_batch import Answer, ForwardBatch, LastTokens
+from ..forward_batch import Answer, ForwardBatch, Given, LastTokens
+from ..multimodal.media import Media
 from ..pools import Pools
+from ..requests.params import RequestParams
+from .given import GivenNumbers, on_host
 from .message import AdapterNews, Preparation, StepEncoder
 from .ranks import Ranks
 
@@ -26,6 +29,8 @@ class MessageKind(IntEnum):
     PAUSE = 2
     CLOSE = 3
     ADAPTER = 4
+    GIVEN = 5
+    SHOW = 6
 
 
 class Leader:
@@ -41,7 +46,9 @@ class Leader:
         adapters: EngineAdapters,
         checks: CheckPolicy,
         last_tokens: LastTokens,
+        given: Mapping[SequenceGroup, RequestParams],
     ) -> None:
+        """given: the requests that are more than token ids."""
         self.ranks = ranks
         self._pools = pools
         self._adapters = adapters
@@ -54,7 +61,8 @@ class Leader:
         """Those that came while they did not follow."""
         self._checks = checks
         self._last_tokens = last_tokens
-        self._encoder = StepEncoder()
+        self._given = GivenNumbers(given)
+        self._encoder = StepEncoder(self._given)
         self._preparations: list[Preparation] = []
 
     def prepare(self, plan: StepPlan) -> None:
@@ -68,6 +76,10 @@ class Leader:
 
     def run(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Answer]) -> Answer:
         """Compute a batch on all ranks: rank 0's answer."""
+        for given in self._given.missing(batch):
+            with self.ranks.together():
+                self.ranks.send(array("i", [MessageKind.GIVEN]))
+                self._give(given)
         with self.ranks.together():
             tops = [group.pool.top for group in self._pools.groups.values()]
             numbers, shares = self._encoder.encode(
@@ -78,6 +90,20 @@ class Leader:
             if shares:
                 self.ranks.share(self._last_tokens.tokens)
             return run(batch)
+
+    def show(self, media: Media, names: Names, show: Callable[[Media, Names], None]) -> None:
+        """Encode pictures or recordings on all ranks, each of which keeps the embeddings."""
+        with self.ranks.together():
+            message = array("i", [MessageKind.SHOW])
+            self._news().write(message)
+            numbers = self._adapters.numbered() if names else {}
+            message.extend([numbers[name] for name in names])
+            self.ranks.send(message)
+            self._give(media)
+            show(media, names)
+
+    def _give(self, given: Given) -> None:
+        self.ranks.give((self._given.add(given), on_host(given)))
 
     def _news(self) -> AdapterNews:
         """What the other ranks do not know of adapters."""

@@ -6,10 +6,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
-from ...blocks import BlockTable, BlockTableArray, Copy
+from ...blocks import BlockPool, BlockTable, BlockTableArray, Copy
+from ...model.slots import CROSS
 from ...scheduling import ScheduledBatch, StepPlan, Swaps, TokenSequence
-from ..forward_batch import PLAIN, ForwardBatch, LastTokens, RowInputs, Scored
+from ..forward_batch import PLAIN, ForwardBatch, Given, LastTokens, RowInputs, Scored
 from ..pools import Pools
+from .given import GivenNumbers, GivenRow
 
 UNSEEN = -1
 """In the place of a token that only rank 0's device has."""
@@ -72,7 +74,8 @@ class StepEncoder:
     new.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: GivenNumbers) -> None:
+        self._given = given
         self._tables: tuple[BlockTableArray, ...] = ()
         self._columns: tuple[array[int], ...] = ()
         self._rows: tuple[TokenSequence, ...] = ()
@@ -93,7 +96,7 @@ class StepEncoder:
         known = len(columns) == len(self._columns) and all(map(_same, columns, self._columns))
         unseen = bool(count) and rows.sequences[:count] == batch.unseen[:count]
         ids = array("i") if unseen else array("i", [_last(each) for each in rows.sequences[:count]])
-        ids.extend(_ids_behind(rows))
+        ids.extend(_ids_behind(batch))
         shares = unseen or UNSEEN in ids
         out = array("i", [checks, shares, known, unseen, len(rows.sequences), count, rows.step, rows.longest])
         out.extend(tops)
@@ -110,7 +113,20 @@ class StepEncoder:
         out.extend(ids)
         self._write_tables(out, rows)
         self._write_adapters(out, batch, news)
+        self._write_given(out, batch)
         return out, shares
+
+    def _write_given(self, out: array[int], batch: ForwardBatch) -> None:
+        """What rows behind the decode batch are beside token ids, if any is."""
+        gone = self._given.take_gone()
+        out.append(len(gone))
+        out.extend(gone)
+        some = any(row.given is not None or row.positions is not None for row in batch.inputs.values())
+        out.append(some)
+        for i in range(batch.rows.decodes, len(batch.rows)) if some else ():
+            inputs = batch.inputs.get(i, PLAIN)
+            row = GivenRow.of(inputs, batch.rows.sequences[i])
+            row.write(out, self._given.of(inputs.given))
 
     def _write_adapters(self, out: array[int], batch: ForwardBatch, news: AdapterNews) -> None:
         """The slots of rows, if they are others than in the step before."""
@@ -150,6 +166,8 @@ class StepDecoder:
         self._sequences: dict[int, _RankRow] = {}
         self._members: tuple[TokenSequence, ...] = ()
         self._adapters: tuple[int, ...] | None = None
+        self.given: dict[int, Given] = {}
+        """What rows are given, by rank 0's numbers."""
 
     def decode(self, numbers: Sequence[int]) -> Received:
         """The step that numbers stand for."""
@@ -188,7 +206,9 @@ class StepDecoder:
             decodes=decodes,
         )
         own = [] if unseen else ids[:decodes]
-        inputs = self._enter(rows, ids[len(own) :], scored)
+        for number in _take(read, next(read)):
+            self.given.pop(number, None)
+        inputs = self._enter(rows, ids[len(own) :], scored, read if next(read) else None)
         on_host = {row: token for row, token in zip(row_ids, own, strict=False) if token != UNSEEN}
         batch = ForwardBatch(rows, self._last_tokens, inputs, members[:decodes], self._adapters)
         return Received(preparations, tops, bool(checks), bool(shares), on_host, batch, news)
@@ -199,8 +219,12 @@ class StepDecoder:
             found = self._sequences[number] = _RankRow(number, self)
         return found
 
-    def _enter(self, rows: ScheduledBatch, ids: list[int], scored: list[int]) -> dict[int, RowInputs]:
-        """Note the place of every row, and the ids of those behind the decode batch: they are inputs."""
+    def _enter(
+        self, rows: ScheduledBatch, ids: list[int], scored: list[int], given: Iterator[int] | None
+    ) -> dict[int, RowInputs]:
+        """Note the place of every row, and what those behind the decode batch are: they are inputs. given:
+        what they are beside ids, if any is.
+        """
         own = cast(tuple[_RankRow, ...], rows.sequences)
         for row, offset, count in zip(own, rows.offsets, rows.counts, strict=True):
             row.start = offset + rows.step
@@ -210,33 +234,36 @@ class StepDecoder:
         for i, count in enumerate(scored, rows.decodes):
             end = begin + rows.counts[i]
             known = [token for token in ids[begin:end] if token != UNSEEN]
+            row = own[i]
+            read = GivenRow()
+            if given is not None:
+                read = GivenRow.read(given, self.given, row.start, rows.counts[i])
+            row.across = [self._across(read)] if read.length else []
             # Which tokens are scored is rank 0's; how many makes the shape of what all ranks compute.
-            inputs[i] = RowInputs(ids=known, scored=Scored([0] * count, 0) if count else None)
+            scores = Scored([0] * count, 0) if count else None
+            inputs[i] = read.inputs._replace(ids=known, scored=scores)
             begin = end
         return inputs
 
     def tables(self, row: _RankRow) -> tuple[BlockTable, ...]:
         """What a row's tables are in this step, as far as its tokens read them."""
-        return tuple([self._table(number, row) for number in range(len(self._tables))])
+        return tuple([self._table(number, row) for number in range(len(self._tables))] + row.across)
 
     def _table(self, number: int, row: _RankRow) -> BlockTable:
         pool = list(self._pools.own.values())[number].pool
         window = self._windows[number]
         released = 0 if window is None else max(0, row.start - window + 1) // pool.block_size
         blocks = self._tables[number].read(row.row, released, pool.blocks_for(row.end) - released)
-        # Read only: the pool of this rank has no books of it.
-        table = BlockTable.__new__(BlockTable)
-        table.pool = pool
-        table.blocks = blocks.tolist()
-        table.length = row.end
-        table.released = released
-        return table
+        return _read_only(pool, blocks.tolist(), row.end, released)
+
+    def _across(self, row: GivenRow) -> BlockTable:
+        return _read_only(self._pools.groups[CROSS].pool, list(row.blocks), row.length)
 
 
 class _RankRow(TokenSequence):
     """A sequence of rank 0's, as far as a forward reads it."""
 
-    __slots__ = ("_decoder", "end", "start")
+    __slots__ = ("_decoder", "across", "end", "start")
 
     def __init__(self, row: int, decoder: StepDecoder) -> None:
         self.row = row
@@ -244,12 +271,24 @@ class _RankRow(TokenSequence):
         self.end = 0
         self.tokens = []
         self.computed = 0
+        self.across: list[BlockTable] = []
+        """The table of what it attends to across, if there is any."""
         self._decoder = decoder
 
     @property
     def tables(self) -> tuple[BlockTable, ...]:  # type: ignore[override]  # nothing gives it others
         """Its tables, made when they are read: a captured step reads the arrays instead."""
         return self._decoder.tables(self)
+
+
+def _read_only(pool: BlockPool, blocks: list[int], length: int, released: int = 0) -> BlockTable:
+    """A table of rank 0's: the pool of this rank has no books of it."""
+    table = BlockTable.__new__(BlockTable)
+    table.pool = pool
+    table.blocks = blocks
+    table.length = length
+    table.released = released
+    return table
 
 
 def _same(one: object, other: object) -> bool:
@@ -266,11 +305,15 @@ def _last(sequence: TokenSequence) -> int:
     return sequence.tokens[-1] if len(sequence.tokens) > sequence.computed else UNSEEN
 
 
-def _ids_behind(rows: ScheduledBatch) -> list[int]:
-    """The ids of rows behind the decode batch; a last one may be on its way to the host."""
+def _ids_behind(batch: ForwardBatch) -> list[int]:
+    """The ids of rows behind the decode batch; a last one may be on its way to the host. What is no id has
+    any.
+    """
     found: list[int] = []
-    for row in rows.rows_behind:
+    for i, row in enumerate(batch.rows.rows_behind, batch.rows.decodes):
         known = row.tokens
+        if batch.inputs.get(i, PLAIN).given is not None:  # names of up to 64 bits
+            known = [max(token, 0) for token in known]
         found += known + [UNSEEN] * (row.count - len(known))
     return found
 

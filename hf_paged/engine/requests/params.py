@@ -17,6 +17,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ...model.offloaded import input_device
 from ...model.slots import cross_layers
+from ..forward_batch import Given
 from ..multimodal.cross import CrossMedia, cross_length
 from ..multimodal.embed import checked, names_of
 from ..multimodal.encoder import EncoderInput
@@ -151,14 +152,12 @@ class RequestParams:
     @property
     def of_ids(self) -> bool:
         """Whether the rows of its decoder are token ids and nothing else."""
-        return self.embeds is None and self.media is None and self.source is None
+        return self.given is None
 
-    def vectors(self, start: int, count: int) -> torch.Tensor | None:
-        """[n, hidden]: what the first n of `count` tokens from `start` on are; None if they are ids."""
-        embeds = self.embeds
-        if self.media is not None and self.media.concerns(start, count):
-            embeds = self.media.made
-        return embeds[start : start + count] if embeds is not None and start < len(embeds) else None
+    @property
+    def given(self) -> Given | None:
+        """What the prompt is beside token ids."""
+        return next((each for each in (self.media, self.embeds, self.source) if each is not None), None)
 
     @property
     def mends(self) -> bool:
