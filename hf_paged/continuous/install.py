@@ -11,18 +11,18 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 
+from ..engine import EngineConfig
+from ..engine.parallel import why_not_on_ranks
 from ..generate import install as word
 from ..model.registry import base_model
 from ..model.support import FallbackWarning
 from ..model.tensor_parallel import mesh_of
+from .following import FollowingBatchingManager
 from .manager import EngineBatchingManager
+from .options import engine_options
 
 METHOD = "init_continuous_batching"
 CACHED = "_cached_continuous_batching_manager"
-DIVIDED = (
-    "install(generate_batch=True): every rank of a tensor-parallel model calls generate_batch, and rank 0 "
-    "alone submits to an engine; transformers' own manager is used. Engine(model) on every rank has pages"
-)
 
 
 def install(generate_batch: bool | None = None) -> None:
@@ -73,13 +73,18 @@ def _wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
         cached = getattr(self, CACHED, None)
         if isinstance(cached, EngineBatchingManager):
             return cached
-        if mesh_of(self) is not None:
-            warnings.warn(DIVIDED, FallbackWarning, stacklevel=4)
-            return stock(self, generation_config, continuous_batching_config, workload_hints)
         generation = self.generation_config if generation_config is None else generation_config
         config = continuous_batching_config or getattr(generation, "continuous_batching_config", None)
         config = ContinuousBatchingConfig() if config is None else config
-        return EngineBatchingManager(base_model(self), generation, config, workload_hints)
+        reason = why_not_on_ranks(base_model(self), EngineConfig.of(None, engine_options(config)))
+        if reason is not None:
+            words = f"install(generate_batch=True): {reason}; transformers' own manager is used"
+            warnings.warn(words, FallbackWarning, stacklevel=4)
+            return stock(self, generation_config, continuous_batching_config, workload_hints)
+        mesh = mesh_of(self)
+        follows = mesh is not None and mesh.get_local_rank() > 0
+        manager = FollowingBatchingManager if follows else EngineBatchingManager
+        return manager(base_model(self), generation, config, workload_hints)
 
     init_continuous_batching.hf_paged_original = stock  # type: ignore[attr-defined]  # a mark of ours
     return init_continuous_batching

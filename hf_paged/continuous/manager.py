@@ -23,6 +23,7 @@ from ..engine import Engine, Handle
 from ..model.registry import base_model
 from ..model.support import why_dropped
 from ..model.switch import original_implementation
+from ..model.tensor_parallel import mesh_of
 from ..model.training import why_random
 from .engines import drop_engine, engine_for
 from .options import ManagerProcessors, WorkloadNeed, engine_options
@@ -149,6 +150,9 @@ class EngineBatchingManager(ContinuousBatchingManager):
         """The modes of the model's modules, to restore."""
         self._attention: str | None = None
         """The model's attention, to restore; None if it has stayed."""
+        self._tells = mesh_of(self.model) is not None
+        """Whether the managers of other ranks deliver what this one does."""
+        self._untold: queue.SimpleQueue[list[GenerationOutput]] = queue.SimpleQueue()
         self._pausing: list[int] = []
         """The threads that hold a pause."""
 
@@ -194,11 +198,16 @@ class EngineBatchingManager(ContinuousBatchingManager):
             return
         self.background_thread_status.clear()
         self._borrow()
-        self.engine.start()
+        self._start_engine()
         self._generation_thread = threading.Thread(
             target=self._deliver_all, name="hf_paged-results", daemon=True
         )
         self._generation_thread.start()
+
+    def _start_engine(self) -> None:
+        if self._tells:
+            self.engine.resume()
+        self.engine.start()
 
     def stop(
         self,
@@ -238,9 +247,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         """Hold the requests while the caller changes the weights in place: their tokens stay, and their keys
         and values are computed again with the new weights.
         """
-        if not self.is_running():
-            reason = "cannot pause while no generation loop is running; call start() first"
-            raise RuntimeError(reason) from self.background_thread_status.fatal_error
+        self._require_running()
         self._pausing.append(threading.get_ident())
         try:
             with self._request_lock:
@@ -251,6 +258,11 @@ class EngineBatchingManager(ContinuousBatchingManager):
                 self._pausing.remove(threading.get_ident())
                 if not self._pausing:
                     self.engine.resume()
+
+    def _require_running(self) -> None:
+        if not self.is_running():
+            reason = "cannot pause while no generation loop is running; call start() first"
+            raise RuntimeError(reason) from self.background_thread_status.fatal_error
 
     # ---- requests
 
@@ -335,6 +347,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         status = self.background_thread_status
         try:
             while status.local_status != status.HARD_STOP or self._pausing:
+                self._tell()
                 with contextlib.suppress(queue.Empty):
                     self._deliver(self._ready.get(timeout=POLL))
                 idle = self._ready.empty() and not (self._requests or self._pausing)
@@ -361,19 +374,33 @@ class EngineBatchingManager(ContinuousBatchingManager):
             ended = request.ended()
             lengths = {each.request_id: len(each.generated_tokens) for each in ended}
             new = [each for each in new if len(each.generated_tokens) < lengths[each.request_id]] + ended
-        self.output_router.deliver_batch(new)
+        self._give_out(new)
+
+    def _give_out(self, outputs: list[GenerationOutput]) -> None:
+        """Deliver outputs here, and note them for the managers of other ranks."""
+        self.output_router.deliver_batch(outputs)
+        if self._tells:
+            self._untold.put(outputs)
+
+    def _tell(self) -> None:
+        """Let the managers of other ranks deliver what was delivered here, unless they are paused."""
+        with self._request_lock:
+            outputs: list[GenerationOutput] = []
+            while not (self._pausing or self._untold.empty()):
+                outputs += self._untold.get()
+            if outputs:
+                self.engine.tell(outputs)
 
     def _fail(self, request_id: str, prompt: list[int], error: BaseException, new: list[int]) -> None:
         logger.error("request %s is refused: %s", request_id, error)
-        self.output_router.deliver(
-            GenerationOutput(
-                request_id=request_id,
-                prompt_ids=prompt,
-                generated_tokens=new,
-                error=str(error),
-                status=RequestStatus.FAILED,
-            )
+        failed = GenerationOutput(
+            request_id=request_id,
+            prompt_ids=prompt,
+            generated_tokens=new,
+            error=str(error),
+            status=RequestStatus.FAILED,
         )
+        self._give_out([failed])
 
     def _end_all(self, error: BaseException | None) -> None:
         """The thread ends: requests that have not come to their end have failed."""
@@ -384,4 +411,11 @@ class EngineBatchingManager(ContinuousBatchingManager):
             request.handle.cancel()
             self._fail(request_id, request.prompt, reason, request.so_far(0).generated_tokens)
         self.engine.stop()
+        if self._tells:
+            try:
+                self._tell()
+                self.engine.tell(None)  # the managers of other ranks stop
+                self.engine.pause()
+            except RuntimeError as broken:  # ranks have failed, which all of them know
+                self.background_thread_status.record_fatal_error(broken)
         self._give_back()

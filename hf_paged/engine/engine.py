@@ -624,7 +624,19 @@ class Engine:
         """Whether requests go to this engine: on rank 0, and where one process has the whole model."""
         return self._follower is None
 
-    def follow(self) -> bool:
+    @in_turn
+    def tell(self, value: Any) -> None:
+        """On rank 0 of a tensor-parallel engine: give a value that can be pickled to all other ranks, whose
+        `follow(told)` calls told(value).
+        """
+        self._require_open()
+        self._require_lead()
+        if self._paused:
+            raise RuntimeError("the other ranks do not follow a paused engine; call resume() first")
+        if self._leader is not None:
+            self._leader.tell(value)
+
+    def follow(self, told: Callable[[Any], object] = lambda value: None) -> bool:
         """On all ranks but 0 of a tensor-parallel engine: compute what rank 0 schedules.
 
         Returns False when rank 0 has closed its engine (this one is closed then, too), and True when it has
@@ -634,7 +646,7 @@ class Engine:
         if self._follower is None:
             raise RuntimeError("only ranks other than 0 of a tensor-parallel engine follow; this one leads")
         self._require_open()
-        paused = self._follower.follow()
+        paused = self._follower.follow(told)
         if not paused:
             self.close()
         return paused

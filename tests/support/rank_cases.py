@@ -42,6 +42,7 @@ from safetensors.torch import save_file
 from tape import record
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers.generation.continuous_batching import RequestStatus
 
 import hf_paged
 from hf_paged.engine import Engine, RankError
@@ -328,6 +329,7 @@ def pause_and_new_weights(rank: int) -> None:
                 engine.step()
             cancelled.cancel()
             engine.pause()
+            raises(RuntimeError, "do not follow a paused engine", lambda: engine.tell(1))
         else:
             assert engine.follow() is True
         with torch.no_grad():
@@ -401,12 +403,16 @@ def wrong_uses(rank: int) -> None:
     with Engine(model, **SMALL) as engine:
         if rank == 0:
             raises(RuntimeError, "leads", engine.follow)
+            engine.tell({"words": [1, 2]})
         else:
             raises(RuntimeError, "rank 1 .*rank 0; call engine.follow", lambda: engine.submit([5, 6]))
             raises(RuntimeError, "rank 1", engine.step)
             raises(RuntimeError, "rank 1 .*rank 0", lambda: engine.add_adapter("one", {}, lora()))
             raises(RuntimeError, "rank 1 .*rank 0", lambda: engine.remove_adapter("one"))
-            assert not engine.follow()
+            raises(RuntimeError, "rank 1 .*rank 0", lambda: engine.tell(1))
+            told: list[Any] = []
+            assert not engine.follow(told.append)
+            assert told == [{"words": [1, 2]}]
             raises(RuntimeError, "closed", engine.follow)
     raises(ValueError, "different options", lambda: Engine(model, block_size=4 << rank))
     raises(ValueError, "compile=True", lambda: Engine(model, compile=True))
@@ -836,18 +842,69 @@ def generate(rank: int) -> None:
 
 
 def generate_batch(rank: int) -> None:
-    """All ranks call it: transformers' own manager computes it, with one warning, and all have the tokens."""
+    """All ranks call it, and all have the tokens; the engine stays from call to call."""
     model = loaded("llama")
-    config = tf.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batching = tf.ContinuousBatchingConfig(num_blocks=20, max_batch_tokens=64)
+    config = tf.GenerationConfig(eos_token_id=-1, pad_token_id=0, **GREEDY)
+    drawn = tf.GenerationConfig(
+        eos_token_id=-1, pad_token_id=0, do_sample=True, num_return_sequences=2, max_new_tokens=NEW
+    )
+    expected = [alone(whole("llama"), each, **GREEDY) for each in PROMPTS[:4]]
+    with batches_on_pages():
+        for several in (PROMPTS[:4], PROMPTS[:2]):
+            found = model.generate_batch(several, config)
+            assert [[each.generated_tokens] for each in found.values()] == expected[: len(several)]
+        seeded = tf.ContinuousBatchingConfig(seed=3)
+        outputs = [
+            each.generate_batch(PROMPTS[:2], drawn, seeded, persistent_manager=True)
+            for each in (model, whole("llama"))
+        ]
+        texts = [{name: each.generated_tokens for name, each in found.items()} for found in outputs]
+        assert texts[0] == texts[1]
+        for each in (model, whole("llama")):
+            each.destroy_cached_continuous_batching_manager()
+        compiled = tf.ContinuousBatchingConfig(num_blocks=20, max_batch_tokens=64, default_compile_level=1)
+        with pytest.warns(hf_paged.FallbackWarning, match="compile=True is for one process"):
+            manager = model.init_continuous_batching(config, compiled)
+        manager.destroy()
+
+
+@contextmanager
+def batches_on_pages() -> Iterator[None]:
     hf_paged.install(generate_batch=True)
     try:
-        with pytest.warns(hf_paged.FallbackWarning, match="every rank"):
-            found = model.generate_batch(PROMPTS[:2], config, batching)
+        yield
     finally:
         hf_paged.install(generate_batch=False)
-    expected = [alone(whole("llama"), each, max_new_tokens=NEW, do_sample=False) for each in PROMPTS[:2]]
-    assert [[each.generated_tokens] for each in found.values()] == expected
+
+
+def a_manager_of_batches(rank: int) -> None:
+    """Streams, a pause in which all ranks change the weights, a request that is refused, and a stop."""
+    model = loaded("llama")
+    other = tf.AutoModelForCausalLM.from_pretrained(FOLDER / "llama").eval().to(model.device)
+    config = tf.GenerationConfig(eos_token_id=-1, pad_token_id=0, **GREEDY)
+    with batches_on_pages():
+        manager = model.init_continuous_batching(config, tf.ContinuousBatchingConfig(num_blocks=60))
+        for _ in range(2):
+            expected = alone(other, PROMPTS[1], **GREEDY)
+            manager.start()
+            manager.add_request(PROMPTS[1], request_id="streamed", streaming=True)
+            found = [manager.get_result(timeout=20).generated_tokens for _ in range(NEW)]
+            assert found == [expected[0][:count] for count in range(1, NEW + 1)]
+            manager.add_request([5] * 100000, request_id="refused")
+            assert "100009 tokens" in manager.get_result(timeout=20).error
+            with manager.pause(), torch.no_grad():
+                for each in (model, other):
+                    each.lm_head.weight.mul_(-1)
+                manager.add_request([5] * 100000, request_id="refused in a pause")
+            assert "100009 tokens" in manager.get_result(timeout=20).error
+            assert alone(other, PROMPTS[1], **GREEDY) != expected
+            manager.add_request(PROMPTS[1], request_id="later")
+            assert [manager.get_result(timeout=20).generated_tokens] == alone(other, PROMPTS[1], **GREEDY)
+            assert manager.add_request(PROMPTS[2], max_new_tokens=200, request_id="cut") in ("cut", None)
+            manager.stop(timeout=20, hard_stop=True)
+            assert manager.get_result(timeout=20).status == RequestStatus.FAILED
+            assert not manager.is_running()
+        manager.destroy()
 
 
 def draws_of_ranks(rank: int) -> None:

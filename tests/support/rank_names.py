@@ -35,6 +35,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "generate", ()),
     (2, "draws_of_ranks", ()),
     (2, "generate_batch", ()),
+    (2, "a_manager_of_batches", ()),
     (2, "weights_divided_by_fsdp", ()),
     (2, "weights_that_fsdp_gathers", ()),
     (3, "chunks_recomputation_and_hits", ()),

@@ -1,8 +1,8 @@
 """One engine on several ranks: rank 0 schedules and samples, all compute."""
 
 from .follower import Follower
-from .joining import ranks_of, tried_alike
+from .joining import ranks_of, tried_alike, why_not_on_ranks
 from .leader import Leader
 from .ranks import RankError, Ranks
 
-__all__ = ["Follower", "Leader", "RankError", "Ranks", "ranks_of", "tried_alike"]
+__all__ = ["Follower", "Leader", "RankError", "Ranks", "ranks_of", "tried_alike", "why_not_on_ranks"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ...blocks import OutOfBlocks
 from ...kv.upload import upload
@@ -52,8 +53,11 @@ class Follower:
             group.pool.drop(block, group.pool.tick())
         self._held = []
 
-    def follow(self) -> bool:
-        """Follow rank 0 until it pauses (True) or has closed (False). Raises what ended it, if anything."""
+    def follow(self, told: Callable[[Any], object]) -> bool:
+        """Follow rank 0 until it pauses (True) or has closed (False). Raises what ended it, if anything.
+
+        told: gets what rank 0 tells.
+        """
         self._hold()
         while True:
             numbers = self._next()
@@ -78,6 +82,8 @@ class Follower:
                         self._take()
                     elif kind is MessageKind.SHOW:
                         self._show(numbers[1:])
+                    elif kind is MessageKind.TELL:
+                        told(self.ranks.give())
                     else:
                         self._carry_out(self._decoder.decode(numbers[1:]))
             except RankError:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...model.adapters.peft_layers import why_not_on_ranks
+from ...model.adapters.peft_layers import why_not_on_ranks as why_no_adapters
 from ...model.tensor_parallel import mesh_of, why_not_divided
 from ..config import EngineConfig
 from ..pools import Pools
@@ -26,7 +26,7 @@ def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
     mesh = mesh_of(model)
     if mesh is None:
         return None
-    reason = _why_not(model, config, mesh.size())
+    reason = why_not_on_ranks(model, config)
     if reason is not None:
         raise Unservable(reason)
     ranks = Ranks(model, config.rank_timeout)
@@ -41,7 +41,12 @@ def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
     return ranks
 
 
-def _why_not(model: Any, config: EngineConfig, size: int) -> str | None:
+def why_not_on_ranks(model: Any, config: EngineConfig) -> str | None:
+    """Why the engine's ranks cannot compute a model that is divided; None if they can, or if it is not."""
+    mesh = mesh_of(model)
+    if mesh is None:
+        return None
+    size = mesh.size()
     name = type(model).__name__
     whole = model._device_mesh.size()
     if whole != size:
@@ -56,7 +61,7 @@ def _why_not(model: Any, config: EngineConfig, size: int) -> str | None:
     if config.lm_head_fp32:
         return f"lm_head_fp32=True is for one process and {name} is on {size} ranks; leave it out"
     reason = why_not_divided(model)
-    return why_not_on_ranks(model) if reason is None else f"{reason}; use fewer ranks"
+    return why_no_adapters(model) if reason is None else f"{reason}; use fewer ranks"
 
 
 @contextmanager

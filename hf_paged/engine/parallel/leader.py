@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ class MessageKind(IntEnum):
     ADAPTER = 4
     GIVEN = 5
     SHOW = 6
+    TELL = 7
 
 
 class Leader:
@@ -162,6 +164,12 @@ class Leader:
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.CHECK]))
             return self.ranks.any(look(), self._adapters.alike())
+
+    def tell(self, value: Any) -> None:
+        """Give the callers of the other ranks' `follow()` a value."""
+        with self.ranks.together():
+            self.ranks.send(array("i", [MessageKind.TELL]))
+            self.ranks.give(value)
 
     def pause(self) -> None:
         """Let the other ranks' `follow()` return: their models may change."""
