@@ -227,6 +227,14 @@ def _rows(module: nn.Module, ranks: RankGroup) -> Forward:
     return forward
 
 
+def _rows_of_whole(module: nn.Module, ranks: RankGroup) -> Forward:
+    """This rank's part of x [..., in] to [..., out], summed over the ranks."""
+    forward = _rows(module, ranks)
+    width = _local(module, "weight").shape[1]
+    begin = dist.get_rank(ranks.group) * width
+    return lambda x: forward(x[..., begin : begin + width])
+
+
 def _gathered(module: nn.Module, ranks: RankGroup) -> Forward:
     """A part of the outputs, and those of all ranks: x [..., in] to [..., out]."""
     part = _columns(module, ranks)
@@ -262,6 +270,8 @@ def _embedding(module: nn.Module, ranks: RankGroup) -> Forward:
 LOCAL: dict[tuple[type, str], Callable[[nn.Module, RankGroup], Forward]] = {
     (nn.Linear, "colwise"): _columns,
     (nn.Linear, "rowwise"): _rows,
+    (nn.Linear, "rowwise_split_input"): _rows_of_whole,
+    (nn.Linear, "rowwise_rep"): _rows_of_whole,
     (nn.Linear, "colwise_gather_output"): _gathered,
     (nn.Linear, "colwise_rep"): _gathered,
     (nn.Embedding, "embedding_rowwise"): _embedding,

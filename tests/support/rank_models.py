@@ -19,6 +19,7 @@ def _llama(queries: int, keys: int) -> tf.PreTrainedModel:
 OWN = [
     Family("llama-3", lambda: _llama(6, 3)),
     Family("llama-5", lambda: _llama(10, 5)),
+    Family("olmo2", lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**SMALL, **TOKENS, **LONG))),
 ]
 DIVIDED = ["llama", "qwen2-window", "qwen3", "mixtral", "qwen3-moe", "gpt-oss", *(each.name for each in OWN)]
 SHOWN = {"llava": "image", "qwen2_vl": "image", "llama4": "image", "qwen3_asr": "audio", "t5gemma": "seq2seq"}
