@@ -42,10 +42,13 @@ from safetensors.torch import save_file
 from tape import record
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 from transformers.generation.continuous_batching import RequestStatus
 
 import hf_paged
 from hf_paged.engine import Engine, RankError
+from hf_paged.engine.parallel import Ranks
+from hf_paged.engine.parallel.leader import MessageKind
 from hf_paged.kv import budget
 from hf_paged.model.adapters.loading import load_adapter
 from hf_paged.model.capture.rehearsal import RECORDERS
@@ -146,11 +149,26 @@ def captured_steps(rank: int) -> None:
     if not CUDA:
         RECORDERS["cpu"] = record
     try:
-        stats = compare("llama", rank, FEW, run_ahead=True)
+        several = [compare(name, rank, FEW, run_ahead=True) for name in ("llama", "olmo2")]
     finally:
         RECORDERS.pop("cpu", None)
     if rank == 0:
-        assert stats["graphs"]["replayed"] > 10
+        assert all(stats["graphs"]["replayed"] > 10 for stats in several), several
+
+
+def layers_that_compute_with_local_parts(rank: int) -> None:
+    """Where the plan divides linear layers and embeddings no step makes a DTensor."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a DTensor in a step")
+
+    for name in ("llama", "olmo2"):
+        with Engine(loaded(name), graphs=False, **SMALL) as engine, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DTensor, "from_local", refuse)
+            if rank == 0:
+                assert asked(engine, FEW) == [right(name, p, k, NEW) for p, k in FEW]
+            else:
+                assert not engine.follow()
 
 
 def scores_of_prompts(rank: int) -> None:
@@ -1079,6 +1097,40 @@ def a_rank_that_hangs(rank: int) -> None:
 def a_rank_that_dies(rank: int) -> None:
     begin_again(2)
     _broken(rank, lambda: os._exit(0), "rank 1 has ended", 8.0)
+
+
+def rank_0_that_ends_at_once(rank: int) -> None:
+    """A process that has closed its engine may end, and the process groups' store with it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = [probe.getsockname()[1]]
+    dist.broadcast_object_list(port, 0)
+    dist.destroy_process_group()
+    dist.init_process_group(
+        BACKEND,
+        init_method=f"tcp://127.0.0.1:{port[0]}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    model = loaded("llama")
+    engine = Engine(model, **SMALL)
+    if rank == 0:
+        engine.submit(PROMPTS[1], **GREEDY).result()
+        time.sleep(0.5)  # the other one waits
+        engine.close()
+        os._exit(0)
+    receive = Ranks.receive
+
+    def slowly(ranks: Ranks) -> list[int]:
+        numbers = receive(ranks)
+        if MessageKind(numbers[0]) is MessageKind.CLOSE:
+            time.sleep(1)  # rank 0 is gone by now
+        return numbers
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "receive", slowly)
+        assert not engine.follow()
 
 
 def fork() -> None:

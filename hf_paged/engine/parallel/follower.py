@@ -67,6 +67,8 @@ class Follower:
                 return True
             if kind is MessageKind.CLOSE:
                 self._decoder.given.clear()
+                if numbers[1:] == [False]:  # in order, and its process may be gone
+                    return False
                 words = self.ranks.ended()
                 if words:
                     self.ranks.reason = words

@@ -263,10 +263,13 @@ class Ranks:
         self._connections.close()
 
     def announce_end(self, numbers: array[int]) -> None:
-        """Rank 0 ends, with an error if it handles one: give the others its last message, if they take it."""
+        """Rank 0 ends, with an error if it handles one: give the others its last message, if they take it, and
+        whether there is an error.
+        """
         if self.reason is not None or self._over.is_set():
             return
         error = sys.exception() or getattr(sys, "last_value", None)
+        numbers.append(error is not None)
         with suppress(RuntimeError):
             self._store.set(CLOSED, "" if error is None else f"rank 0 raised {_described(error)}")
             head = torch.zeros_like(self._head)
@@ -285,7 +288,9 @@ class Ranks:
 
     def ended(self) -> str | None:
         """With which words rank 0 has ended, perhaps none; None if it has not."""
-        return self._store.get(CLOSED).decode() if self._store.check([CLOSED]) else None
+        with suppress(RuntimeError):  # the store's process may be gone
+            return self._store.get(CLOSED).decode() if self._store.check([CLOSED]) else None
+        return None
 
 
 def _watch(whose: weakref.ref[Ranks], over: threading.Event) -> None:
