@@ -263,8 +263,9 @@ class Ranks:
         self._connections.close()
 
     def announce_end(self, numbers: array[int]) -> None:
-        """Rank 0 ends, with an error if it handles one: give the others its last message, if they take it, and
-        whether there is an error.
+        """Rank 0 ends, with an error if it handles one: give the others its last message, if they take it.
+
+        Its last number says whether there is an error.
         """
         if self.reason is not None or self._over.is_set():
             return
