@@ -28,16 +28,19 @@ class GivenNumbers:
         self._requests = requests
         self._next = itertools.count(1)
         self._held: dict[int, Given] = {}
+        self._last: dict[int, int] = {}
+        """The last number of what is held, by its id()."""
 
     def add(self, given: Given) -> int:
         """A number for it. What has an older one was encoded anew."""
         number = next(self._next)
         self._held[number] = given
+        self._last[id(given)] = number
         return number
 
     def of(self, given: Given | None) -> int:
         """Its last number; 0 if it has none."""
-        return max((number for number, each in self._held.items() if each is given), default=0)
+        return self._last.get(id(given), 0)
 
     def missing(self, batch: ForwardBatch) -> list[Given]:
         """What the rows of a batch are given and the other ranks do not have. Media come when encoded."""
@@ -48,11 +51,13 @@ class GivenNumbers:
         """The numbers of what no step needs any more."""
         if not self._held:
             return []
-        given = (params.given for params in self._requests.values())
-        needed = {self.of(each) for each in given if not isinstance(each, Media) or each.made is not None}
+        known = (params.given for params in self._requests.values())
+        needed = {self.of(each) for each in known if not isinstance(each, Media) or each.made is not None}
         gone = [number for number in self._held if number not in needed]
         for number in gone:
-            del self._held[number]
+            given = self._held.pop(number)
+            if self.of(given) == number:
+                del self._last[id(given)]
         return gone
 
 
