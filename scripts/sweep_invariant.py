@@ -54,7 +54,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="the I-th of N parts")
+    parser.add_argument(
+        "--share", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="the I-th of N parts"
+    )
     parser.add_argument("--families", nargs="+", help="names of model types; all if left out")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
