@@ -289,9 +289,7 @@ def _processors(
 ) -> LogitsProcessorList:
     """The logits processors as generate() makes them."""
     device = input_device(model)
-    kept = (
-        config.encoder_repetition_penalty not in (None, 1) or config.encoder_no_repeat_ngram_size is not None
-    )
+    kept = config.encoder_repetition_penalty not in (None, 1) or config.encoder_no_repeat_ngram_size
     made: LogitsProcessorList = model._get_logits_processor(
         config,
         input_ids_seq_length=len(given.tokens),
