@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 from families import BY_NAME, build
 from transformers import AutoModelForCausalLM, HrmTextConfig
 
@@ -27,5 +28,7 @@ def test_weights_that_loading_cuts_after_ranks_have_their_part(
     assert "gate_up_proj" in reason
     llama: Any = build(BY_NAME["llama"])
     assert "gate_up_proj" not in (tensor_parallel.why_not_divided(llama) or "")
+    ocr = tiny.build("image", tiny.config_class("image", "qianfan_ocr"))  # a tower's, which is whole on each
+    assert tensor_parallel.why_not_divided(ocr) is None or ranks == 3
     heads = llama.config.num_attention_heads
     assert (tensor_parallel.why_not_divided(llama) is None) == (heads % ranks == 0)

@@ -54,10 +54,10 @@ def why_not_divided(model: nn.Module) -> str | None:
 def _cut_after_dividing(model: nn.Module, plan: dict[str, str]) -> str | None:
     """A weight of a checkpoint that loading cuts into several which the plan divides."""
     config: Any = model.config
-    divided = {key.rsplit(".", 1)[-1] for key in plan}
+    divided = [f".{key}" for key in plan]
     for conversion in get_checkpoint_conversion_mapping(config.model_type) or ():
-        made = [target.removesuffix(".weight").rsplit(".", 1)[-1] for target in conversion.target_patterns]
-        if len(made) > 1 and not divided.isdisjoint(made):
+        made = tuple(["." + target.removesuffix(".weight") for target in conversion.target_patterns])
+        if len(made) > 1 and any(key.endswith(made) for key in divided):
             return str(conversion.source_patterns[0])
     return None
 
