@@ -5,6 +5,7 @@ same model in one process: transformers' generate(), paged generate() and the en
     python scripts/sweep_ranks.py                          # every family on 2 ranks, CPU, some 10 minutes
     python scripts/sweep_ranks.py --ranks 3 --only llama
     python scripts/sweep_ranks.py --experts                # the experts divided by ep_size, where there is a plan
+    python scripts/sweep_ranks.py --kind image             # prompts with pictures; or audio: with recordings
 
 Each family runs in processes of its own. Exit code 1 if paged generate() or the engine answers otherwise than one
 process does. Where transformers alone fails or answers otherwise, the row says so.
@@ -35,7 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 import transformers as tf
-from tiny import build, mappings
+from pictures import with_pictures, with_recordings
+from tiny import build, mappings, model_class_of
 
 import hf_paged
 from hf_paged.engine import Engine
@@ -58,18 +60,30 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def generated(model: Any, way: dict[str, Any], **word: Any) -> list[list[int]]:
-    """The answer to both prompts."""
+def shown(model: Any, kind: str) -> dict[str, Any]:
+    """A prompt with a picture or a recording."""
+    found = (with_pictures if kind == "image" else with_recordings)(model, rows=1)
+    if found is None:
+        raise ValueError(f"no way of showing it {kind} is known")
+    return found
+
+
+def generated(model: Any, way: dict[str, Any], given: dict[str, Any], **word: Any) -> list[list[int]]:
+    """The answer to both prompts, or to the one that is given."""
     ids, mask = prompts()
+    inputs = given or {"input_ids": ids, "attention_mask": mask}
     torch.manual_seed(3)
-    answer = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **way, **word)
+    answer = model.generate(**inputs, max_new_tokens=NEW, pad_token_id=0, **way, **word)
     tokens: list[list[int]] = answer.tolist()
     return tokens
 
 
-def alone(model: Any) -> list[list[int]]:
+def alone(model: Any, given: dict[str, Any]) -> list[list[int]]:
     """Greedy tokens behind each prompt without its padding."""
     found = []
+    if given:
+        answer = model.generate(**given, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        return [answer[0, given["input_ids"].shape[1] :].tolist()]
     for row, mask in zip(*prompts(), strict=True):
         own = row[mask.bool()]
         answer = model.generate(own[None], max_new_tokens=NEW, do_sample=False, pad_token_id=0)
@@ -77,14 +91,18 @@ def alone(model: Any) -> list[list[int]]:
     return found
 
 
-def engine_answers(model: Any, rank: int) -> list[list[int]] | None:
+def engine_answers(model: Any, rank: int, given: dict[str, Any]) -> list[list[int]] | None:
     """The same from an engine on all ranks; None of those that follow."""
     with Engine(model, block_size=4, num_blocks=64, max_batch_tokens=16, rank_timeout=30.0) as engine:
         if rank:
             engine.follow()
             return None
-        own = [row[mask.bool()].tolist() for row, mask in zip(*prompts(), strict=True)]
-        outputs = engine.generate(own, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        greedy: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        if given:
+            outputs = [engine.submit(**given, **greedy).result()]
+        else:
+            own = [row[mask.bool()].tolist() for row, mask in zip(*prompts(), strict=True)]
+            outputs = engine.generate(own, **greedy)
         for output in outputs:
             if output.error is not None:
                 raise output.error
@@ -126,19 +144,20 @@ def on_rank(folder: Path, rank: int, options: argparse.Namespace) -> None:
 
         plan = {"distributed_config": DistributedConfig(tp_plan="auto", ep_size=options.ranks)}
     try:
-        model = tf.AutoModelForCausalLM.from_pretrained(folder / "model", **plan).eval()
+        given = torch.load(folder / "given.pt", weights_only=False)
+        model = options.model_class.from_pretrained(folder / "model", **plan).eval()
     except Exception as error:
         note("load", f"{type(error).__name__}: {error}"[:160])
         return
     for name, way in WAYS.items():
-        note(f"transformers {name}", attempt(lambda way=way: generated(model, way), expected[name]))
+        note(f"transformers {name}", attempt(lambda way=way: generated(model, way, given), expected[name]))
     for name, way in WAYS.items():
         paged = {"cache_implementation": "paged"}
         note(
             f"paged {name}",
-            attempt(lambda way=way, paged=paged: generated(model, way, **paged), expected[name]),
+            attempt(lambda way=way, paged=paged: generated(model, way, given, **paged), expected[name]),
         )
-    note("engine", attempt(lambda: engine_answers(model, rank), expected["alone"]))
+    note("engine", attempt(lambda: engine_answers(model, rank, given), expected["alone"]))
 
 
 def fork(act: Callable[[], None], log: Path) -> int:
@@ -170,30 +189,33 @@ def wait(children: list[int], seconds: float) -> bool:
     return not left
 
 
-def prepare(folder: Path, config_class: Any) -> None:
+def prepare(folder: Path, config_class: Any, kind: str) -> None:
     """The model, and what one process answers."""
-    model = build("causal", config_class).float().eval()
+    model = build(kind, config_class).float().eval()
     model.save_pretrained(folder / "model")
-    whole = tf.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-    expected = {name: generated(whole, way) for name, way in WAYS.items()}
-    (folder / "expected.json").write_text(json.dumps(expected | {"alone": alone(whole)}))
+    whole = type(model).from_pretrained(folder / "model").eval()
+    given = {} if kind == "causal" else shown(whole, kind)
+    torch.save(given, folder / "given.pt")
+    expected = {name: generated(whole, way, given) for name, way in WAYS.items()}
+    (folder / "expected.json").write_text(json.dumps(expected | {"alone": alone(whole, given)}))
 
 
 def has_plan(model_class: Any, config_class: Any, experts: bool) -> bool:
     """Whether transformers can divide it."""
     kind = "ep" if experts else "tp"
-    plans = [
-        getattr(config_class, f"base_model_{kind}_plan", None),
-        getattr(model_class, f"_{kind}_plan", None),
-    ]
-    return any(plans)
+    text = model_class.config_class is config_class  # else it is of a part of the config
+    configs = [config_class, *(config_class.sub_configs.values() if text else ())]
+    plans = [getattr(each, f"base_model_{kind}_plan", None) for each in configs]
+    return any(plans) or bool(getattr(model_class, f"_{kind}_plan", None))
 
 
 def run_family(config_class: Any, options: argparse.Namespace) -> dict[str, str]:
     """What each rank's worst result was, way by way."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        done = wait([fork(lambda: prepare(folder, config_class), folder / "log")], options.seconds)
+        done = wait(
+            [fork(lambda: prepare(folder, config_class, options.kind), folder / "log")], options.seconds
+        )
         if not done or not (folder / "expected.json").exists():
             last = (folder / "log").read_text().strip().splitlines()
             return {"one process": last[-1][:160] if last else "too slow"}
@@ -221,6 +243,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="model types")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--kind", choices=["causal", "image", "audio"], default="causal")
     parser.add_argument("--seconds", type=float, default=120, help="that a family may take")
     parser.add_argument("--save", type=Path, help="a JSON file for the rows")
     options = parser.parse_args()
@@ -229,8 +252,9 @@ def main() -> int:
     bad = 0
     rows: dict[str, dict[str, str]] = {}
     counts: Counter[str] = Counter()
-    for config_class, model_class in mappings()["causal"].items():
+    for config_class in mappings()[options.kind]:
         kind = config_class.model_type
+        options.model_class = model_class = model_class_of(options.kind, config_class)
         if options.only and kind not in options.only:
             continue
         if not has_plan(model_class, config_class, options.experts):
