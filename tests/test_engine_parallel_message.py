@@ -67,14 +67,15 @@ def test_a_batch_is_the_same_on_the_other_side(
         assert max(decoding) > 1
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "llama", "t5"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_omni_moe_thinker", "llama", "t5"])
 def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures with positions of their own, embeddings, and inputs of encoders: rows are given parts of what
     other ranks have by a number, for as long as a step needs it.
     """
-    model = tiny_of("image", config_class("image", name)) if name == "qwen2_vl" else build(BY_NAME[name])
+    shows = name.startswith("qwen")
+    model = tiny_of("image", config_class("image", name)) if shows else build(BY_NAME[name])
     prompts: list[dict[str, Any]] = [{"prompt": PROMPTS[1]}, {"prompt": PROMPTS[3]}]
-    if name == "qwen2_vl":
+    if shows:
         shown = with_pictures(model, rows=1)
         assert shown is not None
         prompts = [shown, {**shown, "pixel_values": shown["pixel_values"] * 0.5}, prompts[0]]

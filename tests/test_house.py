@@ -46,7 +46,7 @@ BUDGETS = {
     "hf_paged/engine": 6490,
     "hf_paged/engine/multimodal": 1000,
     "hf_paged/engine/outputs": 580,
-    "hf_paged/engine/parallel": 1335,
+    "hf_paged/engine/parallel": 1345,
     "hf_paged/engine/requests": 1350,
     "hf_paged/engine/sampling": 1805,
     "hf_paged/generate": 2335,

@@ -110,7 +110,8 @@ class Media:
         """The RoPE delta of tokens from `start` on, if a single number is known."""
         if not self.shift or not self.alike or start < self.place.stop:
             return None
-        return self.shift[-1]
+        delta = self.shift[-1]  # recordings may have positions between whole numbers
+        return int(delta) if delta == int(delta) else None
 
     def near(self, start: int, count: int) -> DecoderExtras | None:
         """The extra decoder inputs of `count` tokens from `start` on."""

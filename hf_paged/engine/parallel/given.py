@@ -102,10 +102,15 @@ class GivenRow(NamedTuple):
         if inputs.given is not None and not number:
             raise RuntimeError("other ranks do not have what a row is given; report this")
         out.extend((number, NO_DELTA if inputs.rope_delta is None else inputs.rope_delta))
-        positions = [] if inputs.positions is None else inputs.positions.tolist()
-        out.append(len(positions))
-        for axis in positions:
-            out.extend(axis)
+        positions = inputs.positions
+        if positions is None:
+            out.append(0)
+        elif positions.is_floating_point():  # of recordings: their bits
+            out.append(-len(positions))
+            out.extend(positions.to(torch.float32).view(torch.int32).flatten().tolist())
+        else:
+            out.append(len(positions))
+            out.extend(positions.flatten().tolist())
         out.extend((self.length, len(self.blocks), *self.blocks))
 
     @classmethod
@@ -113,12 +118,16 @@ class GivenRow(NamedTuple):
         """What `write` has written, for `count` tokens from `start` on."""
         number = next(read)
         delta = next(read)
-        axes = [list(itertools.islice(read, count)) for _ in range(next(read))]
+        axes = next(read)
+        numbers = list(itertools.islice(read, abs(axes) * count))
         length = next(read)
         blocks = tuple(itertools.islice(read, next(read)))
         inputs = inputs_of(given[number], start, count, False) if number else PLAIN
         if number and inputs.given is None:
             raise RuntimeError("this rank does not have what a row is given; report this")
-        positions = torch.tensor(axes, dtype=torch.long, device="cpu") if axes else None
+        positions = None
+        if axes:
+            positions = torch.tensor(numbers, dtype=torch.int32, device="cpu").view(abs(axes), count)
+            positions = positions.long() if axes > 0 else positions.view(torch.float32)
         inputs = inputs._replace(positions=positions, rope_delta=None if delta == NO_DELTA else delta)
         return cls(inputs, length, blocks)
