@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import adapted
 from captures import policy
 from engine_answers import PROMPTS, alone, answers
 from engine_threads import GUARD
+from families import BY_NAME, build
 from tape import record
 
 from hf_paged.engine import Engine
+from hf_paged.engine.weights import load_into
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
 
@@ -29,10 +32,10 @@ def engine(model: Any) -> Iterator[Engine]:
 
 
 def change(model: Any, seed: int = 0) -> None:
-    """Other weights, written where torch counts."""
+    """Other weights, of a model or a list of them, written where torch counts."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in model if isinstance(model, list) else model.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
@@ -108,6 +111,83 @@ def test_weights_that_change_under_kept_requests_are_seen(model: Any, engine: En
     assert engine.stats()["recomputed"] > 0
 
 
+def change_unmarked(model: Any) -> None:
+    """Other weights, written where torch does not count."""
+    for parameter in model.parameters():
+        parameter.data.mul_(-0.7)
+
+
+def change_buffers(model: Any) -> None:
+    """Other weights of layers that keep theirs in buffers, as some quantized ones do."""
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.levels.copy_(layer.self_attn.k_proj.levels.flip(0))
+
+
+def change_adapter(model: Any) -> None:
+    change([parameter for name, parameter in model.named_parameters() if "lora_" in name])
+
+
+class Rounded(torch.nn.Module):
+    """A layer in 8 bits, all of whose tensors are buffers."""
+
+    def __init__(self, plain: torch.nn.Linear) -> None:
+        super().__init__()
+        scale = plain.weight.detach().abs().amax() / 127
+        self.register_buffer("levels", (plain.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.levels * self.scale).t()
+
+
+def with_rounded_keys() -> Any:
+    model = build(BY_NAME["llama"])
+    for layer in model.model.layers:
+        layer.self_attn.k_proj = Rounded(layer.self_attn.k_proj)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "act"),
+    [
+        (lambda: build(BY_NAME["llama"]), change_unmarked),
+        (with_rounded_keys, change_buffers),
+        (adapted, change_adapter),
+        (adapted, change_unmarked),
+    ],
+    ids=["unmarked", "buffers", "adapter", "adapter, unmarked"],
+)
+def test_any_change_under_kept_requests_is_seen(make: Any, act: Any) -> None:
+    """C24: behind pause("keep"), requests of changed weights or adapters are computed again, and none ends."""
+    model = make()
+    with Engine(model, block_size=4, num_blocks=120) as engine:
+        handles = begun(engine)
+        engine.pause(mode="keep")
+        act(model)
+        had = [sum(len(each.token_ids) for each in handle.read()) for handle in handles]
+        engine.resume()
+        assert all(continued(model, handle, count) for handle, count in zip(handles, had, strict=True))
+        assert engine.stats()["recomputed"] > 0
+        engine.check()
+
+
+def test_an_adapter_changes_and_its_keys_and_values_are_kept() -> None:
+    """weights_changed(kv="keep") is for adapters, too: their requests go on, with the adapter as it is now."""
+    model = adapted()
+    with Engine(model, block_size=4, num_blocks=120) as engine:
+        handles = begun(engine)
+        engine.pause(mode="keep")
+        change_adapter(model)
+        engine.weights_changed(kv="keep")
+        engine.resume()
+        assert [handle.result().finish_reason for handle in handles] == ["length"] * 2
+        stats = engine.stats()
+        assert (stats["recomputed"], stats["kv_kept"]) == (0, 1)
+        expected = alone(model, PROMPTS[1], **SHORT)
+        assert answers(engine.submit(PROMPTS[1], **SHORT).result()) == expected
+        engine.check()
+
+
 def test_keys_and_values_are_kept_by_name_only(model: Any, engine: Engine) -> None:
     """weights_changed(kv="keep"): requests continue on old keys and values, prompts begin with old blocks."""
     handles = begun(engine, 1)
@@ -178,7 +258,43 @@ def test_weights_of_another_model_are_refused(model: Any, engine: Engine) -> Non
         engine.load_weights([("model.nothing.weight", tensor)])
     with pytest.raises(ValueError, match="of shape"):
         engine.load_weights([(name, tensor[:1])])
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=f"in {dtype}, expected torch.float32"):
+            engine.load_weights([(name, tensor.to(dtype))])
+    with pytest.raises(TypeError, match="as ndarray, expected a tensor"):
+        engine.load_weights([(name, tensor.detach().numpy())])
     assert answers(engine.submit(PROMPTS[1], **SHORT).result()) == alone(model, PROMPTS[1], **SHORT)
+
+
+def test_floats_are_not_loaded_into_quantized_weights() -> None:
+    """Their numbers mean nothing without scales: cut to whole ones most of them would be zero."""
+    model = with_rounded_keys()
+    floats = build(BY_NAME["llama"]).model.layers[0].self_attn.k_proj.weight
+    with Engine(model, block_size=4, num_blocks=60) as engine:
+        with pytest.raises(ValueError, match=r"in torch\.float32, expected torch\.int8"):
+            engine.load_weights([("model.layers.0.self_attn.k_proj.levels", floats)])
+        assert engine.load_weights(model.state_dict()) == set(model.state_dict())
+
+
+def test_names_of_compiled_layers(model: Any) -> None:
+    """torch.compile puts a word into their names, which a trainer's need not have, and the reverse."""
+    plain = copy.deepcopy(model)
+    change(plain)
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    assert load_into(model, plain.state_dict().items()) == set(model.state_dict())
+    assert load_into(plain, model.state_dict().items()) == set(plain.state_dict())
+
+
+def test_a_model_made_in_inference_mode(model: Any) -> None:
+    """Torch does not count writes to its tensors: the content says what has changed (C24)."""
+    with torch.inference_mode():
+        made = copy.deepcopy(model)
+    with Engine(made, block_size=4, num_blocks=60) as engine:
+        for _ in range(2):
+            found = engine.submit(PROMPTS[1], **SHORT).result()
+            assert answers(found) == alone(made, PROMPTS[1], **SHORT)
+            with torch.inference_mode():
+                change(made)
 
 
 @pytest.mark.parametrize("level", [1, 2])

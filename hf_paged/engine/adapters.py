@@ -338,6 +338,22 @@ class EngineAdapters:
                 found.add(name)
         return found
 
+    def rewritten(self, groups: Iterable[SequenceGroup]) -> bool:
+        """Whether adapters of groups were written to since they were looked at, in whatever way."""
+        names = {name for group in groups for name in group.request.adapter if name in self._known}
+        own = identity_of(self.model)
+        return bool(self.changed(names)) or any(
+            own.of_adapter(name).prefix_key(self.in_model.read(name)) != self._known[name].number
+            for name in names
+        )
+
+    def keep(self) -> None:
+        """Let requests that run go on with their adapters as these are now."""
+        for names in self.slots:
+            if names not in self._loading and all(map(self._has, names)):
+                self._key(names, (), again=True)
+                self._enter(names, self.slots.slot(names))
+
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has taken a step, on this model or another."""
         groups = optimizer.param_groups

@@ -904,9 +904,11 @@ class Engine:
 
     @in_turn
     def _resume(self) -> None:
-        if self._paused and self.scheduler.running and self._model_check.touched():
+        if self._paused and self._mode == "keep":
             with self.pools.memory.lock:
-                self._changing(self._put_down)
+                begun = [*self.scheduler.running, *self.scheduler.preempted]
+                if begun and (self._model_check.rewritten() or self._adapters.rewritten(begun)):
+                    self._changing(self._put_down)
         self._paused = False
 
     @in_turn
@@ -925,6 +927,8 @@ class Engine:
             if kv == "drop":
                 self._changing(self._put_down)
                 self._changing(self.pools.forget)
+            else:
+                self._adapters.keep()
             self._model_check.changed()
             self._loop.forget()
             self.runner.look()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -95,6 +96,15 @@ class ModelCheck:
         self._policy.seen()
         return self._state is None or self._state != before
 
+    def rewritten(self) -> bool:
+        """Whether weights were written to since the last full check, in a way that torch counts or not."""
+        if self.touched():
+            return True
+        identity = identity_of(self._snapshot.model)
+        with suppress(Unreadable):
+            identity.prefix_key(self._snapshot.current())
+        return identity.changes != self._changes
+
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has taken a step, on this model or another."""
         own = set(map(id, self._snapshot.resident()))
@@ -120,6 +130,7 @@ class ModelCheck:
             if not self._unreadable:
                 logger.info("no request shares prefixes with those before an idle engine: %s", reason)
             self._unreadable = True
+        self._changes = identity_of(snapshot.model).changes
 
 
 class Watcher(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -17,8 +17,10 @@ they end, or they wait with their keys and values.
 """
 KeptBlocks = Literal["drop", "keep"]
 """What becomes of keys and values when weights have changed."""
-PREFIXES = ("base_model.model.", "module.", "_orig_mod.")
+PREFIXES = ("base_model.model.", "module.")
 """What wrappers put in front of a model's names."""
+COMPILED = "_orig_mod."
+"""What torch.compile puts into them."""
 
 
 def check_choice(name: str, value: object, choices: object) -> None:
@@ -30,26 +32,40 @@ def check_choice(name: str, value: object, choices: object) -> None:
 def load_into(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Copy tensors into the model's parameters and buffers of these names, in place; the names.
 
-    ValueError for a name or a shape that the model does not have; what came before it is copied already.
+    ValueError for a name, a shape or a kind of numbers that the model does not have; what came before it is
+    copied already.
     """
-    own: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
-    own |= dict(model.named_parameters(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    tensors |= dict(model.named_parameters(remove_duplicate=False))
+    own = {name.replace(COMPILED, ""): (name, tensor) for name, tensor in tensors.items()}
     loaded = set()
     with torch.no_grad():
-        for given, tensor in weights:
-            name = _own_name(given, own)
-            target = own[name]
-            if target.shape != tensor.shape:
-                raise ValueError(
-                    f"load_weights got {given!r} of shape {list(tensor.shape)}, expected {list(target.shape)}"
-                )
+        for given, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+            name, target = own[_own_name(given, own)]
+            _require_like(given, tensor, target)
             target.copy_(tensor)
             loaded.add(name)
     return loaded
 
 
-def _own_name(given: str, own: dict[str, torch.Tensor]) -> str:
-    name = given
+def _require_like(given: str, tensor: object, target: torch.Tensor) -> None:
+    """Raise unless copying a tensor leaves its numbers what they are, up to their rounding."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"load_weights got {given!r} as {type(tensor).__name__}, expected a tensor")
+    if target.shape != tensor.shape:
+        raise ValueError(
+            f"load_weights got {given!r} of shape {list(tensor.shape)}, expected {list(target.shape)}"
+        )
+    dtypes = {tensor.dtype, target.dtype}
+    if len(dtypes) > 1 and not all(each.is_floating_point and each.itemsize > 1 for each in dtypes):
+        raise ValueError(
+            f"load_weights got {given!r} in {tensor.dtype}, expected {target.dtype}: numbers of a quantized "
+            "weight mean nothing without its scales; give both as the model has them"
+        )
+
+
+def _own_name(given: str, own: Mapping[str, object]) -> str:
+    name = given.replace(COMPILED, "")
     while name not in own:
         prefix = next((each for each in PREFIXES if name.startswith(each)), None)
         if prefix is None:

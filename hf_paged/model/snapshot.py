@@ -492,7 +492,11 @@ def _same(before: Iterable[Any], now: Iterable[Any]) -> bool:
 def _tags(several: Iterable[torch.Tensor | None]) -> tuple[list[int], list[int], list[int]]:
     """Which tensors these are, where they lie, and how often torch wrote to them. In bulk, for every step."""
     tensors = [tensor for tensor in several if tensor is not None]
-    return list(map(id, tensors)), list(map(torch.Tensor.data_ptr, tensors)), list(map(_version_of, tensors))
+    try:
+        versions = list(map(_version_of, tensors))
+    except RuntimeError:  # of tensors that were made in inference mode nothing is counted
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return list(map(id, tensors)), list(map(torch.Tensor.data_ptr, tensors)), versions
 
 
 def _addresses(tensors: Iterable[torch.Tensor | None]) -> list[int | None]:
