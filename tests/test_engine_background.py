@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from engine_threads import GREEDY, GUARD, Gate, in_threads, join, meanwhile
 
 from hf_paged.engine import Engine
 from hf_paged.engine.fair_lock import FairLock, in_turn
+from hf_paged.scheduling import SequenceGroup, TokenSequence
 
 
 @pytest.fixture
@@ -423,6 +425,34 @@ def test_a_watcher_is_called_no_more(engine: Engine) -> None:
     gate.open.set()
     handle.result(GUARD)
     assert not calls
+
+
+def test_nothing_of_ended_requests_stays(engine: Engine) -> None:
+    """Neither watchers nor books wait for the end of the thread or for the collector of garbage: a server's
+    memory is flat (C34).
+    """
+
+    def books() -> int:
+        return sum(type(each) in (SequenceGroup, TokenSequence) for each in gc.get_objects())
+
+    watchers = []
+    gc.collect()
+    before = books()
+    gc.disable()
+    try:
+        for i in range(8):
+            calls: set[int] = set()
+            watchers.append(weakref.ref(calls))
+            handle = engine.submit(PROMPTS[i % 5], **GREEDY)
+            handle.watch(partial(calls.add, i))
+            handle.result(GUARD)
+            assert calls
+        del calls, handle
+        engine.submit(PROMPTS[0], **GREEDY).result(GUARD)  # the last step's columns are its own
+        assert sum(watcher() is not None for watcher in watchers) <= 1
+        assert books() <= before + 4
+    finally:
+        gc.enable()
 
 
 def test_a_watcher_is_called_when_the_thread_ends(engine: Engine) -> None:

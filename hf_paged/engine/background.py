@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from .job import Job
-from .outputs.queue import Wake
+from .outputs.queue import OutputQueue, Wake
 
 
 class Driven(Protocol):
@@ -37,8 +37,8 @@ class Background:
         """One entry for each notice of work: a queue that finalizers may write to."""
         self.halted = False
         """Whether it begins no other step."""
-        self.listeners: set[Wake] = set()
-        """The waiting callers: all are woken when the thread ends."""
+        self.listeners: set[OutputQueue] = set()
+        """Those of jobs that callers wait for: all are woken when the thread ends."""
         self._over = False
         self._process = os.getpid()
         self.error: BaseException | None = None
@@ -99,8 +99,8 @@ class Background:
         finally:
             self._over = True
             atexit.unregister(self.stop)
-            for wake in self.listeners.copy():
-                wake()
+            for queue in self.listeners.copy():
+                queue.wake()
 
     def _turn(self) -> bool:
         """The engine is referenced for a turn only, so that an otherwise unreferenced one can be
@@ -112,9 +112,7 @@ class Background:
     # ---- in other threads
 
     def wait(self, job: Job, each: bool, timeout: float | None = None) -> None:
-        """Wait for the end of a job, or for `each` increment, or until the thread has ended; `timeout` in
-        seconds.
-        """
+        """Wait, for at most `timeout` seconds, for `each` increment or the end of a job or of the thread."""
         queue: SimpleQueue[None] = SimpleQueue()  # not an Event, whose lock a signal handler must not meet
 
         def wake() -> None:
@@ -153,12 +151,15 @@ class Background:
         """Have `wake` called at the end of a job, or at `each` increment. A read after this call
         misses none.
         """
-        self.listeners.add(wake)
         (job.queue.readers if each else job.queue.waiters).add(wake)
+        job.queue.listeners = self.listeners
+        self.listeners.add(job.queue)
+        if job.output is not None:  # its end may have come before
+            self.listeners.discard(job.queue)
 
     def unlisten(self, job: Job, wake: Wake) -> None:
-        for listeners in (self.listeners, job.queue.readers, job.queue.waiters):
-            listeners.discard(wake)
+        job.queue.readers.discard(wake)
+        job.queue.waiters.discard(wake)
 
     def _ready(self, job: Job, each: bool) -> bool:
         return self.over or job.output is not None or (each and bool(job.queue))

@@ -374,6 +374,7 @@ class StepLoop:
         self.jobs.pop(group, None)
         self.given.pop(group, None)
         self._sampling.penalties.drop(group)
+        group.sequences = []  # they hold the group: without the circle both go at once, not with the garbage
         if job.params.source is not None:
             job.params.source.made = None
 

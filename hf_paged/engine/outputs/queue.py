@@ -29,6 +29,8 @@ class OutputQueue:
         """Readers that are woken by every increment."""
         self.waiters: set[Wake] = set()
         """Readers that are woken by the end only."""
+        self.listeners: set[OutputQueue] = set()
+        """The queues with readers that a thread drives: this one is among them until its end."""
 
     def __bool__(self) -> bool:
         return bool(self._made) or any(stream.unread for stream in self._streams)
@@ -41,6 +43,11 @@ class OutputQueue:
 
     def end(self) -> None:
         """There will be no more, and the output is there."""
+        self.wake()
+        self.listeners.discard(self)
+
+    def wake(self) -> None:
+        """Wake all readers."""
         for wake in [*self.readers.copy(), *self.waiters.copy()]:
             wake()
 
