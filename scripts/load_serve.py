@@ -24,8 +24,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from hf_paged import demo
-
 PATH = "/v1/completions"
 MALFORMED: list[bytes] = [
     b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "a", "n": 0}', b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "\\ud800"}',
@@ -177,6 +175,8 @@ def text_of(answer: bytes, stream: bool) -> str:
 
 def expected(tokens: int) -> dict[str, str]:
     """Prompts, and how stock generate() goes on with them."""
+    from hf_paged import demo  # not in the process that watches: what it imports would cost the server's cores
+
     model, tokenizer = demo.model(), demo.tokenizer()
     found = {}
     for prompt in demo.prompts():
