@@ -175,7 +175,8 @@ def text_of(answer: bytes, stream: bool) -> str:
 
 def expected(tokens: int) -> dict[str, str]:
     """Prompts, and how stock generate() goes on with them."""
-    from hf_paged import demo  # not in the process that watches: what it imports would cost the server's cores
+    # Not in the process that watches: what it imports would cost the server's cores.
+    from hf_paged import demo
 
     model, tokenizer = demo.model(), demo.tokenizer()
     found = {}

@@ -43,7 +43,7 @@ BUDGETS = {
     "hf_paged/checking": 1000,
     "hf_paged/continuous": 820,
     "hf_paged/demo": 250,
-    "hf_paged/engine": 6534,
+    "hf_paged/engine": 6536,
     "hf_paged/engine/multimodal": 1000,
     "hf_paged/engine/outputs": 580,
     "hf_paged/engine/parallel": 1345,
