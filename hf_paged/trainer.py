@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from .model.training import evaluating
+
 
 class SampleCallback(TrainerCallback):
     """Shows what the model answers to some prompts while it is trained.
@@ -49,14 +51,9 @@ class SampleCallback(TrainerCallback):
             print(f"step {state.global_step}  {prompt!r} -> {answer!r}", flush=True)
 
     def _answers(self, model: Any, tokenizer: Any) -> list[str]:
-        training = model.training
         devices = [model.device] if model.device.type == "cuda" else []
-        model.eval()
-        try:
-            with torch.random.fork_rng(devices), torch.no_grad():
-                return [self._answer(model, tokenizer, prompt) for prompt in self.prompts]
-        finally:
-            model.train(training)
+        with evaluating(model), torch.random.fork_rng(devices), torch.no_grad():
+            return [self._answer(model, tokenizer, prompt) for prompt in self.prompts]
 
     def _answer(self, model: Any, tokenizer: Any, prompt: Any) -> str:
         if isinstance(prompt, str):

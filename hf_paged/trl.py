@@ -11,6 +11,8 @@ from transformers import GenerationConfig
 
 from .continuous.engines import engine_for
 from .continuous.options import WorkloadNeed
+from .engine.outputs.handle import Handle
+from .model.training import evaluating
 
 OURS = ("cache_implementation", "cache_config", "disable_compile", "use_cache")
 """Fields of a trainer's generation config that say how stock generate() runs; the engine has its own ways."""
@@ -37,23 +39,22 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
     for ids in prompt_ids:  # trainers repeat a prompt for each of its completions
         counts[tuple(ids)] = counts.get(tuple(ids), 0) + 1
     need = WorkloadNeed(len(prompts), max(map(len, prompt_ids)) + config["max_new_tokens"])
-    training = model.training
-    model.eval()
-    try:
+    handles: dict[tuple[int, ...], Handle] = {}
+    with evaluating(model):
         engine = engine_for(model, engine_options, need)
-        handles = {
-            ids: engine.submit(
-                list(ids),
-                GenerationConfig(**{**config, "num_return_sequences": count}),
-                logprobs=True,
-                # Of the trainer's random state.
-                seed=int(torch.randint(2**31, (), device="cpu", dtype=torch.long)),
-            )
-            for ids, count in counts.items()
-        }
-        answers = {ids: _sequences(handle.result()) for ids, handle in handles.items()}
-    finally:
-        model.train(training)
+        try:
+            for ids, count in counts.items():
+                handles[ids] = engine.submit(
+                    list(ids),
+                    GenerationConfig(**{**config, "num_return_sequences": count}),
+                    logprobs=True,
+                    # Of the trainer's random state.
+                    seed=int(torch.randint(2**31, (), device="cpu", dtype=torch.long)),
+                )
+            answers = {ids: _sequences(handle.result()) for ids, handle in handles.items()}
+        finally:  # where one failed, the engine that stays has no use for the others
+            for handle in handles.values():
+                handle.cancel()
     rows = [next(answers[tuple(ids)]) for ids in prompt_ids]
     return {
         "prompt_ids": prompt_ids,

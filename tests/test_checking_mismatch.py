@@ -257,6 +257,22 @@ def test_log_probabilities_of_paged_decoding(llama: Any, inputs: dict[str, torch
     assert "log-probabilities of 10 tokens" in str(report)
 
 
+def test_prompts_padded_on_the_right(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
+    """As most tokenizers pad: completions begin behind the prompts' last tokens, not behind padding."""
+    completions = [[7, 9, 2, 11, 12], [8, 6], [5, 5, 5]]
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    assert min(lengths) < max(lengths)
+    right = {
+        name: torch.stack([row.roll(length - len(row)) for row, length in zip(value, lengths, strict=True)])
+        for name, value in inputs.items()
+    }
+    assert not right["attention_mask"][:, -1].all()
+    expected = hf_paged.check_mismatch(llama, inputs, completions=completions)
+    report = hf_paged.check_mismatch(llama, right, completions=completions)
+    assert report.ok, str(report)
+    assert report.logprobs == expected.logprobs
+
+
 def test_log_probabilities_of_an_engine(llama: Any, ids: torch.Tensor) -> None:
     """A sampler's own, of several completions for each prompt (GRPO's rows)."""
     engine = hf_paged.Engine(llama, num_blocks=80, block_size=4)
@@ -320,6 +336,8 @@ def test_log_probabilities_in_bfloat16(inputs: dict[str, torch.Tensor]) -> None:
         ({"logprobs": [[0.0]]}, "completions="),
         ({"completions": [[1]]}, "as many completions as prompts"),
         ({"completions": [[], [], []]}, "empty"),
+        ({"completions": [[1], [2, -100], [3]]}, "completion 1 has token ids from -100 to 2, expected 0 to"),
+        ({"completions": [[1], [2], [VOCABULARY]]}, f"expected 0 to {VOCABULARY - 1}; leave out padding"),
         ({"completions": [[1], [2], [3, 4]], "logprobs": [[0.0], [0.0], [0.0]]}, "completion 2"),
         ({"completions": [[1], [2], [3]], "logprobs": [[0.0]]}, "expected 3"),
         ({"past_key_values": tf.DynamicCache()}, "whole prompt"),

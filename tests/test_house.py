@@ -51,7 +51,7 @@ BUDGETS = {
     "hf_paged/engine/sampling": 1805,
     "hf_paged/generate": 2335,
     "hf_paged/kv": 4010,
-    "hf_paged/model": 4141,
+    "hf_paged/model": 4154,
     "hf_paged/model/adapters": 1470,
     "hf_paged/model/capture": 2305,
     "hf_paged/model/invariant": 895,

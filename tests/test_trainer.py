@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,16 @@ def test_samples_are_shown_and_change_nothing(tmp_path: Path, capsys: pytest.Cap
     assert model.training
     plain = _trained(tmp_path, [])
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_part_in_another_mode_keeps_it() -> None:
+    model = demo.model().train()
+    frozen = model.model.layers[0].eval()
+    callback = SampleCallback(demo.prompts()[:1], every=1, tokenizer=demo.tokenizer(), max_new_tokens=2)
+    state = SimpleNamespace(global_step=1, is_world_process_zero=True)
+    callback.on_step_end(None, state, None, model=model)
+    assert model.training
+    assert not any(module.training for module in frozen.modules())
 
 
 def test_what_it_cannot_use_is_refused() -> None:

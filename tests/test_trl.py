@@ -16,8 +16,9 @@ from peft import get_peft_model
 from transformers import GenerationConfig
 
 from hf_paged import batch_invariant, demo
-from hf_paged.continuous.engines import drop_engine
+from hf_paged.continuous.engines import drop_engine, engine_for
 from hf_paged.model.registry import base_model
+from hf_paged.scheduling import Infeasible
 from hf_paged.trl import add_positions, rollout_func
 
 NEW = 6
@@ -65,6 +66,26 @@ def test_every_row_has_its_completion_and_the_samplers_logprobs(trainer: Any) ->
     assert trainer.model.training
     torch.manual_seed(3)
     assert rollout_func(rows, trainer)["completion_ids"] == found["completion_ids"]
+
+
+def test_a_part_in_another_mode_keeps_it(trainer: Any) -> None:
+    """A trainer's frozen parts may be in eval mode while the rest trains."""
+    frozen = trainer.model.model.layers[0].eval()
+    rollout_func(demo.prompts()[:1], trainer)
+    assert trainer.model.training
+    assert not any(module.training for module in frozen.modules())
+
+
+def test_nothing_is_left_of_a_rollout_that_failed(trainer: Any) -> None:
+    """C34: the engine stays with the model, and would compute the other prompts under weights that change."""
+    few = {"num_blocks": 10, "block_size": 4, "max_batch_sequences": 1, "max_batch_tokens": 64}
+    trainer.processing_class = lambda text: {"input_ids": [list(map(int, each.split())) for each in text]}
+    texts = ["7 8 9", " ".join(["9"] * 60), "10 11 12"]
+    with pytest.raises(Infeasible):
+        rollout_func(texts, trainer, **few)
+    engine = engine_for(trainer.model, few, None)
+    assert engine.stats()["waiting"] == engine.stats()["running"] == 0
+    assert _worst(trainer, rollout_func(texts[:1], trainer, **few)) < 1e-4
 
 
 def test_new_weights_are_seen(trainer: Any) -> None:

@@ -28,6 +28,7 @@ def compare_logprobs(
         )
     answers = [[int(token) for token in each] for each in completions]
     _spread_prompts(runs, len(answers))
+    _pad_on_the_left(runs)
     tokens, mask = _padded(answers, runs)
     trainer = _logits(runs, tokens, mask)
     theirs = _of_tokens(trainer, tokens)
@@ -65,11 +66,35 @@ def _spread_prompts(runs: Runs, answers: int) -> None:
             runs.inputs[name] = value.repeat_interleave(answers // prompts, 0)
 
 
+def _pad_on_the_left(runs: Runs) -> None:
+    """Let the completions of a decoder begin right behind their prompts: tokens that are not shown go to the
+    front.
+    """
+    mask = runs.inputs.get("attention_mask")
+    if (
+        not isinstance(mask, torch.Tensor)
+        or mask.ndim != 2
+        or base_model(runs.model).config.is_encoder_decoder
+    ):
+        return
+    order = mask.bool().long().argsort(dim=1, stable=True)
+    for name, value in runs.inputs.items():
+        if isinstance(value, torch.Tensor) and value.shape == mask.shape:
+            runs.inputs[name] = value.gather(1, order.to(value.device))
+
+
 def _padded(answers: list[list[int]], runs: Runs) -> tuple[torch.Tensor, torch.Tensor]:
     """Completions [rows, longest], and which of the places are theirs."""
     longest = max((len(each) for each in answers), default=0)
     if not longest:
         raise ValueError("completions are empty; there is nothing to compare")
+    size = base_model(runs.model).config.get_text_config(decoder=True).vocab_size
+    for i, each in enumerate(answers):
+        if each and not 0 <= min(each) <= max(each) < size:
+            raise ValueError(
+                f"completion {i} has token ids from {min(each)} to {max(each)}, expected 0 to {size - 1}; "
+                "leave out padding"
+            )
     device = runs.model.device
     tokens = torch.tensor([each + [runs.padding] * (longest - len(each)) for each in answers], device=device)
     mask = torch.tensor([[i < len(each) for i in range(longest)] for each in answers], device=device)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from ..model.registry import base_model
+from ..model.training import evaluating
 from .ties import NOISE, Follow, apart, shaken
 
 WORD = "paged"
@@ -87,20 +88,18 @@ class Runs:
             if not name.startswith("output_") and name not in OURS
         }
         self.cache_config = options.get("cache_config")
-        self._modes: list[tuple[nn.Module, bool]] = []
+        self._modes = evaluating(self.model)
         self._states: list[torch.Tensor] = []
 
     def __enter__(self) -> Runs:
-        self._modes = [(module, module.training) for module in self.model.modules()]
         self._states = self._random_states()
-        self.model.eval()
+        self._modes.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for module, training in self._modes:
-            module.training = training
+        self._modes.__exit__(kind, error, trace)
         self._begin_anew()
 
     # ---- requested outputs

@@ -6,7 +6,8 @@ So nothing asks for `model.training` alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
 from types import FunctionType
@@ -29,6 +30,18 @@ def training_effect(modules: Iterable[nn.Module]) -> str | None:
         if effect is not None:
             return f"{type(module).__name__} has {effect}"
     return None
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while. Then every module has its own mode again: frozen parts may be in another."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def why_random(model: nn.Module) -> str | None:
