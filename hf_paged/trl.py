@@ -43,15 +43,15 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
     with evaluating(model):
         engine = engine_for(model, engine_options, need)
         try:
-            for ids, count in counts.items():
-                handles[ids] = engine.submit(
-                    list(ids),
+            for prompt, count in counts.items():
+                handles[prompt] = engine.submit(
+                    list(prompt),
                     GenerationConfig(**{**config, "num_return_sequences": count}),
                     logprobs=True,
                     # Of the trainer's random state.
                     seed=int(torch.randint(2**31, (), device="cpu", dtype=torch.long)),
                 )
-            answers = {ids: _sequences(handle.result()) for ids, handle in handles.items()}
+            answers = {prompt: _sequences(handle.result()) for prompt, handle in handles.items()}
         finally:  # where one failed, the engine that stays has no use for the others
             for handle in handles.values():
                 handle.cancel()

@@ -71,11 +71,8 @@ def _pad_on_the_left(runs: Runs) -> None:
     front.
     """
     mask = runs.inputs.get("attention_mask")
-    if (
-        not isinstance(mask, torch.Tensor)
-        or mask.ndim != 2
-        or base_model(runs.model).config.is_encoder_decoder
-    ):
+    config: Any = base_model(runs.model).config
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or config.is_encoder_decoder:
         return
     order = mask.bool().long().argsort(dim=1, stable=True)
     for name, value in runs.inputs.items():
@@ -88,7 +85,8 @@ def _padded(answers: list[list[int]], runs: Runs) -> tuple[torch.Tensor, torch.T
     longest = max((len(each) for each in answers), default=0)
     if not longest:
         raise ValueError("completions are empty; there is nothing to compare")
-    size = base_model(runs.model).config.get_text_config(decoder=True).vocab_size
+    config: Any = base_model(runs.model).config
+    size = config.get_text_config(decoder=True).vocab_size
     for i, each in enumerate(answers):
         if each and not 0 <= min(each) <= max(each) < size:
             raise ValueError(
