@@ -150,9 +150,9 @@ class EngineBatchingManager(ContinuousBatchingManager):
         """The modes of the model's modules, to restore."""
         self._attention: str | None = None
         """The model's attention, to restore; None if it has stayed."""
-        self._tells = mesh_of(self.model) is not None
+        self._broadcasts = mesh_of(self.model) is not None
         """Whether the managers of other ranks deliver what this one does."""
-        self._untold: queue.SimpleQueue[list[GenerationOutput]] = queue.SimpleQueue()
+        self._unsent: queue.SimpleQueue[list[GenerationOutput]] = queue.SimpleQueue()
         self._pausing: list[int] = []
         """The threads that hold a pause."""
 
@@ -205,7 +205,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._generation_thread.start()
 
     def _start_engine(self) -> None:
-        if self._tells:
+        if self._broadcasts:
             self.engine.resume()
         self.engine.start()
 
@@ -347,7 +347,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         status = self.background_thread_status
         try:
             while status.local_status != status.HARD_STOP or self._pausing:
-                self._tell()
+                self._broadcast()
                 with contextlib.suppress(queue.Empty):
                     self._deliver(self._ready.get(timeout=POLL))
                 idle = self._ready.empty() and not (self._requests or self._pausing)
@@ -379,17 +379,17 @@ class EngineBatchingManager(ContinuousBatchingManager):
     def _give_out(self, outputs: list[GenerationOutput]) -> None:
         """Deliver outputs here, and note them for the managers of other ranks."""
         self.output_router.deliver_batch(outputs)
-        if self._tells:
-            self._untold.put(outputs)
+        if self._broadcasts:
+            self._unsent.put(outputs)
 
-    def _tell(self) -> None:
+    def _broadcast(self) -> None:
         """Let the managers of other ranks deliver what was delivered here, unless they are paused."""
         with self._request_lock:
             outputs: list[GenerationOutput] = []
-            while not (self._pausing or self._untold.empty()):
-                outputs += self._untold.get()
+            while not (self._pausing or self._unsent.empty()):
+                outputs += self._unsent.get()
             if outputs:
-                self.engine.tell(outputs)
+                self.engine.broadcast(outputs)
 
     def _fail(self, request_id: str, prompt: list[int], error: BaseException, new: list[int]) -> None:
         logger.error("request %s is refused: %s", request_id, error)
@@ -411,10 +411,10 @@ class EngineBatchingManager(ContinuousBatchingManager):
             request.handle.cancel()
             self._fail(request_id, request.prompt, reason, request.so_far(0).generated_tokens)
         self.engine.stop()
-        if self._tells:
+        if self._broadcasts:
             try:
-                self._tell()
-                self.engine.tell(None)  # the managers of other ranks stop
+                self._broadcast()
+                self.engine.broadcast(None)  # the managers of other ranks stop
                 self.engine.pause()
             except RuntimeError as broken:  # ranks have failed, which all of them know
                 self.background_thread_status.record_fatal_error(broken)

@@ -625,28 +625,28 @@ class Engine:
         return self._follower is None
 
     @in_turn
-    def tell(self, value: Any) -> None:
-        """On rank 0 of a tensor-parallel engine: give a value that can be pickled to all other ranks, whose
-        `follow(told)` calls told(value).
+    def broadcast(self, value: Any) -> None:
+        """On rank 0 of a tensor-parallel engine: send a value that can be pickled to all other ranks, whose
+        `follow(receive)` calls receive(value) between two steps.
         """
         self._require_open()
         self._require_lead()
         if self._paused:
             raise RuntimeError("the other ranks do not follow a paused engine; call resume() first")
         if self._leader is not None:
-            self._leader.tell(value)
+            self._leader.broadcast(value)
 
-    def follow(self, told: Callable[[Any], object] = lambda value: None) -> bool:
+    def follow(self, receive: Callable[[Any], object] = lambda value: None) -> bool:
         """On all ranks but 0 of a tensor-parallel engine: compute what rank 0 schedules.
 
         Returns False when rank 0 has closed its engine (this one is closed then, too), and True when it has
         paused: change the model here as there, then call this again. Raises RankError if a rank has failed.
-        While rank 0 is idle this waits, however long.
+        While rank 0 is idle this waits, however long. receive: called with what rank 0 broadcasts.
         """
         if self._follower is None:
             raise RuntimeError("only ranks other than 0 of a tensor-parallel engine follow; this one leads")
         self._require_open()
-        paused = self._follower.follow(told)
+        paused = self._follower.follow(receive)
         if not paused:
             self.close()
         return paused

@@ -363,7 +363,7 @@ def pause_and_new_weights(rank: int) -> None:
                 engine.step()
             cancelled.cancel()
             engine.pause()
-            raises(RuntimeError, "do not follow a paused engine", lambda: engine.tell(1))
+            raises(RuntimeError, "do not follow a paused engine", lambda: engine.broadcast(1))
         else:
             assert engine.follow() is True
         with torch.no_grad():
@@ -437,16 +437,16 @@ def wrong_uses(rank: int) -> None:
     with Engine(model, **SMALL) as engine:
         if rank == 0:
             raises(RuntimeError, "leads", engine.follow)
-            engine.tell({"words": [1, 2]})
+            engine.broadcast({"words": [1, 2]})
         else:
             raises(RuntimeError, "rank 1 .*rank 0; call engine.follow", lambda: engine.submit([5, 6]))
             raises(RuntimeError, "rank 1", engine.step)
             raises(RuntimeError, "rank 1 .*rank 0", lambda: engine.add_adapter("one", {}, lora()))
             raises(RuntimeError, "rank 1 .*rank 0", lambda: engine.remove_adapter("one"))
-            raises(RuntimeError, "rank 1 .*rank 0", lambda: engine.tell(1))
-            told: list[Any] = []
-            assert not engine.follow(told.append)
-            assert told == [{"words": [1, 2]}]
+            raises(RuntimeError, "rank 1 .*rank 0", lambda: engine.broadcast(1))
+            received: list[Any] = []
+            assert not engine.follow(received.append)
+            assert received == [{"words": [1, 2]}]
             raises(RuntimeError, "closed", engine.follow)
     raises(ValueError, "different options", lambda: Engine(model, block_size=4 << rank))
     raises(ValueError, "compile=True", lambda: Engine(model, compile=True))

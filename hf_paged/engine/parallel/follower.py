@@ -53,10 +53,10 @@ class Follower:
             group.pool.drop(block, group.pool.tick())
         self._held = []
 
-    def follow(self, told: Callable[[Any], object]) -> bool:
+    def follow(self, receive: Callable[[Any], object]) -> bool:
         """Follow rank 0 until it pauses (True) or has closed (False). Raises what ended it, if anything.
 
-        told: gets what rank 0 tells.
+        receive: called with what rank 0 broadcasts.
         """
         self._hold()
         while True:
@@ -84,8 +84,8 @@ class Follower:
                         self._take()
                     elif kind is MessageKind.SHOW:
                         self._show(numbers[1:])
-                    elif kind is MessageKind.TELL:
-                        told(self.ranks.give())
+                    elif kind is MessageKind.BROADCAST:
+                        receive(self.ranks.give())
                     else:
                         self._carry_out(self._decoder.decode(numbers[1:]))
             except RankError:

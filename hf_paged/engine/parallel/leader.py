@@ -32,7 +32,7 @@ class MessageKind(IntEnum):
     ADAPTER = 4
     GIVEN = 5
     SHOW = 6
-    TELL = 7
+    BROADCAST = 7
 
 
 class Leader:
@@ -165,10 +165,10 @@ class Leader:
             self.ranks.send(array("i", [MessageKind.CHECK]))
             return self.ranks.any(look(), self._adapters.alike())
 
-    def tell(self, value: Any) -> None:
-        """Give the callers of the other ranks' `follow()` a value."""
+    def broadcast(self, value: Any) -> None:
+        """Send a value to the callers of the other ranks' `follow()`."""
         with self.ranks.together():
-            self.ranks.send(array("i", [MessageKind.TELL]))
+            self.ranks.send(array("i", [MessageKind.BROADCAST]))
             self.ranks.give(value)
 
     def pause(self) -> None:
