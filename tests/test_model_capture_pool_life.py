@@ -23,8 +23,11 @@ from torch import nn
 from transformers import LogitsProcessor, StoppingCriteria
 
 import hf_paged
+from hf_paged.kv import Memory
 from hf_paged.model.capture.graph import Graph
+from hf_paged.model.capture.pool import CapturePool
 from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.capture.step import CapturedStep, Size
 from hf_paged.model.lazy import NotCapturable
 from hf_paged.model.registry import memory_of
 
@@ -557,3 +560,63 @@ def test_quantized_linear_layers(llama: Any, ids: torch.Tensor) -> None:
         layer.self_attn.o_proj = Int8Linear(layer.self_attn.o_proj)
     assert_same(llama, input_ids=ids, **NEW)
     assert replayed(llama)
+
+
+class _Source:
+    """A step of some size of one code; `trouble` is what its comparison raises."""
+
+    comparable = True
+    holders = ("single",)
+    code = "single"
+    model = nn.Linear(1, 1)
+
+    def __init__(self, rows: int, trouble: Exception | None = None) -> None:
+        self.size = Size("single", rows)
+        self.trouble = trouble
+
+    def load(self, step: CapturedStep) -> None:
+        if self.trouble is not None:
+            raise self.trouble
+
+    def agrees(self, step: CapturedStep, answer: Any) -> bool:
+        return True
+
+    def is_worth_it(self, seen: int) -> bool:
+        return True
+
+
+class _Captured(CapturePool):
+    """Captures without a model."""
+
+    def _capture(self, key: Any, source: Any) -> CapturedStep:
+        step = CapturedStep()
+        step.size = key.size
+        self._steps[key] = step
+        return step
+
+
+def test_ranks_trust_a_size_together() -> None:
+    """A comparison that fails on one rank alone proves nothing on the others: else one rank would go on to
+    compare the next size, and wait for the answers of ranks that replay it already.
+    """
+    pools = [_Captured(Memory()) for _ in range(2)]
+    votes: list[bool] = []
+    for pool in pools:
+        pool.join(lambda number: min(number, *votes))
+    state: Any = object()
+
+    def step(*sources: _Source) -> list[bool]:
+        votes[:] = [source.trouble is None for source in sources]
+        due = [pool.is_due(state, source) for pool, source in zip(pools, sources, strict=True)]
+        for pool, source in zip(pools, sources, strict=True):
+            if all(due):
+                pool.capture_or_compare(state, source, None)
+        return due
+
+    assert step(_Source(4), _Source(4)) == [False, False]
+    assert step(_Source(4), _Source(4)) == [True, True]
+    assert step(_Source(4), _Source(4, torch.OutOfMemoryError())) == [True, True]
+    for _ in range(250):  # however long one rank waits with what found no memory
+        dues = step(_Source(4), _Source(4)), step(_Source(8), _Source(8))
+        assert all(one == other for one, other in dues)
+    assert [pool.sizes() for pool in pools] == [[Size("single", 8)]] * 2

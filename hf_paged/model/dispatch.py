@@ -38,7 +38,7 @@ def may_skip_autograd(modules: Sequence[nn.Module]) -> bool:
 
     modules: all of it, itself first.
     """
-    if BelowAutograd is None or "cpu" in RECORDERS or has_foreign_code(modules):
+    if BelowAutograd is None or "cpu" in RECORDERS or modules[0].training or has_foreign_code(modules):
         return False
     for module in modules:
         if module._compiled_call_impl is not None:
@@ -49,12 +49,12 @@ def may_skip_autograd(modules: Sequence[nn.Module]) -> bool:
     return True
 
 
-def has_foreign_code(modules: Sequence[nn.Module]) -> bool:
-    """Whether a forward runs the user's code, which may change the model: hooks, methods, classes; or trains.
+def has_foreign_code(modules: Sequence[nn.Module], known: tuple[str, ...] = KNOWN) -> bool:
+    """Whether a forward runs the user's code, which may change the model: hooks, methods, classes.
 
-    modules: all of a model, itself first.
+    modules: all of a model. known: the packages whose code is not the user's.
     """
-    if hooks_everywhere() or modules[0].training:
+    if hooks_everywhere():
         return True
     for module in modules:
         own = module.__dict__
@@ -65,4 +65,4 @@ def has_foreign_code(modules: Sequence[nn.Module]) -> bool:
                 return True
     kinds = set(map(type, modules))
     code = [each for kind in kinds for each in (kind, getattr(kind, "forward", None))]
-    return not all(str(getattr(each, "__module__", "")).startswith(KNOWN) for each in code)
+    return not all(str(getattr(each, "__module__", "")).startswith(known) for each in code)

@@ -15,6 +15,7 @@ import torch
 
 from ...kv import LayerGroup, Memory, is_out_of_memory
 from ...kv.reference import invariant
+from ..dispatch import KNOWN, has_foreign_code
 from ..lazy import NotCapturable
 from ..lengths import LengthsOnDevice, lengths_on_device
 from ..snapshot import StateKey
@@ -63,8 +64,9 @@ class CapturePool:
     A step is answered by the captured step of its size, else by a larger one, else by the forward itself. A
     size is captured when it comes for the second time and nothing can hold it, or when padding has cost about
     as much as a capture; one at most between two steps. A new captured step is trusted after its replays have
-    agreed with AGREE answers of the forward itself or of a captured step that is trusted. It is dropped when
-    a pool that it reads moves, and when others were used more recently and there are too many.
+    agreed with AGREE answers of the forward itself or of a captured step that is trusted; with one, if
+    another size of the same code has agreed with AGREE and the model is transformers' own. It is dropped
+    when a pool that it reads moves, and when others were used more recently and there are too many.
     """
 
     def __init__(
@@ -94,7 +96,9 @@ class CapturePool:
         self._rehearsed: dict[Hashable, LengthsOnDevice | None] = {}
         """What may be captured, by state and code, and how the model counts its cache there."""
         self._proven: set[tuple[StateKey, Hashable, Hashable, bool]] = set()
-        """Code, by state, form and whether it is compiled, of which a size has agreed with AGREE answers."""
+        """Code, by state, form and whether it is compiled, whose further sizes need one comparison: it is
+        transformers' own, and a size of it has agreed with AGREE answers.
+        """
         self._workspace: Any = None
         """What all captured steps compute with: one runs at a time, its answer read before the next."""
         self._workspace_bytes = 0
@@ -242,13 +246,14 @@ class CapturePool:
         key = _Key(state, source.size if step is None else step.size)
         begin = time.perf_counter()
         trouble: Exception | None = None
+        agreed = False
         try:
             if step is None:
                 step = self._capture(key, source)
                 if stand_in is not None:
                     stand_in.padded = 0
             if source.comparable:
-                self._compare(step, source, answer, state)
+                agreed = self._agrees(step, source, answer)
         except Exception as error:
             trouble = error
         finally:
@@ -257,6 +262,8 @@ class CapturePool:
             trouble = trouble or NotCapturable("another rank could not capture it")
         if trouble is not None:
             self._drop_failed(key, trouble)
+        elif step is not None and agreed:
+            self._note_agreement(step, source, state)
         del trouble  # its traceback holds this frame, and with it the step's cache
 
     def _drop_failed(self, key: _Key, error: Exception) -> None:
@@ -264,7 +271,7 @@ class CapturePool:
         self._steps.pop(key, None)
         if isinstance(error, _OtherState):
             return
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) and self._least is None:  # else other ranks would not try with this one
             self._seen[key] = -LATER
         else:
             self._refuse(key, f"{type(error).__name__}: {error}".split("\n")[0])
@@ -283,23 +290,29 @@ class CapturePool:
         self.counts["refused"] += 1
         logger.info("a decoding step is not captured: %s", reason)
 
-    def _compare(self, step: CapturedStep, source: StepSource[Any], answer: Any, state: StateKey) -> None:
+    def _agrees(self, step: CapturedStep, source: StepSource[Any], answer: Any) -> bool:
         """Replay a step whose answer is known. If compiled layers differ, none are used any more."""
         source.load(step)
         step.replay()
         if source.agrees(step, answer):
-            code = state, source.code, step.size.form, step.compiled
-            step.agreed += 1
-            step.trusted = step.agreed >= AGREE or code in self._proven
-            if step.agreed >= AGREE:
-                self._proven.add(code)
-            return
+            return True
         source.recompute()
         if not step.compiled:
             raise NotCapturable("its replay differs from the forward itself")
         assert self.compilation is not None
         self.compilation.give_up("what they compute differs from the forward itself")
         self._keep_only(lambda key, each: not each.compiled)
+        return False
+
+    def _note_agreement(self, step: CapturedStep, source: StepSource[Any], state: StateKey) -> None:
+        """A replay has agreed, on all ranks if there are several: decide whether the step is trusted."""
+        code = state, source.code, step.size.form, step.compiled
+        step.agreed += 1
+        step.trusted = step.agreed >= AGREE or code in self._proven
+        if step.agreed >= AGREE and not _runs_unknown_code(source.model):
+            if len(self._proven) > MOST_REASONS:
+                self._proven.clear()
+            self._proven.add(code)
 
     def _capture(self, key: _Key, source: StepSource[Any]) -> CapturedStep:
         """Capture a step that has its answer already."""
@@ -313,7 +326,9 @@ class CapturePool:
         step.groups = source.groups
         fusion = Fusion(model, source.groups[0].captured_ops.kernels)
         source.load(step)
-        code = key.state, source.code
+        code: Hashable = (key.state, source.code)
+        if _runs_unknown_code(model):
+            code = (code, key.size)
         known = code in self._rehearsed
         if not known:
             if len(self._rehearsed) > MOST_REASONS:
@@ -325,12 +340,23 @@ class CapturePool:
             raise NotCapturable("the model's forward changes the model")
         if not snapshot.graph_key.same(key.state):
             raise _OtherState
-        run = partial(_forward, source, step, compiled or fusion, self._rehearsed[code])
-        alone = self._least is None
-        if known and not alone:
-            run()  # not all ranks would fail where one does
+        layers = compiled or fusion
+        lengths = self._rehearsed[code]
+        if known and self._least is not None:
+            _forward(source, step, layers, lengths)  # not all ranks would fail where one does
         reserved = _reserved(device)
-        step.replay, answer = self._record(source, step, run, again=known and alone)
+        try:
+            step.replay, answer = self._record(source, step, layers, lengths)
+        except Exception as error:
+            if not known or self._least is not None or is_out_of_memory(error):
+                raise
+            # A kernel that no other size has launched cannot be loaded in a capture. What the broken one
+            # has put into its step (plans, workspaces) was recorded and never computed.
+            broken, step = step, source.prepare()
+            step.size, step.groups = broken.size, broken.groups
+            source.load(step)
+            _forward(source, step, layers, lengths)
+            step.replay, answer = self._record(source, step, layers, lengths)
         step.keep(answer)
         step.compiled = compiled is not None
         self._workspace_bytes += max(0, _reserved(device) - reserved)
@@ -342,8 +368,8 @@ class CapturePool:
     ) -> LengthsOnDevice | None:
         """Run a step outside its graph and watch what it does, which takes long: how it counts its cache.
 
-        Others run the same code on other sizes. What must not be captured there either does not depend on
-        them, or fails in the capture itself: whatever the host waits for.
+        Other sizes of transformers' own code are not watched: it branches on the number of rows only where
+        the host waits for the device, which fails in the capture itself.
         """
         lengths = LengthsOnDevice()
         stores = [data for group in source.groups for data in group.tensors]
@@ -355,19 +381,11 @@ class CapturePool:
         return lengths if lengths.met else None
 
     def _record(
-        self, source: StepSource[Any], step: CapturedStep, run: Callable[[], Any], again: bool
+        self, source: StepSource[Any], step: CapturedStep, fusion: Fusion, lengths: LengthsOnDevice | None
     ) -> tuple[Callable[[], None], Any]:
-        """Record a step. again: whether one that fails is recorded once more behind a run outside, which
-        loads the kernels that no other size has launched.
-        """
         source.load(step)
-        try:
-            return RECORDERS[source.device.type](run, self._shared_workspace(source.device), source.device)
-        except Exception as error:
-            if not again or is_out_of_memory(error):
-                raise
-        run()
-        return self._record(source, step, run, again=False)
+        run = partial(_forward, source, step, fusion, lengths)
+        return RECORDERS[source.device.type](run, self._shared_workspace(source.device), source.device)
 
     def _compiled(self, source: StepSource[Any], step: CapturedStep, fusion: Fusion) -> CompiledFusion | None:
         """The step's layers compiled, and run once; None if they are not wanted, or cannot be had."""
@@ -412,6 +430,11 @@ def _forward(
     """What is captured."""
     with fused(fusion), lengths_on_device(source.model, lengths):
         return source.forward(step)
+
+
+def _runs_unknown_code(model: Any) -> bool:
+    """Whether forwards run other code than torch's, transformers' and peft's."""
+    return has_foreign_code([*model.modules()], (*KNOWN, "peft."))
 
 
 def _reserved(device: torch.device) -> int:
