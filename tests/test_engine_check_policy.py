@@ -385,6 +385,33 @@ def test_a_criterion_that_changes_the_weights(engine: Engine, at: int) -> None:
     engine.close()
 
 
+class _Tokenizer:
+    """Decodes, and changes the weights of a model once as it does."""
+
+    def __init__(self, model: Any) -> None:
+        self.models = [model]
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        while self.models:
+            rewrite(self.models.pop())
+        return ""
+
+
+def test_a_tokenizer_of_a_cancelled_request_that_changes_the_weights(model: Any) -> None:
+    """A request that another thread cancels is decoded between two steps: the next one checks the model."""
+    with Engine(model, block_size=4) as plain:
+        expected = answers(plain.submit(PROMPTS[0], **LONG).result())[0]
+    with Engine(model, _Tokenizer(model), block_size=4) as engine:
+        neighbour, other = (engine.submit(prompt, **LONG) for prompt in PROMPTS[:2])
+        meanwhile(engine, 20, other.cancel)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            neighbour.result()
+        said = [token for increment in neighbour.read() for token in increment.token_ids]
+        assert said
+        assert said == expected[: len(said)]
+        neighbour.cancel()
+
+
 def test_settings_that_another_thread_changes(engine: Engine) -> None:
     """Like weights: who was running ends, with what it had said on the model of before, and who comes next is
     answered by that of now.

@@ -239,7 +239,7 @@ class StepLoop:
         """The adapters of running and preempted requests that were written to meanwhile."""
         if not self.adapters.layers:
             return set()
-        groups = [*self.scheduler.running, *self.scheduler.preempted]
+        groups = self.scheduler.begun
         return self.adapters.changed({name for group in groups for name in group.request.adapter})
 
     def end_changed_adapters(self) -> list[Output]:
@@ -363,7 +363,10 @@ class StepLoop:
         return output
 
     def conclude(self, job: Job, reason: FinishReason | None, error: BaseException | None = None) -> Output:
-        """Make the output of a request. Its tokenizer may raise in here, which is its own trouble."""
+        """Make the output of a request. Its tokenizer may raise in here, which is its own trouble, or change
+        the model, which the next step sees.
+        """
+        self.runner.eager.checks.mark_dirty()
         output = job.close(reason, None if error is None else raised_by(error))
         if reaches_driver(output.error):
             self.interrupted.append(job)
