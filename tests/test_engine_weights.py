@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import adapted
+from adapters import adapted, lora
 from captures import policy
 from engine_answers import PROMPTS, alone, answers
 from engine_threads import GUARD
@@ -17,6 +17,7 @@ from tape import record
 
 from hf_paged.engine import Engine
 from hf_paged.engine.weights import load_into
+from hf_paged.model import weights_digest
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
 
@@ -188,6 +189,77 @@ def test_an_adapter_changes_and_its_keys_and_values_are_kept() -> None:
         engine.check()
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_an_adapter_of_a_request_that_waits_changes_under_kept_ones(marked: bool) -> None:
+    """C24: it finds no block of the adapter as it was when it came."""
+    model = adapted(lora(), lora())
+    prompt = PROMPTS[3]
+    with Engine(model, block_size=4, num_blocks=120, max_batch_sequences=2) as engine:
+        engine.submit(prompt, adapter="one", **SHORT).result()
+        ends = {"min_new_tokens": 12, "max_new_tokens": 12}
+        running = [
+            engine.submit(PROMPTS[1], adapter=None, **LONG),
+            engine.submit(PROMPTS[2], adapter=None, **{**LONG, **ends}),
+        ]
+        for _ in range(4):
+            engine.step()
+        late = engine.submit(prompt, adapter="one", **SHORT)
+        for _ in range(2):
+            engine.step()
+        assert (engine.stats()["running"], engine.stats()["waiting"]) == (2, 1)
+        engine.pause(mode="keep")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".one." in name:
+                    (parameter if marked else parameter.data).mul_(-0.7)
+        engine.resume()
+        found = late.result()
+        assert found.cached_tokens == 0
+        for handle in running:
+            handle.result()
+    model.set_adapter("one")
+    assert answers(found) == alone(model, prompt, **SHORT)
+
+
+def test_what_preempted_requests_of_an_adapter_have_on_the_host_is_kept() -> None:
+    """weights_changed(kv="keep"): they come back from the host as those without an adapter do."""
+    model = adapted()
+    sizes = {"block_size": 4, "num_blocks": 24, "host_blocks": 60, "max_batch_sequences": 4}
+    with Engine(model, preemption="swap", **sizes) as engine:
+        handles = [engine.submit(prompt, adapter="one", **LONG) for prompt in PROMPTS[1:4]]
+        while not engine.stats()["swapped_out"]:
+            engine.step()
+        engine.pause(mode="keep")
+        change_adapter(model)
+        engine.weights_changed(kv="keep")
+        engine.resume()
+        assert [handle.result().error for handle in handles] == [None] * 3
+        stats = engine.stats()
+        assert (stats["recomputed"], stats["swapped_in"]) == (0, stats["swapped_out"])
+        engine.check()
+
+
+def test_a_part_of_a_large_weight_changes_under_kept_requests(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind pause("keep") all of the weights are read, not samples and a part in its turn."""
+    for name, number in {"TURN": {"cpu": 4096}, "PIECE": 256, "SMALL": 64, "SAMPLES": 8}.items():
+        monkeypatch.setattr(weights_digest, name, number)
+    with Engine(model, block_size=4, num_blocks=120) as engine:
+        for kept in (False, True):
+            handles = begun(engine)
+            before = engine.stats()["recomputed"]
+            engine.pause(mode="keep")
+            words = model.model.layers[0].self_attn.k_proj.weight.data.view(-1)
+            words[1 + len(words) // 8 :][:3] += 40.0  # between two samples
+            if kept:
+                engine.weights_changed(kv="keep")
+            engine.resume()
+            for handle in handles:
+                handle.result()
+            assert (engine.stats()["recomputed"] == before) is kept
+
+
 def test_keys_and_values_are_kept_by_name_only(model: Any, engine: Engine) -> None:
     """weights_changed(kv="keep"): requests continue on old keys and values, prompts begin with old blocks."""
     handles = begun(engine, 1)
@@ -295,6 +367,14 @@ def test_a_model_made_in_inference_mode(model: Any) -> None:
             assert answers(found) == alone(made, PROMPTS[1], **SHORT)
             with torch.inference_mode():
                 change(made)
+
+
+def test_a_peft_model_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = adapted()
+    with Engine(model, block_size=4, num_blocks=60) as engine:
+        found = engine.submit(PROMPTS[1], **SHORT).result()
+    assert answers(found) == alone(model, PROMPTS[1], **SHORT)
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -49,7 +49,7 @@ class _Known(NamedTuple):
     """What was known of an adapter in the peft model when it was looked at."""
 
     number: int
-    tags: StateKey
+    versions: StateKey
     ids: frozenset[int]
     """Its tensors."""
 
@@ -93,6 +93,8 @@ class EngineAdapters:
         """The same when the layers of the engine's own adapters were found."""
         self._entered: dict[Names, bytes] = {}
         """The content of what lies in slots."""
+        self._kept: dict[bytes, bytes] = {}
+        """The content of adapters that groups go on with, by the key that they began with."""
         self.layers: list[nn.Module] = []
         """The layers whose forward is ours while a step runs; none if no adapter is known."""
         self._last: tuple[tuple[TokenSequence, ...], tuple[int, ...]] | None = None
@@ -317,7 +319,7 @@ class EngineAdapters:
             adapter = self.in_model.read(name)
             number = identity_of(self.model).of_adapter(name).prefix_key(adapter)
             ids = frozenset(map(id, adapter.tensors))
-            self._known[name] = _Known(number, StateKey(tags_of(adapter), adapter.tensors), ids)
+            self._known[name] = _Known(number, StateKey(adapter.versions, adapter.tensors), ids)
             self._stepped.discard(name)
         return name, self._known[name].number
 
@@ -332,7 +334,7 @@ class EngineAdapters:
             in_model = self.in_model if in_model is None else in_model
             try:
                 stepped = name in self._stepped or not in_model.has(name)
-                if stepped or not known.tags.fits(tags_of(in_model.read(name))):
+                if stepped or not known.versions.fits(in_model.read(name).versions):
                     found.add(name)
             except (KeyError, RuntimeError):  # another thread takes it away at this moment
                 found.add(name)
@@ -343,16 +345,25 @@ class EngineAdapters:
         names = {name for group in groups for name in group.request.adapter if name in self._known}
         own = identity_of(self.model)
         return bool(self.changed(names)) or any(
-            own.of_adapter(name).prefix_key(self.in_model.read(name)) != self._known[name].number
+            own.of_adapter(name).prefix_key(self.in_model.read(name), whole=True) != self._known[name].number
             for name in names
         )
 
-    def keep(self) -> None:
-        """Let requests that run go on with their adapters as these are now."""
-        for names in self.slots:
-            if names not in self._loading and all(map(self._has, names)):
-                self._key(names, (), again=True)
-                self._enter(names, self.slots.slot(names))
+    def keep(self, groups: Iterable[SequenceGroup]) -> None:
+        """Let groups that have begun go on with their adapters as these are now, on the blocks that they
+        have. Their keys stay, so that no other request finds what old and new weights have computed.
+        """
+        keys: dict[Names, bytes] = {}
+        self._kept = {}
+        for group in groups:
+            names = group.request.adapter
+            if not names or not all(map(self._has, names)):
+                continue
+            if names not in keys:
+                keys[names] = self._key(names, (), again=True)
+                if names in self.slots and names not in self._loading:
+                    self._enter(names, self.slots.slot(names))
+            self._kept[group.request.adapter_key] = keys[names]
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has taken a step, on this model or another."""
@@ -385,7 +396,8 @@ class EngineAdapters:
                 except Exception as error:
                     self.failed[names] = error
                     keys[names] = b""
-            if keys[names] != group.request.adapter_key:
+            own = group.request.adapter_key
+            if keys[names] not in (own, self._kept.get(own)):
                 scheduler.rekey(group, keys[names])
                 rekeyed.append(group)
         return rekeyed
@@ -546,13 +558,3 @@ class EngineAdapters:
             assert adapter is not None
             return AdapterBatch.of_one(self.table, adapter)
         return AdapterBatch(self.table, batch.spread_adapters(), last)
-
-
-def tags_of(adapter: Adapter) -> tuple[Any, ...]:
-    """Which tensors an adapter has, where they lie, how often torch wrote to them, and its scales."""
-    tags = [
-        (id(tensor), tensor.data_ptr(), tensor._version, part.scale)
-        for part in adapter.layers.values()
-        for tensor in (part.a, part.b)
-    ]
-    return tuple(tags)

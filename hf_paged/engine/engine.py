@@ -906,8 +906,8 @@ class Engine:
     def _resume(self) -> None:
         if self._paused and self._mode == "keep":
             with self.pools.memory.lock:
-                begun = [*self.scheduler.running, *self.scheduler.preempted]
-                if begun and (self._model_check.rewritten() or self._adapters.rewritten(begun)):
+                rewritten = self._model_check.rewritten() or self._adapters.rewritten(self._jobs)
+                if self.scheduler.begun and rewritten:
                     self._changing(self._put_down)
         self._paused = False
 
@@ -928,8 +928,8 @@ class Engine:
                 self._changing(self._put_down)
                 self._changing(self.pools.forget)
             else:
-                self._adapters.keep()
-            self._model_check.changed()
+                self._adapters.keep(self.scheduler.begun)
+            self._model_check.changed(whole=True)
             self._loop.forget()
             self.runner.look()
         self._counts["weights_changed"] += 1

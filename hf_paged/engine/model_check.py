@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -57,7 +56,9 @@ class ModelCheck:
     def _note_code(self) -> None:
         modules = self._snapshot.modules
         self._policy.skips_autograd = may_skip_autograd(modules)
-        self._policy.foreign_forward = not self._policy.skips_autograd and has_foreign_code(modules)
+        self._policy.foreign_forward = not self._policy.skips_autograd and (
+            modules[0].training or has_foreign_code(modules)
+        )
 
     def require_untouched(self, running: int) -> None:
         """Raise if they were, under so many requests: WeightsChanged if steps were taken, else nothing is
@@ -86,13 +87,13 @@ class ModelCheck:
             for tensor in self._snapshot.resident()
         ]
 
-    def changed(self) -> bool:
+    def changed(self, whole: bool = False) -> bool:
         """Whether the content of weights, a setting, a hook or an adapter differs since the last such check.
 
-        True where weights cannot be read.
+        True where weights cannot be read. whole: all of the weights are read, not some in turns.
         """
         before = self._state
-        self._check()
+        self._check(whole)
         self._policy.seen()
         return self._state is None or self._state != before
 
@@ -101,8 +102,10 @@ class ModelCheck:
         if self.touched():
             return True
         identity = identity_of(self._snapshot.model)
-        with suppress(Unreadable):
-            identity.prefix_key(self._snapshot.current())
+        try:
+            identity.prefix_key(self._snapshot.current(), whole=True)
+        except Unreadable:
+            return True
         return identity.changes != self._changes
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -112,7 +115,7 @@ class ModelCheck:
             id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]
         )
 
-    def _check(self) -> None:
+    def _check(self, whole: bool = False) -> None:
         self._snapshot = snapshot = self._snapshot.current()
         self._note_code()
         self._parameters = snapshot.parameters()
@@ -125,7 +128,7 @@ class ModelCheck:
         numbers = [number for number, hook in hooks if not only_observes(hook)]
         self._state: Any = None
         try:
-            self._state = identity_of(snapshot.model).prefix_key(snapshot), numbers
+            self._state = identity_of(snapshot.model).prefix_key(snapshot, whole), numbers
         except Unreadable as reason:
             if not self._unreadable:
                 logger.info("no request shares prefixes with those before an idle engine: %s", reason)

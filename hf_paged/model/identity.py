@@ -73,12 +73,12 @@ class Identity:
         with self._lock:
             return self._adapters.setdefault(name, Identity())
 
-    def prefix_key(self, snapshot: Snapshot) -> int:
-        """The number of the model's state, once some of its weights are read. Raises Unreadable."""
+    def prefix_key(self, snapshot: Snapshot, whole: bool = False) -> int:
+        """The number of the model's state, once some of its weights are read, or all. Raises Unreadable."""
         with self._lock:
             tensors, files = snapshot.weights()
             contents = self._contents if self._are(tensors) else None
-            if contents is None or not contents.same(contents.look(tensors)):
+            if contents is None or not contents.same(contents.look(tensors, whole)):
                 self.changes += 1
                 self._tensors = self._contents = None
                 self._contents = Contents(tensors)

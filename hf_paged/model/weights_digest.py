@@ -30,6 +30,11 @@ class Unreadable(Exception):
     """A tensor whose content cannot be read: it has no memory of its own."""
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often torch has counted a write to a tensor; made in inference mode it counts none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def tensor_facts(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """What the host knows of tensors without asking devices: which, where, how often torch wrote to them."""
     return tuple(map(id, tensors)), tuple(map(_facts, tensors))
@@ -38,8 +43,7 @@ def tensor_facts(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     if wraps(tensor):
         return tuple(_facts(part) for part in tensors_in(tensor))
-    version = 0 if tensor.is_inference() else tensor._version
-    return version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class Sample(NamedTuple):
@@ -82,7 +86,7 @@ class Contents:
             if any(not by_address for _, by_address in _by_place([tensor]))
         ]
         self._kv_groups = {place: DeviceParts(parts, place) for place, parts in _by_place(tensors).items()}
-        self._baseline = self._read([[(0, len(kv_group.pieces))] for kv_group in self._kv_groups.values()])
+        self._baseline = self._read([kv_group.due(0, whole=True) for kv_group in self._kv_groups.values()])
         self._known: dict[DeviceParts, list[int]] = {}
         self._looks = 0
 
@@ -91,12 +95,13 @@ class Contents:
         """After how many looks everything was read again."""
         return max((len(kv_group.turns) for kv_group in self._kv_groups.values()), default=1)
 
-    def look(self, tensors: Sequence[torch.Tensor]) -> list[Reading]:
-        """Begin to read some of it again. The tensors must be those of before, where they were."""
+    def look(self, tensors: Sequence[torch.Tensor], whole: bool = False) -> list[Reading]:
+        """Begin to read some of it again, or all. The tensors must be those of before, where they were."""
         self._looks += 1
         for place, parts in _by_place([tensors[i] for i in self._by_hand]).items():
             self._kv_groups[place].parts = parts
-        return self._read([kv_group.due(self._looks) for kv_group in self._kv_groups.values()])
+        due = [kv_group.due(self._looks, whole) for kv_group in self._kv_groups.values()]
+        return self._read(due)
 
     def _read(self, ranges: list[list[tuple[int, int]]]) -> list[Reading]:
         readings = [
@@ -164,8 +169,10 @@ class DeviceParts:
         if size:
             self.turns.append((begin, len(self.pieces)))
 
-    def due(self, look: int) -> list[tuple[int, int]]:
+    def due(self, look: int, whole: bool) -> list[tuple[int, int]]:
         """The pieces that a look reads: the samples, and those whose turn it is."""
+        if whole:
+            return [(0, len(self.pieces))]
         return [(0, self.samples), *([self.turns[look % len(self.turns)]] if self.turns else [])]
 
     def read(self, ranges: list[tuple[int, int]]) -> Reading:

@@ -225,6 +225,11 @@ class Scheduler:
             insort(self.waiting if group.status is Status.WAITING else self.preempted, group, key=self._key)
 
     @property
+    def begun(self) -> list[SequenceGroup]:
+        """The groups that have computed something: those that run and those that were preempted."""
+        return [*self.running, *self.preempted]
+
+    @property
     def unfinished(self) -> int:
         """How many groups are not done."""
         return len(self.waiting) + len(self.preempted) + len(self.running)

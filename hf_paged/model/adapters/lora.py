@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..weights_digest import version_of
+
 
 class LowRank(NamedTuple):
     """What an adapter adds to a layer's output: scale * (x a^T) b^T."""
@@ -47,6 +49,12 @@ class Adapter:
     def weights(self) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
         """Its tensors; none is in a file."""
         return self.tensors, ()
+
+    @property
+    def versions(self) -> tuple[Any, ...]:
+        """Its tensors, where they lie, how often torch has counted a write to them, and its scales."""
+        tensors = ((each, part.scale) for part in self.layers.values() for each in (part.a, part.b))
+        return tuple([(id(each), each.data_ptr(), version_of(each), scale) for each, scale in tensors])
 
     @property
     def rank(self) -> int:

@@ -106,12 +106,7 @@ class RowAdapters:
             compiling(table, next(model.parameters()).dtype).wait()
         for each in distinct:
             parts = [lora.read(name) for name in each]
-            facts = [
-                (id(tensor), tensor.data_ptr(), tensor._version, part.scale)
-                for one in parts
-                for part in one.layers.values()
-                for tensor in (part.a, part.b)
-            ]
+            facts = [part.versions for part in parts]
             slot = self._slot_of(each, distinct)
             if self._facts.get(each) != facts or len(each) > 1 or table.has_copies(slot):
                 table.put(slot, combine(parts))
