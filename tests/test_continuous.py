@@ -411,6 +411,43 @@ def test_a_request_that_is_refused_fails_with_its_reason(model: Any) -> None:
         manager.add_request(PROMPTS[1], temperature=0.3)
 
 
+@pytest.mark.parametrize("prompt", [[10**6], [1] * 4000], ids=["unknown ids", "too long"])
+@pytest.mark.parametrize("samples", [True, False])
+def test_children_of_a_refused_request_fail_too(model: Any, prompt: list[int], samples: bool) -> None:
+    """`generate_batch` waits for an output of each."""
+    config = greedy(do_sample=samples)
+    config.num_return_sequences = 3
+    found = model.generate_batch([PROMPTS[1], prompt], generation_config=config)
+    assert len(found) in (2, 6)  # older releases leave the children out
+    for name, output in found.items():
+        failed = name.startswith("req_1")
+        assert (output.status == RequestStatus.FAILED) == (output.error is not None) == failed
+
+
+def test_children_of_an_unfinished_request_keep_their_tokens(model: Any) -> None:
+    manager = model.init_continuous_batching(
+        greedy(do_sample=True, num_return_sequences=2),
+        continuous_batching_config=ContinuousBatchingConfig(**SMALL),
+    )
+    manager.start()
+    number = manager.add_request(PROMPTS[1], max_new_tokens=60, streaming=True)
+    for _ in range(4):
+        manager.get_result(timeout=GUARD)
+    with manager.pause():
+        stopper = threading.Thread(target=manager.stop, kwargs={"hard_stop": True})
+        stopper.start()
+        stopper.join(0.3)
+    stopper.join(GUARD)
+    failed = {}
+    while len(failed) < 2:
+        output = manager.output_router.output_queue.get(timeout=GUARD)
+        if output.status == RequestStatus.FAILED:
+            failed[output.request_id] = output
+    one, other = (failed[name].generated_tokens for name in (number, f"{number}__child#0"))
+    assert min(len(one), len(other)) > 0
+    assert one != other
+
+
 def test_options_of_single_requests(model: Any) -> None:
     manager = manager_of(model, per_request_processors=True)
     manager.start()

@@ -36,6 +36,11 @@ PAGED = "paged|"
 """What stands before an attention that computes with the cache of transformers' own manager alone."""
 
 
+def output_id(request_id: str, place: int) -> str:
+    """The id of an output: the first has the request's own, the others are its children."""
+    return request_id if place == 0 else f"{request_id}__child#{place - 1}"
+
+
 class BatchRequest:
     """A request of the manager: a handle of the engine, whose sequences are outputs with ids of their own."""
 
@@ -70,15 +75,11 @@ class BatchRequest:
                 new += [self.so_far(place * self.copies + copy, count) for copy in range(self.copies)]
         return new
 
-    def name_of(self, place: int) -> str:
-        """The id of an output: the first has the request's own, the others are its children."""
-        return self.number if place == 0 else f"{self.number}__child#{place - 1}"
-
     def so_far(self, place: int, count: int | None = None) -> GenerationOutput:
         """The first tokens of an output that goes on; all that are known without a count."""
         own = place // self.copies
         return GenerationOutput(
-            request_id=self.name_of(place),
+            request_id=output_id(self.number, place),
             prompt_ids=self.prompt,
             generated_tokens=self.tokens.get(own, [])[:count],
             logprobs=self.logprobs.get(own, [])[:count],
@@ -97,7 +98,7 @@ class BatchRequest:
         sequences = [each for each in output.sequences for _ in range(self.copies)]
         return [
             GenerationOutput(
-                request_id=self.name_of(place),
+                request_id=output_id(self.number, place),
                 prompt_ids=self.prompt,
                 generated_tokens=list(sequence.token_ids),
                 logprobs=[note.processed or 0.0 for note in sequence.logprobs or ()],
@@ -296,7 +297,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         try:
             handle, copies = self._submit(prompt, max_new_tokens, eos_token_id, options)
         except (ValueError, TypeError, RuntimeError) as error:
-            self._fail(request_id, prompt, error, [])
+            self._fail(request_id, prompt, error)
             return request_id
         request = BatchRequest(request_id, prompt, handle, copies, record_timestamps, streaming)
         self._requests[request_id] = request
@@ -391,16 +392,22 @@ class EngineBatchingManager(ContinuousBatchingManager):
             if outputs:
                 self.engine.broadcast(outputs)
 
-    def _fail(self, request_id: str, prompt: list[int], error: BaseException, new: list[int]) -> None:
+    def _fail(
+        self, request_id: str, prompt: list[int], error: BaseException, so_far: BatchRequest | None = None
+    ) -> None:
+        """Deliver an output with the error for each id of a request: callers wait for all of them."""
         logger.error("request %s is refused: %s", request_id, error)
-        failed = GenerationOutput(
-            request_id=request_id,
-            prompt_ids=prompt,
-            generated_tokens=new,
-            error=str(error),
-            status=RequestStatus.FAILED,
-        )
-        self._give_out([failed])
+        failed = [
+            GenerationOutput(
+                request_id=output_id(request_id, place),
+                prompt_ids=prompt,
+                generated_tokens=[] if so_far is None else so_far.so_far(place).generated_tokens,
+                error=str(error),
+                status=RequestStatus.FAILED,
+            )
+            for place in range(self.num_return_sequences)
+        ]
+        self._give_out(failed)
 
     def _end_all(self, error: BaseException | None) -> None:
         """The thread ends: requests that have not come to their end have failed."""
@@ -409,7 +416,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
             self._requests.pop(request_id, None)
             request.read()
             request.handle.cancel()
-            self._fail(request_id, request.prompt, reason, request.so_far(0).generated_tokens)
+            self._fail(request_id, request.prompt, reason, request)
         self.engine.stop()
         if self._broadcasts:
             try:
