@@ -19,6 +19,7 @@ from engine_logprobs import one_forward
 from families import BY_NAME, build
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 import hf_paged
 from hf_paged.continuous import EngineBatchingManager
@@ -75,6 +76,52 @@ def test_a_batch_is_what_each_prompt_gets_alone(model: Any) -> None:
         assert output.logprobs == []
         assert len(output.timestamps) == NEW
         assert output.lifespan[0] <= output.lifespan[1]
+
+
+def test_a_batch_takes_no_more_steps_than_the_engine_alone(model: Any) -> None:
+    """No step begins before all requests have come."""
+    prompts = [[each, *PROMPTS[1]] for each in range(1, 33)]
+    for _ in range(2):
+        before = getattr(model, PLACE).engine.stats()["steps"] if hasattr(model, PLACE) else 0
+        model.generate_batch(prompts, generation_config=greedy(do_sample=True))
+        assert getattr(model, PLACE).engine.stats()["steps"] - before == NEW
+
+
+@pytest.mark.parametrize("samples", [True, False])
+@pytest.mark.parametrize(
+    ("options", "requests"), [({}, 2), ({"seed": 3}, 5), ({"max_requests_per_batch": 5}, 3)], ids=str
+)
+def test_equal_prompts_are_one_request_of_the_engine(
+    model: Any, samples: bool, options: dict[str, Any], requests: int
+) -> None:
+    """Except where each has a seed of its own."""
+    config = greedy(do_sample=samples)
+    config.num_return_sequences = 2
+    prompts = [PROMPTS[1], PROMPTS[2], *[PROMPTS[1]] * 3]
+    batching = ContinuousBatchingConfig(**options)
+    found = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
+    assert getattr(model, PLACE).engine.stats()["admissions"] == requests
+    assert [name for name in found if "__" not in name] == [f"req_{number}" for number in range(5)]
+    assert len(found) in (5, 10)  # older releases leave the children out
+    for name, output in found.items():
+        assert output.prompt_ids == prompts[int(name[4])]
+        assert len(output.generated_tokens) == NEW
+        assert samples or output.generated_tokens == alone(model, output.prompt_ids)
+    assert not samples or len({tuple(output.generated_tokens) for output in found.values()}) > 3
+
+
+def test_one_of_equal_requests_can_be_cancelled(model: Any) -> None:
+    hints = WorkloadHints(max_prompt_length=len(PROMPTS[1]), max_generated_length=NEW, num_requests=3)
+    manager = model.init_continuous_batching(greedy(do_sample=True), workload_hints=hints)
+    one, other, last = manager.add_requests([PROMPTS[1]] * 3)
+    manager.cancel_request(other)
+    manager.start()
+    assert [manager.get_result(timeout=GUARD).request_id for _ in range(2)] == [one, last]
+    assert manager.engine.stats()["admissions"] == 1
+    for name in manager.add_requests([PROMPTS[1]] * 2, max_new_tokens=20):
+        manager.cancel_request(name)
+    manager.stop(timeout=GUARD)
+    assert manager.output_router.output_queue.empty()
 
 
 def test_children_come_behind_their_parent(model: Any) -> None:

@@ -44,6 +44,13 @@ def engine_for(model: Any, options: dict[str, Any], need: WorkloadNeed | None) -
     return engine
 
 
+def holds(engine: Engine, need: WorkloadNeed) -> bool:
+    """Whether the engine's pool is known to have room for all of a workload at once."""
+    blocks = engine.config.num_blocks
+    size = engine.config.block_size
+    return blocks is not None and blocks * size >= need.requests * _padded(need.tokens, {"block_size": size})
+
+
 def drop_engine(model: Any) -> None:
     """Close the engine that is kept on the model, if there is one."""
     kept = vars(model).pop(PLACE, None)

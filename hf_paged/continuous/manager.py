@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import (
@@ -19,97 +19,31 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from ..engine import Engine, Handle
+from ..engine import Engine
+from ..engine.fair_lock import in_turn
 from ..model.registry import base_model
 from ..model.support import why_dropped
 from ..model.switch import original_implementation
 from ..model.tensor_parallel import mesh_of
 from ..model.training import why_random
-from .engines import drop_engine, engine_for
+from .engines import drop_engine, engine_for, holds
 from .options import ManagerProcessors, WorkloadNeed, engine_options
+from .requests import BatchRequest, output_id
 
 logger = logging.getLogger("hf_paged")
 
 POLL = 0.1
 """Seconds after which the thread of results sees that it shall stop."""
+TOGETHER = 16
+"""The most outputs of requests that become one: the engine preempts them together."""
 PAGED = "paged|"
 """What stands before an attention that computes with the cache of transformers' own manager alone."""
 
 
-def output_id(request_id: str, place: int) -> str:
-    """The id of an output: the first has the request's own, the others are its children."""
-    return request_id if place == 0 else f"{request_id}__child#{place - 1}"
-
-
-class BatchRequest:
-    """A request of the manager: a handle of the engine, whose sequences are outputs with ids of their own."""
-
-    def __init__(
-        self, number: str, prompt: list[int], handle: Handle, copies: int, stamps: bool, streams: bool
-    ) -> None:
-        self.number = number
-        self.prompt = prompt
-        self.handle = handle
-        self.copies = copies
-        """How many equal outputs each sequence is."""
-        self.stamps = stamps
-        self.streams = streams
-        self.created = time.perf_counter()
-        self.tokens: dict[int, list[int]] = {}
-        self.times: dict[int, list[float]] = {}
-        self.logprobs: dict[int, list[float]] = {}
-
-    def read(self) -> list[GenerationOutput]:
-        """Take what is new: an output for each new token of a sequence that goes on."""
-        new = []
-        for increment in self.handle.read():
-            place = increment.index
-            tokens = self.tokens.setdefault(place, [])
-            before = len(tokens)
-            tokens.extend(increment.token_ids)
-            now = [time.perf_counter()] * len(increment.token_ids)
-            self.times.setdefault(place, []).extend(now)
-            notes = increment.logprobs or []
-            self.logprobs.setdefault(place, []).extend(note.processed or 0.0 for note in notes)
-            for count in range(before + 1, len(tokens) + 1) if self.streams else ():
-                new += [self.so_far(place * self.copies + copy, count) for copy in range(self.copies)]
-        return new
-
-    def so_far(self, place: int, count: int | None = None) -> GenerationOutput:
-        """The first tokens of an output that goes on; all that are known without a count."""
-        own = place // self.copies
-        return GenerationOutput(
-            request_id=output_id(self.number, place),
-            prompt_ids=self.prompt,
-            generated_tokens=self.tokens.get(own, [])[:count],
-            logprobs=self.logprobs.get(own, [])[:count],
-            status=RequestStatus.DECODING,
-            created_time=self.created,
-            lifespan=(self.created, -1),
-            timestamps=self.times.get(own, [])[:count] if self.stamps else None,
-        )
-
-    def ended(self) -> list[GenerationOutput]:
-        """The outputs of all sequences; the request is done."""
-        output = self.handle.result(0)
-        started = output.timing.started or output.timing.submitted
-        finished = output.timing.finished or time.monotonic()
-        error = None if output.error is None else f"{type(output.error).__name__}: {output.error}"
-        sequences = [each for each in output.sequences for _ in range(self.copies)]
-        return [
-            GenerationOutput(
-                request_id=output_id(self.number, place),
-                prompt_ids=self.prompt,
-                generated_tokens=list(sequence.token_ids),
-                logprobs=[note.processed or 0.0 for note in sequence.logprobs or ()],
-                error=error,
-                status=RequestStatus.FINISHED if error is None else RequestStatus.FAILED,
-                created_time=self.created,
-                lifespan=(started, finished),
-                timestamps=self.times.get(place // self.copies, [])[:] if self.stamps else None,
-            )
-            for place, sequence in enumerate(sequences)
-        ]
+@in_turn
+def _between_steps(engine: Engine, act: Callable[[], None]) -> None:
+    """Call `act`; the engine takes no step meanwhile."""
+    act()
 
 
 class EngineBatchingManager(ContinuousBatchingManager):
@@ -146,7 +80,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._numbers = itertools.count()
         self._generation_thread: threading.Thread | None = None  # type: ignore[assignment]  # may end
         self._requests: dict[str, BatchRequest] = {}
-        self._ready: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._modes: list[tuple[Any, bool]] = []
         """The modes of the model's modules, to restore."""
         self._attention: str | None = None
@@ -228,7 +162,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
             raise RuntimeError("the manager cannot stop from inside a pause; leave pause() first")
         begin = time.perf_counter()
         status.request_stop(status.HARD_STOP if hard_stop else status.FLUSH_AND_STOP, 0)
-        self._ready.put("")  # no request's name: the thread of results looks at the status
+        self._ready.put([])  # no request: the thread of results looks at the status
         if block:
             self.join(begin, timeout)
         if keep_for_next_session:
@@ -280,65 +214,124 @@ class EngineBatchingManager(ContinuousBatchingManager):
         """Submit a request; its id, or None if the manager takes none any more. A request that the engine
         refuses ends as FAILED, with the reason.
         """
+        self._require_known(options)
+        if not self._accepts():
+            return None
+        lengths = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        ids = self._new_ids(1) if request_id is None else [request_id]
+        self._submit(ids, input_ids, streaming, record_timestamps, {**lengths, **options})
+        return ids[0]
+
+    def add_requests(
+        self,
+        inputs: list[list[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **options: Any,
+    ) -> list[str]:
+        """Submit requests, before the engine takes another step; their ids. Where callers wait for all of
+        them, equal prompts are samples of one request of the engine.
+        """
+        self._require_known(options)
+        ids = self._new_ids(len(inputs))
+        if self.is_tp_driver and self._accepts():
+            options["max_new_tokens"] = max_new_tokens
+            most = 1 if streaming or record_timestamps else self._most_together(options)
+            groups = self._grouped(ids, inputs, most)
+
+            def submit() -> None:
+                for some, prompt in groups:
+                    self._submit(some, prompt, streaming, record_timestamps, options)
+
+            _between_steps(self.engine, submit)
+        return ids
+
+    def _new_ids(self, count: int) -> list[str]:
+        with self._request_lock:
+            first = self._request_counter
+            self._request_counter += count
+        return [f"req_{number}" for number in range(first, first + count)]
+
+    def _accepts(self) -> bool:
         denial = self.background_thread_status.can_accept_new_requests()
         if denial is not None:
             logger.warning("%s A request is dropped.", denial)
-            return None
+        return denial is None
+
+    def _require_known(self, options: dict[str, Any]) -> None:
         if options and not self.continuous_batching_config.per_request_processors:
             raise ValueError(
                 f"options of single requests ({sorted(options)}) need per_request_processors=True in the "
                 "ContinuousBatchingConfig"
             )
-        if request_id is None:
-            with self._request_lock:
-                request_id = f"req_{self._request_counter}"
-                self._request_counter += 1
-        prompt = list(map(int, input_ids))
-        try:
-            handle, copies = self._submit(prompt, max_new_tokens, eos_token_id, options)
-        except (ValueError, TypeError, RuntimeError) as error:
-            self._fail(request_id, prompt, error)
-            return request_id
-        request = BatchRequest(request_id, prompt, handle, copies, record_timestamps, streaming)
-        self._requests[request_id] = request
-        ready = self._ready
-        handle.watch(lambda: ready.put(request_id), each=streaming or record_timestamps)
-        ready.put(request_id)  # what came before is not announced
-        return request_id
+
+    def _most_together(self, options: dict[str, Any]) -> int:
+        """How many requests with one prompt may be one request of the engine. Their outputs come together and
+        are drawn from one seed, so it is one if there is a seed for each, or a workload of unknown size.
+        """
+        beams = {**self.logit_processor.options, **options}.get("num_beams") or 1
+        seeded = self.continuous_batching_config.seed is not None
+        if seeded or beams > 1 or self._need is None or not holds(self.engine, self._need):
+            return 1
+        return max(1, min(TOGETHER, self.engine.config.limits().sequences) // self.num_return_sequences)
+
+    def _grouped(
+        self, ids: list[str], inputs: list[list[int]], most: int
+    ) -> Iterable[tuple[list[str], tuple[int, ...]]]:
+        """The ids of at most so many requests with the same prompt, and the prompt."""
+        alike: dict[tuple[int, ...], list[str]] = {}
+        for request_id, tokens in zip(ids, inputs, strict=True):
+            alike.setdefault(tuple(map(int, tokens)), []).append(request_id)
+        for prompt in sorted(alike, reverse=True) if self._use_prefix_sharing else alike:
+            for begin in range(0, len(alike[prompt]), most):
+                yield alike[prompt][begin : begin + most], prompt
 
     def _submit(
-        self,
-        prompt: list[int],
-        max_new_tokens: int | None,
-        eos: int | list[int] | None,
-        options: dict[str, Any],
-    ) -> tuple[Handle, int]:
-        """The engine's handle, and how many outputs each of its sequences is."""
+        self, ids: list[str], prompt: Iterable[int], streams: bool, stamps: bool, options: dict[str, Any]
+    ) -> None:
+        """Hand requests to the engine as one: they have the same prompt."""
+        tokens = list(map(int, prompt))
+        outputs = len(ids) * self.num_return_sequences
         config = self.continuous_batching_config
         number = next(self._numbers)
-        new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        eos = self.generation_config.eos_token_id if eos is None else eos
+        try:
+            wanted = self._wanted(tokens, options)
+            alike = not wanted["do_sample"] and (wanted.get("num_beams") or 1) == 1
+            handle = self.engine.submit(
+                tokens,
+                seed=None if config.seed is None else config.seed + number,
+                logprobs=True if config.return_logprobs else None,
+                **{"num_return_sequences": 1 if alike else outputs, **wanted},
+            )
+        except (ValueError, TypeError, RuntimeError) as error:
+            for each in ids:
+                self._fail(each, tokens, error)
+            return
+        copies = outputs if alike else 1
+        request = BatchRequest(ids, tokens, handle, self.num_return_sequences, copies, stamps, streams)
+        self._requests.update(dict.fromkeys(ids, request))
+        ready = self._ready
+        handle.watch(lambda: ready.put(ids), each=streams or stamps)
+        ready.put(ids)  # what came before is not announced
+
+    def _wanted(self, prompt: list[int], options: dict[str, Any]) -> dict[str, Any]:
+        """The options of a request of the engine."""
+        options = {name: value for name, value in options.items() if value is not None}
         wanted = {**self.logit_processor.options, **options}
         if "do_sample" not in options and wanted["do_sample"] and not self.generation_config.do_sample:
             wanted = self.logit_processor.greedy(self.model, wanted)
-        alike = not wanted["do_sample"] and (wanted.get("num_beams") or 1) == 1
-        length = {
+        new, eos = self.generation_config.max_new_tokens, self.generation_config.eos_token_id
+        lengths = {
             "max_new_tokens": max(1, self.engine.longest - len(prompt)) if new is None else new,
             "eos_token_id": -1 if eos is None else eos,
-            "num_return_sequences": 1 if alike else self.num_return_sequences,
         }
-        handle = self.engine.submit(
-            prompt,
-            seed=None if config.seed is None else config.seed + number,
-            logprobs=True if config.return_logprobs else None,
-            **{**length, **wanted},
-        )
-        return handle, self.num_return_sequences if alike else 1
+        return {**lengths, **wanted}
 
     def cancel_request(self, request_id: str) -> None:
         """End a request; nothing of it is delivered any more."""
         request = self._requests.pop(request_id, None)
-        if request is not None:
+        if request is not None and not any(each in self._requests for each in request.ids):
             request.handle.cancel()
 
     # ---- the thread of results
@@ -364,15 +357,15 @@ class EngineBatchingManager(ContinuousBatchingManager):
             self._end_all(status.fatal_error)
             status.mark_as_stopped()
 
-    def _deliver(self, request_id: str) -> None:
-        request = self._requests.get(request_id)
+    def _deliver(self, ids: list[str]) -> None:
+        request = next(filter(None, map(self._requests.get, ids)), None)
         if request is None:
             return
         done = request.handle.done  # read first: the last increment comes before the output
         new = request.read() if request.streams or request.stamps else []
         if done:
-            self._requests.pop(request_id, None)
-            ended = request.ended()
+            kept = [self._requests.pop(each, None) is not None for each in ids]  # else cancelled
+            ended = [each for place, each in enumerate(request.ended()) if kept[place // request.each]]
             lengths = {each.request_id: len(each.generated_tokens) for each in ended}
             new = [each for each in new if len(each.generated_tokens) < lengths[each.request_id]] + ended
         self._give_out(new)
@@ -393,7 +386,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
                 self.engine.broadcast(outputs)
 
     def _fail(
-        self, request_id: str, prompt: list[int], error: BaseException, so_far: BatchRequest | None = None
+        self, request_id: str, prompt: list[int], error: BaseException, so_far: Iterable[list[int]] = ()
     ) -> None:
         """Deliver an output with the error for each id of a request: callers wait for all of them."""
         logger.error("request %s is refused: %s", request_id, error)
@@ -401,11 +394,11 @@ class EngineBatchingManager(ContinuousBatchingManager):
             GenerationOutput(
                 request_id=output_id(request_id, place),
                 prompt_ids=prompt,
-                generated_tokens=[] if so_far is None else so_far.so_far(place).generated_tokens,
+                generated_tokens=tokens,
                 error=str(error),
                 status=RequestStatus.FAILED,
             )
-            for place in range(self.num_return_sequences)
+            for place, tokens in enumerate(so_far or [[] for _ in range(self.num_return_sequences)])
         ]
         self._give_out(failed)
 
@@ -416,7 +409,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
             self._requests.pop(request_id, None)
             request.read()
             request.handle.cancel()
-            self._fail(request_id, request.prompt, reason, request)
+            self._fail(request_id, request.prompt, reason, request.tokens_of(request_id))
         self.engine.stop()
         if self._broadcasts:
             try:
