@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import inspect
 import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -417,11 +419,11 @@ def test_weights_may_change_in_a_pause(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("scheduler_type", "prefill_first"), ("max_queue_size", 5)],
-    ids=["scheduler", "queue"],
+    [("scheduler_type", "prefill_first"), ("max_queue_size", 5), ("cpu_offload_space_safety_threshold", 0.1)],
+    ids=["scheduler", "queue", "host"],
 )
 def test_options_that_cannot_be_honoured_are_refused_by_name(model: Any, field: str, value: Any) -> None:
-    config = ContinuousBatchingConfig(**{field: value})
+    config = ContinuousBatchingConfig(**{"cpu_offload_space": None, field: value})
     with pytest.raises(ValueError, match=rf"continuous_batching_config\.{field}=.* is not honoured"):
         model.init_continuous_batching(greedy(), continuous_batching_config=config)
 
@@ -445,6 +447,49 @@ def test_every_option_is_known(model: Any) -> None:
     assert (config.prefix_caching, config.run_ahead, config.graphs) == (False, True, False)
     assert (config.watermark, config.host_blocks) == (0.1, None)
     assert manager_of(model, max_memory_percent=0.01, num_blocks=None).engine.config.memory_fraction == 0.01
+
+
+def test_every_option_stands_in_the_docs() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "trl.md").read_text()
+    table = page.partition("| `ContinuousBatchingConfig` |")[2].partition("\n\n")[0]
+    for field in dataclasses.fields(ContinuousBatchingConfig):
+        assert f"`{field.name}`" in table
+
+
+def test_no_more_waits_on_the_host_than_the_config_says(model: Any) -> None:
+    """cpu_offload_space is in GiB; a block of the tiny model is some KiB."""
+    engine = manager_of(model, cpu_offload_space=3.5 * 4 * 512 / 1024**3).engine
+    group = next(iter(engine.pools.groups.values()))
+    assert group.host is not None
+    assert group.host.most == 3.5 * 4 * 512 // group.block_bytes
+    assert 0 < group.host.most < group.pool.total
+    assert group.host.reserve(group.host.most)
+    assert group.host.bytes <= 3.5 * 4 * 512
+    assert not group.host.reserve(group.host.most + 1)
+    for options in ({"cpu_offload_space": 0.0}, {"cpu_offload_space_safety_threshold": 0.0}):
+        engine = manager_of(model, **{"cpu_offload_space": 1.0, **options}).engine
+        assert next(iter(engine.pools.groups.values())).host is None
+
+
+def test_timeouts_and_graphs_are_those_of_the_config(model: Any) -> None:
+    assert manager_of(model, cpu_group_timeout=7.0).engine.config.rank_timeout == 7
+    assert manager_of(model, cpu_group_timeout=None).engine.config.rank_timeout > 1e7
+    assert not manager_of(model, use_cuda_graph=(True, False)).engine.config.graphs  # of prefill alone
+    assert manager_of(model, use_cuda_graph=(False, True)).engine.config.graphs
+
+
+def test_a_server_sees_which_requests_there_are(model: Any) -> None:
+    """`transformers serve` has a property for the scheduler of its manager."""
+    manager = manager_of(model)
+    scheduler = manager.batch_processor.scheduler
+    number = manager.add_request(PROMPTS[1])
+    assert scheduler.has_pending_requests()
+    assert not scheduler.request_is_cancelled(number)
+    manager.cancel_request(number)
+    assert scheduler.request_is_cancelled(number)
+    assert not scheduler.has_pending_requests()
+    with pytest.raises(AttributeError, match=r"manager\.engine\.stats"):
+        scheduler.active_requests  # noqa: B018
 
 
 def test_a_request_that_is_refused_fails_with_its_reason(model: Any) -> None:

@@ -30,18 +30,33 @@ class _Kept:
         return _Kept, ()
 
 
-def engine_for(model: Any, options: dict[str, Any], need: WorkloadNeed | None) -> Engine:
-    """An engine on the model with these options and room for the need: the last one, if it has."""
+def engine_for(
+    model: Any, options: dict[str, Any], need: WorkloadNeed | None, host_bytes: int | None = None
+) -> Engine:
+    """An engine on the model with these options and room for the need: the last one, if it has.
+
+    host_bytes: the most that its blocks may take while they wait on the host.
+    """
     kept = vars(model).get(PLACE)
     tokens = 0 if need is None else need.requests * _padded(need.tokens, options)
     if isinstance(kept, _Kept) and kept.engine is not None:
         fits = not kept.capacity or 0 < tokens <= kept.capacity
-        if fits and kept.options == options and not kept.engine.closed:
+        if fits and kept.options == (options, host_bytes) and not kept.engine.closed:
             return kept.engine
         kept.engine.close()
     engine = _made(model, options, need, tokens)
-    vars(model)[PLACE] = _Kept(engine, dict(options), tokens)
+    if host_bytes is not None:
+        _bound_host(engine, host_bytes)
+    vars(model)[PLACE] = _Kept(engine, (dict(options), host_bytes), tokens)
     return engine
+
+
+def _bound_host(engine: Engine, most: int) -> None:
+    """Let at most so many bytes of blocks wait on the host."""
+    for host, group in ((group.host, group) for group in engine.pools.groups.values()):
+        if host is not None:
+            host.most = min(host.most, int(most * group.share) // group.block_bytes)
+            host.slab_blocks = max(1, min(host.most, host.slab_blocks))
 
 
 def holds(engine: Engine, need: WorkloadNeed) -> bool:

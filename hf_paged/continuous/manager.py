@@ -27,8 +27,8 @@ from ..model.switch import original_implementation
 from ..model.tensor_parallel import mesh_of
 from ..model.training import why_random
 from .engines import drop_engine, engine_for, holds
-from .options import ManagerProcessors, WorkloadNeed, engine_options
-from .requests import BatchRequest, output_id
+from .options import ManagerProcessors, WorkloadNeed, engine_options, host_bytes
+from .requests import BatchProcessor, BatchRequest, output_id
 
 logger = logging.getLogger("hf_paged")
 
@@ -98,8 +98,14 @@ class EngineBatchingManager(ContinuousBatchingManager):
         """The engine that computes the requests, made when first needed."""
         if self._engine is None:
             self._borrow()
-            self._engine = engine_for(self.model, self._options, self._need)
+            most = host_bytes(self.continuous_batching_config)
+            self._engine = engine_for(self.model, self._options, self._need, most)
         return self._engine
+
+    @property
+    def batch_processor(self) -> BatchProcessor:
+        """What servers read of transformers' own."""
+        return BatchProcessor(self._requests)
 
     def _borrow(self) -> None:
         """Put the model into a state that the engine computes, until the manager has stopped."""

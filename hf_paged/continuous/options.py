@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
 
+from ..engine.pools import SHARE_OF_HOST
+
 PAGE = 256
 """The tokens of a page where no other number is given."""
 NO_EFFECT = frozenset(
@@ -14,21 +16,20 @@ NO_EFFECT = frozenset(
         "q_padding_interval_size",
         "kv_padding_interval_size",
         "auto_switch_to_flash",
-        "cpu_offload_space_safety_threshold",
         "drop_unsupported_processors",
         "disable_nccl_graph_mixing",
-        "cpu_group_timeout",
         "use_default_compile_configs",
         "max_cached_graphs",
-        "block_size",
-        "page_size",
-        "num_blocks",
-        "return_logprobs",
-        "seed",
-        "per_request_processors",
     }
 )
-"""Fields that say how transformers' own kernels, graphs and ranks work, and those that are read elsewhere."""
+"""Fields about transformers' own kernels and graphs, which change neither answers nor memory here, and two
+that it deprecates: one of them it has read into another field itself, the other has no effect there either.
+"""
+READ_ELSEWHERE = frozenset(
+    {"block_size", "page_size", "num_blocks", "return_logprobs", "seed", "per_request_processors"}
+)
+NO_TIMEOUT = 1e8
+"""Seconds of a timeout that never comes."""
 ELSEWHERE = frozenset(
     {
         "transformers_version",
@@ -72,18 +73,25 @@ def engine_options(config: Any) -> dict[str, Any]:
         "max_requests_per_batch": lambda value: {"max_batch_sequences": value},
         "allow_block_sharing": lambda value: {"prefix_caching": bool(value)},
         "use_async_batching": lambda value: {"run_ahead": value},
-        "use_cuda_graph": lambda value: {"graphs": any(value) if isinstance(value, tuple) else bool(value)},
+        "use_cuda_graph": lambda value: {"graphs": bool(value[1] if isinstance(value, tuple) else value)},
         "varlen_compile_config": lambda value: {"compile": True},
         "decode_compile_config": lambda value: {"compile": True},
         "default_compile_level": lambda value: {"compile": True} if value else {},
         "safety_margin": lambda value: {"watermark": value},
+        "cpu_group_timeout": lambda value: {"rank_timeout": value},
         "cpu_offload_space": lambda value: {} if value else {"host_blocks": 0},
+        "cpu_offload_space_safety_threshold": lambda value: {} if value else {"host_blocks": 0},
     }
     for name, value in vars(config).items():
         if name in readers and value is not None:
             options |= readers[name](value)
-        elif name not in NO_EFFECT and name not in readers:
+        elif name not in NO_EFFECT | READ_ELSEWHERE and name not in readers:
             _refuse(name, value)
+    if getattr(config, "cpu_group_timeout", 0) is None:
+        options["rank_timeout"] = NO_TIMEOUT
+    threshold = getattr(config, "cpu_offload_space_safety_threshold", 1)
+    if "host_blocks" not in options and threshold < SHARE_OF_HOST:
+        _refuse("cpu_offload_space_safety_threshold", threshold)
     size = getattr(config, "page_size", None) or getattr(config, "block_size", None) or PAGE
     if size != PAGE:
         options["block_size"] = size
@@ -95,11 +103,21 @@ def engine_options(config: Any) -> dict[str, Any]:
     return options
 
 
+def host_bytes(config: Any) -> int | None:
+    """The most bytes of blocks that may wait on the host; None for as many as the engine sees fit."""
+    space = getattr(config, "cpu_offload_space", 0)
+    return None if space is None else int(space * 1024**3)
+
+
 def _refuse(name: str, value: Any) -> None:
     """Raise for a field of another value than its default."""
     reasons = {
         "scheduler_type": ("fifo", "the engine admits requests in the order of their arrival"),
         "max_queue_size": (0, "the engine's queue has no bound; bound the requests where they come from"),
+        "cpu_offload_space_safety_threshold": (
+            None,
+            f"the engine takes up to {SHARE_OF_HOST} of the host's free memory, or cpu_offload_space",
+        ),
     }
     default, why = reasons.get(name, (None, "hf_paged does not know it"))
     if value not in (None, default):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
@@ -104,3 +106,28 @@ class BatchRequest:
             )
             for place, sequence in enumerate(sequences)
         ]
+
+
+class BatchProcessor:
+    """What `transformers serve` reads of the batch processor of transformers' manager: a scheduler that knows
+    the requests that have not ended.
+    """
+
+    def __init__(self, requests: Mapping[str, BatchRequest]) -> None:
+        self._requests = requests
+
+    @property
+    def scheduler(self) -> BatchProcessor:
+        """Its scheduler, which is all that it is."""
+        return self
+
+    def has_pending_requests(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self._requests)
+
+    def request_is_cancelled(self, request_id: str) -> bool:
+        """Whether a request is cancelled, or has ended."""
+        return request_id not in self._requests
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name} is of transformers' own scheduler; see manager.engine.stats() instead")
