@@ -273,6 +273,26 @@ def test_prompts_padded_on_the_right(llama: Any, inputs: dict[str, torch.Tensor]
     assert report.logprobs == expected.logprobs
 
 
+@pytest.mark.parametrize("logprobs", [True, None])
+def test_outputs_of_an_engine_bring_all_that_is_compared(llama: Any, logprobs: bool | None) -> None:
+    """Prompts of several lengths, and other numbers of answers."""
+    with hf_paged.Engine(llama, num_blocks=60, block_size=4) as engine:
+        options = {"max_new_tokens": 5, "do_sample": True, "eos_token_id": -1, "logprobs": logprobs}
+        outputs = engine.generate([[5, 6, 7], [9] * 8], num_return_sequences=3, **options)
+        outputs += engine.generate([[8, 7]], **options)
+    report = hf_paged.check_mismatch(llama, outputs)
+    assert report.ok
+    assert report.logprobs is not None
+    assert report.logprobs.tokens == 7 * 5
+    assert report.logprobs.largest < 1e-4
+    outputs[0].sequences[1].token_ids[2] += 1
+    assert hf_paged.check_mismatch(llama, outputs).ok == (logprobs is None)
+    with pytest.raises(TypeError, match="leave completions= and"):
+        hf_paged.check_mismatch(llama, outputs, completions=[[1]])
+    with pytest.raises(TypeError, match="must be outputs of an engine"):
+        hf_paged.check_mismatch(llama, [[5, 6, 7]])
+
+
 def test_log_probabilities_of_an_engine(llama: Any, ids: torch.Tensor) -> None:
     """A sampler's own, of several completions for each prompt (GRPO's rows)."""
     engine = hf_paged.Engine(llama, num_blocks=80, block_size=4)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GenerationMixin
 
 from ..model.registry import base_model
-from .logprobs import compare_logprobs
+from .logprobs import compare_logprobs, of_outputs
 from .report import Mismatch, RowMismatch
 from .runs import Runs, expected_noise, measured_noise
 from .ties import BEAMS, apart, is_tie, lead, scores_apart, size_of
@@ -23,7 +23,7 @@ Mode = Literal["greedy", "samples", "beams", "beam samples"]
 
 def check_mismatch(
     model: nn.Module,
-    inputs: torch.Tensor | Mapping[str, Any],
+    inputs: torch.Tensor | Mapping[str, Any] | Sequence[Any],
     *,
     completions: Sequence[Sequence[int]] | torch.Tensor | None = None,
     logprobs: Sequence[Sequence[float]] | torch.Tensor | None = None,
@@ -52,8 +52,14 @@ def check_mismatch(
     With `completions`, token ids behind the prompts of `inputs`, log-probabilities are compared instead:
     `logprobs` as a sampler reported them (raw: before temperature and truncation), or without it those of
     paged decoding, with a forward without a cache as a trainer makes it. A prompt may have several
-    completions, next to each other.
+    completions, next to each other. Outputs of an engine in the place of `inputs` bring all of that.
     """
+    if isinstance(inputs, Sequence):
+        if completions is not None or logprobs is not None:
+            raise TypeError(
+                "outputs bring their completions and logprobs; leave completions= and logprobs= out"
+            )
+        inputs, completions, logprobs = of_outputs(inputs)
     with torch.no_grad(), Runs(model, inputs, generate_kwargs) as runs:
         if completions is not None:
             return compare_logprobs(runs, completions, logprobs)

@@ -80,6 +80,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._numbers = itertools.count()
         self._generation_thread: threading.Thread | None = None  # type: ignore[assignment]  # may end
         self._requests: dict[str, BatchRequest] = {}
+        self.batch_processor: Any = BatchProcessor(self._requests)
         self._ready: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._modes: list[tuple[Any, bool]] = []
         """The modes of the model's modules, to restore."""
@@ -101,11 +102,6 @@ class EngineBatchingManager(ContinuousBatchingManager):
             most = host_bytes(self.continuous_batching_config)
             self._engine = engine_for(self.model, self._options, self._need, most)
         return self._engine
-
-    @property
-    def batch_processor(self) -> BatchProcessor:
-        """What servers read of transformers' own."""
-        return BatchProcessor(self._requests)
 
     def _borrow(self) -> None:
         """Put the model into a state that the engine computes, until the manager has stopped."""
