@@ -3,13 +3,15 @@ samples again. No copy of the weights, nothing to synchronise, and the sampler's
 the trainer's (batch_invariant, which needs a C++ compiler). The reward wants stories with the moon in them.
 
 python examples/rollouts.py                   # under two minutes on two cores
-python examples/rollouts.py --svg reward.svg  # the curves as a picture
+python examples/rollouts.py --svg curves.svg  # the curves as a picture
 """
 
 import argparse
 
+import psutil
 import torch
 from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_paged import Engine, batch_invariant, demo
 
@@ -24,7 +26,7 @@ torch.manual_seed(0)
 model, tokenizer = demo.model().float().train(), demo.tokenizer()  # dropout is zero: the mode changes nothing
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 engine = Engine(model, tokenizer, keep_pools=True, num_blocks=1024, batch_invariant=True)
-prompts = demo.prompts()[:PROMPTS]
+sampling = {"num_return_sequences": SAMPLES, "do_sample": True, "top_k": 0, "max_new_tokens": NEW}
 
 
 def reward(text: str) -> float:
@@ -32,60 +34,46 @@ def reward(text: str) -> float:
     return float(sum(text.count(word) for word in ("moon", "night", "star")))
 
 
-def logprobs_of(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What the trainer's forward says of each token but the first, [rows, tokens - 1]."""
-    with batch_invariant():
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-        return logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+def padded(rows: list[list[float]]) -> torch.Tensor:
+    """[rows, longest], with zeros at the end, which no token of a causal model attends to."""
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
-curve: list[tuple[float, float]] = []  # mean reward, bytes of the pools
+rewards, memory = [], []
 for step in range(options.steps):
     # Rollout: a prompt's samples share its blocks.
-    outputs = engine.generate(
-        prompts, num_return_sequences=SAMPLES, do_sample=True, top_k=0, max_new_tokens=NEW, logprobs=True
-    )
+    outputs = engine.generate(demo.prompts()[:PROMPTS], logprobs=True, **sampling)
     rows = [(output.prompt_token_ids, each) for output in outputs for each in output.sequences]
-    rewards = torch.tensor([reward(each.text or "") for _, each in rows]).view(PROMPTS, SAMPLES)
-    advantages = ((rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
-
-    # One padded batch: prompts and answers, and the sampler's own log-probabilities.
-    width = max(len(prompt) + len(each.token_ids) for prompt, each in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    mask, old, weights = torch.zeros_like(ids), torch.zeros(ids.shape), torch.zeros(ids.shape)
-    for row, (prompt, each) in enumerate(rows):
-        end = len(prompt) + len(each.token_ids)
-        ids[row, :end] = torch.tensor(prompt + each.token_ids)
-        mask[row, :end] = 1
-        weights[row, len(prompt) : end] = 1 / len(each.token_ids)
-        old[row, len(prompt) : end] = torch.tensor([note.logprob for note in each.logprobs or ()])
+    scores = torch.tensor([reward(each.text) for _, each in rows]).view(PROMPTS, SAMPLES)
+    advantages = ((scores - scores.mean(1, True)) / (scores.std(1, keepdim=True) + 1e-4)).view(-1, 1)
 
     # Loss: the sampler's log-probabilities are the old ones, so no forward is needed for them.
-    own = logprobs_of(ids, mask)
-    sampled = weights[:, 1:] > 0
-    mismatch = (own.detach() - old[:, 1:])[sampled].abs().max().item()
+    ids = padded([prompt + each.token_ids for prompt, each in rows])
+    old = padded([[0.0] * len(prompt) + [note.logprob for note in each.logprobs] for prompt, each in rows])
+    with batch_invariant():
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        own = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    sampled = padded([[0] * len(prompt) + [1] * len(each.token_ids) for prompt, each in rows])[:, 1:] > 0
+    mismatch = (own - old[:, 1:])[sampled].abs().max().item()
     ratio = (own - old[:, 1:]).exp()
-    gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[:, None])
-    loss = -(gain * weights[:, 1:]).sum(1).mean()
-    loss.backward()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    (-(gain * sampled).sum(1) / sampled.sum(1)).mean().backward()
     clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()  # the engine sees it: no stale block, no stale captured step
     optimizer.zero_grad()
 
-    curve.append((float(rewards.mean()), engine.stats()["memory"]["reserved_bytes"]))
-    if step % max(1, options.steps // 10) == 0 or step == options.steps - 1:
-        bar = "#" * round(12 * curve[-1][0])
-        held = f"mismatch {mismatch:.0e}  pools {curve[-1][1]:,} B"
-        print(f"step {step:3}  reward {curve[-1][0]:5.2f}  {held}  {bar}")
+    rewards.append(scores.mean().item())
+    memory.append(psutil.Process().memory_info().rss / 2**20)
+    held = f"mismatch {mismatch:.0e}  memory {memory[-1]:.0f} MB"
+    print(f"step {step:3}  reward {rewards[-1]:5.2f}  {held}  " + "#" * round(12 * rewards[-1]))
 
 engine.close()
 if options.svg:
-    highest = max(value for value, _ in curve) or 1.0
-    places = [(20 + 360 * i / len(curve), 180 - 160 * y / highest) for i, (y, _) in enumerate(curve)]
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    line = f'<polyline fill="none" stroke="#2f80ed" stroke-width="2" points="{points}"/>'
-    title = (
-        f'<text x="20" y="14" font-size="12">mean reward of {len(curve)} steps, up to {highest:.2f}</text>'
-    )
+    picture = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 200" fill="none" font-size="11">'
+    for name, curve, color, y in (("mean reward", rewards, "blue", 14), ("memory in MB", memory, "red", 28)):
+        heights = enumerate(180 - 150 * value / (max(curve) or 1) for value in curve)
+        points = " ".join(f"{20 + 360 * i / len(curve):.1f},{height:.1f}" for i, height in heights)
+        picture += f'<text x="20" y="{y}" fill="{color}">{name}, up to {max(curve):.2f}</text>'
+        picture += f'<polyline stroke="{color}" points="{points}"/>'
     with open(options.svg, "w") as file:
-        file.write(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 200">{title}{line}</svg>\n')
+        file.write(picture + "</svg>\n")

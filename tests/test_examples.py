@@ -18,15 +18,18 @@ from hf_paged import demo
 from hf_paged.trace import read
 
 ROOT = Path(__file__).parent.parent
-SHORTENED = {"rollouts": ["--steps", "12"], "grpo_trl": ["--steps", "4"]}
+SHORTENED = {"rollouts": ["--steps", "12", "--svg", "{folder}/curves.svg"], "grpo_trl": ["--steps", "4"]}
 """Arguments of examples that take long."""
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
-def test_example(example: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example(
+    example: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     if example.stem == "grpo_trl":
         pytest.importorskip("trl", reason="needs TRL, which is no dependency")
-    monkeypatch.setattr("sys.argv", [str(example), *SHORTENED.get(example.stem, [])])
+    arguments = [each.format(folder=tmp_path) for each in SHORTENED.get(example.stem, [])]
+    monkeypatch.setattr("sys.argv", [str(example), *arguments])
     runpy.run_path(str(example), run_name="__main__")
     out = capsys.readouterr().out
     assert len(out.split()) > 20
@@ -34,11 +37,14 @@ def test_example(example: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
         assert re.search(r"^seconds on (cpu|cuda).*: stock \d+\.\d+, paged \d+\.\d+$", out, re.M)
         assert "the same tokens\n" in out
     if example.stem == "rollouts":
-        rows = re.findall(r"reward +(\d+\.\d+) +mismatch (\S+) +pools ([\d,]+) B", out)
-        assert len(rows) > 5
+        assert len(example.read_text().splitlines()) <= 80
+        rows = re.findall(r"reward +(\d+\.\d+) +mismatch (\S+) +memory (\d+) MB", out)
+        assert len(rows) == 12
         assert sum(float(reward) for reward, *_ in rows[-3:]) > sum(float(reward) for reward, *_ in rows[:3])
-        assert max(float(mismatch) for _, mismatch, _ in rows) < 1e-3
-        assert len({pools for *_, pools in rows}) == 1
+        assert {float(mismatch) for _, mismatch, _ in rows} == {0.0}
+        assert float(rows[-1][2]) < 1.1 * float(rows[2][2])
+        picture = (tmp_path / "curves.svg").read_text()
+        assert [len(points.split()) for points in re.findall(r'points="(.*?)"', picture)] == [12, 12]
     if example.stem == "finetune_then_serve":
         assert "generate() has the same tokens" in out
         stories = re.findall(r"^(the model|loud|moonlit) *: (.*)$", out, re.M)

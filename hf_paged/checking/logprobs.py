@@ -19,13 +19,9 @@ FAR = 0.1
 
 
 def of_outputs(outputs: Sequence[Any]) -> tuple[dict[str, Any], list[list[int]], list[list[float]] | None]:
-    """The prompts of an engine's outputs, a row for each answer, and the answers; their log-probabilities if
-    all have some.
-    """
+    """The prompt of each answer of an engine, the answers, and log-probabilities if all have some."""
     if not all(hasattr(each, "prompt_token_ids") for each in outputs):
-        raise TypeError(
-            "a list of inputs must be outputs of an engine; give prompts as a tensor or as keywords"
-        )
+        raise TypeError("a list of inputs must be outputs of an engine; give prompts as tensors or keywords")
     answers = [(each.prompt_token_ids, answer) for each in outputs for answer in each.sequences]
     width = max((len(prompt) for prompt, _ in answers), default=0)
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in answers])
@@ -33,8 +29,8 @@ def of_outputs(outputs: Sequence[Any]) -> tuple[dict[str, Any], list[list[int]],
     logprobs = None
     if all(answer.logprobs is not None for _, answer in answers):
         logprobs = [[note.logprob for note in answer.logprobs] for _, answer in answers]
-    inputs = {"input_ids": ids, "attention_mask": mask.long()}
-    return inputs, [answer.token_ids for _, answer in answers], logprobs
+    tokens = [answer.token_ids for _, answer in answers]
+    return {"input_ids": ids, "attention_mask": mask.long()}, tokens, logprobs
 
 
 def compare_logprobs(
