@@ -37,6 +37,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of `python -m hf_paged transformers serve` on the demo model. Its thread is one of this
     process, which saves the seconds that another one takes to import everything.
     """
+    program = "transformers.cli.transformers"
+    pytest.importorskip(program, reason="needs transformers[serving]", exc_type=ImportError)
     uvicorn = pytest.importorskip("uvicorn", reason="needs transformers[serving]")
     tokenizer = demo.tokenizer()
     tokenizer.chat_template = CHAT
@@ -58,12 +60,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     try:
         with pytest.raises(SystemExit):
             runpy.run_module("hf_paged", run_name="__main__")
-        program, thread = running
-        while not program.started:
+        serving, thread = running
+        while not serving.started:
             assert thread.is_alive()
             time.sleep(0.01)
         yield f"http://localhost:{port}"
-        program.should_exit = True
+        serving.should_exit = True
         thread.join(GUARD)
     finally:
         hf_paged.install(generate_batch=False)

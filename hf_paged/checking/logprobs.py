@@ -18,19 +18,19 @@ FAR = 0.1
 """Importance ratios further from 1 are counted."""
 
 
-def of_outputs(outputs: Sequence[Any]) -> tuple[dict[str, Any], list[list[int]], list[list[float]] | None]:
+def of_outputs(outputs: Sequence[Any], device: torch.device) -> tuple[dict[str, Any], list[list[int]], Any]:
     """The prompt of each answer of an engine, the answers, and log-probabilities if all have some."""
     if not all(hasattr(each, "prompt_token_ids") for each in outputs):
         raise TypeError("a list of inputs must be outputs of an engine; give prompts as tensors or keywords")
     answers = [(each.prompt_token_ids, answer) for each in outputs for answer in each.sequences]
     width = max((len(prompt) for prompt, _ in answers), default=0)
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in answers])
-    mask = torch.tensor([[i >= width - len(prompt) for i in range(width)] for prompt, _ in answers])
-    logprobs = None
-    if all(answer.logprobs is not None for _, answer in answers):
-        logprobs = [[note.logprob for note in answer.logprobs] for _, answer in answers]
+    padded = [[0] * (width - len(prompt)) + prompt for prompt, _ in answers]
+    shown = [[int(i >= width - len(prompt)) for i in range(width)] for prompt, _ in answers]
+    ids, mask = (torch.tensor(each, device=device) for each in (padded, shown))
+    notes = [answer.logprobs for _, answer in answers]
+    logprobs = None if None in notes else [[note.logprob for note in each] for each in notes]
     tokens = [answer.token_ids for _, answer in answers]
-    return {"input_ids": ids, "attention_mask": mask.long()}, tokens, logprobs
+    return {"input_ids": ids, "attention_mask": mask}, tokens, logprobs
 
 
 def compare_logprobs(

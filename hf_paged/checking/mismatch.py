@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin
 
+from ..model.offloaded import input_device
 from ..model.registry import base_model
 from .logprobs import compare_logprobs, of_outputs
 from .report import Mismatch, RowMismatch
@@ -59,7 +60,7 @@ def check_mismatch(
             raise TypeError(
                 "outputs bring their completions and logprobs; leave completions= and logprobs= out"
             )
-        inputs, completions, logprobs = of_outputs(inputs)
+        inputs, completions, logprobs = of_outputs(inputs, input_device(model))
     with torch.no_grad(), Runs(model, inputs, generate_kwargs) as runs:
         if completions is not None:
             return compare_logprobs(runs, completions, logprobs)
