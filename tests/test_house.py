@@ -41,7 +41,7 @@ BUDGETS = {
     "hf_paged": 970,
     "hf_paged/blocks": 1745,
     "hf_paged/checking": 1000,
-    "hf_paged/continuous": 820,
+    "hf_paged/continuous": 1000,
     "hf_paged/demo": 250,
     "hf_paged/engine": 6545,
     "hf_paged/engine/multimodal": 1000,
