@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -93,6 +94,24 @@ def test_adapters() -> None:
             right = logits.log_softmax(-1)
         for place, token in enumerate(sequence.logprobs):
             assert token.logprob == right[len(row) + place - 1, token.token_id].item()
+
+
+def test_another_thread_drives_it() -> None:
+    """C44: asyncio.to_thread copies the block's context, and torch's modes stay behind."""
+    model = model_of("llama", torch.bfloat16)
+    rows = prompts(60)[:3]
+
+    def work() -> list[Any]:
+        outputs = engine.generate(rows, max_new_tokens=4, do_sample=False, logprobs=True, pad_token_id=0)
+        return [output.sequences[0].logprobs for output in outputs]
+
+    async def apart() -> list[Any]:
+        with hf_paged.batch_invariant():
+            return await asyncio.to_thread(work)
+
+    with Engine(model, batch_invariant=True) as engine:
+        right = work()
+        assert asyncio.run(apart()) == right
 
 
 def test_check_mismatch_finds_nothing() -> None:

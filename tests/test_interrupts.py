@@ -15,6 +15,7 @@ import torch
 from engine_answers import answers
 from families import BY_NAME, build
 from interrupting import DRIVING, OUTER, Interrupted
+from invariance import compiles
 
 import hf_paged
 from hf_paged.engine import Engine
@@ -193,6 +194,9 @@ TORCH_FILES = (
 """Where torch's context managers set what they keep for a thread."""
 
 
+MODE_FILES = ("/invariant/mode.py", "/thread_state.py")
+
+
 @pytest.mark.parametrize("how", ["generate", "engine", "invariant"])
 def test_what_torch_keeps_for_a_thread(how: str) -> None:
     """C22: an interrupt in the first or last lines of torch's context managers leaves gradients on, and modes off."""
@@ -205,16 +209,40 @@ def test_what_torch_keeps_for_a_thread(how: str) -> None:
             return answers(engine.submit([5, 6, 7], max_new_tokens=3, do_sample=False).result())
 
         expected, before = act(), thread_facts()
-        probe = Interrupted(files=("/batch_invariant.py",), torch_files=TORCH_FILES)
+        assert places(act, MODE_FILES[:1] if how == "invariant" else MODE_FILES[1:], most=1)
+        probe = Interrupted(files=MODE_FILES, torch_files=TORCH_FILES)
         assert probe(act)
         assert probe.count > 40
         for at in range(1, probe.count + 1, max(1, probe.count // 100)):
-            interrupted = Interrupted(at, ("/batch_invariant.py",), TORCH_FILES)
+            interrupted = Interrupted(at, MODE_FILES, TORCH_FILES)
             interrupted(act)
             assert thread_facts() == before, interrupted.where
         found = act()
         assert torch.equal(found, expected) if how == "generate" else found == expected
         assert mode_depths() == (0, 0)
+
+
+@compiles
+def test_a_block_of_the_users() -> None:
+    """C22, C44: after an interrupt while it is entered or left the mode is off."""
+    x, w = torch.randn(3, 300), torch.randn(70, 300)
+
+    def act() -> torch.Tensor:
+        with hf_paged.batch_invariant():
+            return torch.nn.functional.linear(x, w)
+
+    stock, right, before = torch.nn.functional.linear(x, w), act(), thread_facts()
+    assert not torch.equal(right, stock)
+    assert places(act, MODE_FILES[:1], most=1)
+    probe = Interrupted(files=MODE_FILES, torch_files=TORCH_FILES)
+    assert probe(act)
+    for at in range(1, probe.count + 1):
+        interrupted = Interrupted(at, MODE_FILES, TORCH_FILES)
+        interrupted(act)
+        assert (thread_facts(), mode_depths()) == (before, (0, 0)), interrupted.where
+        assert torch.equal(torch.nn.functional.linear(x, w), stock)
+    assert torch.equal(act(), right)
+    assert torch.equal(torch.nn.functional.linear(x, w), stock)
 
 
 def test_an_interrupt_while_weights_are_found_to_be_others() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import Context, copy_context
 from typing import Any
@@ -202,6 +202,89 @@ def test_one_object_may_be_entered_again() -> None:
         assert invariant.get()
     assert not invariant.get()
     assert mode_depths() == depths
+
+
+def test_one_object_in_two_threads() -> None:
+    """C44: each leaves its own blocks, which other modes of one's own may be around."""
+
+    class Passing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    mode = batch_invariant()
+    entered, left = threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def work() -> None:
+        with mode:
+            entered.set()
+            left.wait(10)
+            found.append(invariant.get())
+        found.extend((invariant.get(), mode_depths()))
+
+    thread = threading.Thread(target=work)
+    with Passing():
+        with mode:
+            thread.start()
+            entered.wait(10)
+        assert (invariant.get(), mode_depths()) == (False, (0, 1))
+    left.set()
+    thread.join()
+    assert found == [True, False, (0, 0)]
+
+
+def test_threads_that_copy_the_context() -> None:
+    """C44: asyncio.to_thread takes it along, and torch's modes stay behind. A thread is in the mode if it enters it."""
+    x, w = numbers(3, 300), numbers(70, 300)
+
+    def layer(context: Any) -> tuple[torch.Tensor, bool]:
+        with context:
+            return F.linear(x, w), invariant.get()
+
+    async def apart(context: Any) -> Any:
+        return await asyncio.to_thread(layer, context)
+
+    right = layer(batch_invariant())
+    stock = layer(nullcontext())
+    assert not torch.equal(right[0], stock[0])
+    with batch_invariant():
+        for context, (answer, on) in ((batch_invariant(), right), (nullcontext(), stock)):
+            found = asyncio.run(apart(context))
+            assert torch.equal(found[0], answer)
+            assert found[1] == on
+    assert mode_depths() == (0, 0)
+
+
+def test_tasks_that_outlive_a_block() -> None:
+    """C44: their context is still that of the block. One that is in a block of its own is told, one that enters
+    another block later is in the mode.
+    """
+    x, w = numbers(3, 300), numbers(70, 300)
+    with batch_invariant():
+        right = F.linear(x, w)
+
+    async def waits_in_a_block(go: asyncio.Event) -> None:
+        with batch_invariant():
+            await go.wait()
+
+    async def enters_later(go: asyncio.Event) -> torch.Tensor:
+        await go.wait()
+        assert not invariant.get()
+        with batch_invariant():
+            return F.linear(x, w)
+
+    async def limited() -> list[Any]:
+        go = asyncio.Event()
+        with batch_invariant():
+            tasks = [asyncio.create_task(each(go)) for each in (waits_in_a_block, enters_later)]
+            await asyncio.sleep(0)
+        go.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    told, found = asyncio.run(limited())
+    assert isinstance(told, NotInvariant)
+    assert torch.equal(found, right)
+    assert mode_depths() == (0, 0)
 
 
 def test_sums_in_doubles_are_as_exact_as_torchs() -> None:
@@ -430,6 +513,25 @@ def test_a_function_that_computes_so() -> None:
     assert seen == [True, True]
     assert not invariant.get()
     assert mode_depths() == (0, 0)
+
+
+def test_what_yields_is_not_decorated() -> None:
+    """Its caller would compute in the mode, and it would compute without."""
+
+    def generator() -> Iterator[None]:
+        yield
+
+    async def coroutine() -> None:
+        pass
+
+    async def both() -> AsyncIterator[None]:
+        yield
+
+    for function in (generator, coroutine, both):
+        with pytest.raises(
+            TypeError, match=rf"{function.__name__}.* yields or awaits; enter the mode inside"
+        ):
+            batch_invariant()(function)
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextvars import ContextVar
 
 import torch
@@ -10,8 +11,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from .batch import Batch
 from .static import StaticBatch
 
-invariant: ContextVar[bool] = ContextVar("hf_paged_batch_invariant", default=False)
-"""Whether what is computed must not depend on the batch: then the calls of torch's attention are replaced."""
+
+class Invariant(threading.local):
+    """Whether what is computed must not depend on the batch; torch's attention is replaced then."""
+
+    wanted: ContextVar[bool] = ContextVar("hf_paged_batch_invariant", default=False)
+    entered = False  # by this thread: it may have the copy of another's context, or of a block that has ended
+
+    def get(self) -> bool:
+        return self.entered and self.wanted.get()
+
+
+invariant = Invariant()
 
 
 def write(data: torch.Tensor, batch: Batch | StaticBatch, tokens: torch.Tensor) -> None:

@@ -10,8 +10,6 @@ import torch
 from ..kv.reference import invariant
 
 T = TypeVar("T")
-
-
 Depths = tuple[int, int]
 
 
@@ -44,7 +42,7 @@ def restoring(act: Callable[[], T]) -> T:
         return act()
     finally:
         try:
-            invariant.set(ordered)
+            invariant.wanted.set(ordered)
         finally:
             try:
                 pop_modes(depths)

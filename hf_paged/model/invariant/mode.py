@@ -8,11 +8,14 @@ decoding step. An operation without a fixed order is refused by name.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from functools import cache
-from typing import Any
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
+from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...kv.ops import invariant_kernels
 from ...kv.reference import invariant
@@ -22,8 +25,10 @@ from .functions import FunctionCalls
 from .known import NotInvariant, kernels_for
 from .operations import Operations
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-class batch_invariant(ContextDecorator):
+
+class batch_invariant(threading.local, ContextDecorator):
     """Compute so that a token's logits depend on its own sequence alone: not on the sequences beside it, on
     padding, chunks, cached prefixes or preemption. A forward that trains gives the bits of one that samples.
 
@@ -33,31 +38,46 @@ class batch_invariant(ContextDecorator):
     """
 
     def __init__(self) -> None:
-        self._blocks: list[tuple[Operations, Depths] | None] = []
-        """The blocks that it is entered for; None for one in which the mode was on already."""
+        self._blocks: list[Depths | None] = []
+        """The modes before each block that this thread is in; None if the block found the mode on."""
+
+    def __call__(self, function: F) -> F:
+        if isgeneratorfunction(function) or iscoroutinefunction(function) or isasyncgenfunction(function):
+            raise TypeError(
+                f"batch_invariant() decorates functions that compute and return, and {function!r} yields or "
+                "awaits; enter the mode inside it"
+            )
+        return super().__call__(function)
 
     def _recreate_cm(self) -> batch_invariant:  # of a decorated function, for each of its calls
         return batch_invariant()
 
     def __enter__(self) -> None:
-        if invariant.get():
-            self._blocks.append(None)
-            return
-        functions, operations = _modes()
-        above, below = mode_depths()
-        # Torch steps out of a mode to call it, and back in later if an interrupt came meanwhile.
-        while above and torch._C._get_function_stack_at(above - 1) is functions:
-            above -= 1
-        self._blocks.append((operations, (above, below)))
-        functions.entered = operations.entered = True
-        # Torch has no types for these.
-        functions.__enter__()  # type: ignore[no-untyped-call]
-        operations.__enter__()  # type: ignore[no-untyped-call]
-        invariant.set(True)  # last: an interrupt leaves modes that do nothing
+        before = None
+        if not invariant.get():
+            functions, operations = _modes()
+            above, below = mode_depths()
+            # Torch steps out of a mode to call it, and back in later if an interrupt came meanwhile.
+            while above and torch._C._get_function_stack_at(above - 1) is functions:
+                above -= 1
+            before = (above, below)
+            try:
+                torch._C._push_on_torch_function_stack(functions)
+                operations.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+                invariant.wanted.set(True)
+                invariant.entered = functions.entered = True
+            except BaseException:
+                _leave(before)
+                raise
+        self._blocks += [before]  # no call: an interrupt comes after one
 
     def __exit__(self, error: object, *_: object) -> None:
-        block = self._blocks.pop()
-        there = invariant.get() if block is None else _leave(*block)
+        *self._blocks, before = self._blocks
+        there = False
+        try:
+            there = _leave(before)
+        finally:
+            _leave(before)  # again, as an interrupt may have broken it off
         if not there and error is None:
             raise NotInvariant(
                 "another task or generator of this thread left its batch_invariant() first, so the rest of "
@@ -66,16 +86,20 @@ class batch_invariant(ContextDecorator):
             )
 
 
-def _leave(operations: Operations, before: Depths) -> bool:
-    """End the mode of this thread; whether it was still there."""
-    invariant.set(False)
-    operations.entered = operations.functions.entered = False
+def _leave(before: Depths | None) -> bool:
+    """End a block that has entered the modes; whether the mode was still there."""
+    if before is None:
+        return invariant.get()
+    functions, operations = _modes()
     there = mode_depths()[1] > before[1]
+    invariant.wanted.set(False)
     try:
         if there:
             operations.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     finally:
         pop_modes(before)
+    # Another task may be in it.
+    invariant.entered = functions.entered = operations in _get_current_dispatch_mode_stack()
     return there
 
 

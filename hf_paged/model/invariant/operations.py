@@ -24,7 +24,6 @@ class Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.functions = functions
         functions.hidden_from = self
-        self.entered = False
         self._again = False
         self._known: dict[Any, Operation] = {}
         self._own: dict[str, Operation] = {
@@ -54,7 +53,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch._C._current_autograd_node() is not None:  # gradients are not promised
-            again = self.entered and torch.is_grad_enabled()
+            again = self.functions.entered and torch.is_grad_enabled()
             if again and not self._again:
                 # A checkpointed layer is computed again. Torch has left the other mode, until the node ends.
                 torch._C._push_on_torch_function_stack(self.functions)
