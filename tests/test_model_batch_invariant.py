@@ -44,6 +44,12 @@ def multiplied(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+@torch.library.custom_op("hf_paged_tests::mul", mutates_args=())
+def multiply(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """A product with the name of another operation."""
+    return one @ two
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "matmul": lambda: X @ numbers(5, 12, 9),
     "matmul by a matrix": lambda: X @ numbers(12, 9),
@@ -55,6 +61,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "baddbmm": lambda: torch.baddbmm(numbers(5, 7, 9), X, numbers(5, 12, 9), beta=0.5, alpha=2),
     "baddbmm of nothing": lambda: torch.baddbmm(
         torch.full((5, 7, 9), torch.nan), X, numbers(5, 12, 9), beta=0, alpha=2
+    ),
+    "addmm of nothing": lambda: torch.addmm(
+        torch.full((7, 9), torch.nan), X[0], numbers(12, 9), beta=0, alpha=2
     ),
     "product of counts": lambda: torch.arange(12).view(3, 4) @ torch.arange(8).view(4, 2),
     "sum with a factor": lambda: torch.add(X, POSITIVE, alpha=0.3) - torch.sub(X, X * X, alpha=3),
@@ -69,6 +78,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "sum of some": lambda: X.sum((0, 2), keepdim=True),
     "sum in doubles": lambda: X.sum(1, dtype=torch.float64),
     "sum of counts": lambda: (X > 0).sum(-1),
+    "sum of counts in floats": lambda: (X > 0).sum(-1, dtype=torch.float32),
     "mean": lambda: X.mean(-1, keepdim=True),
     "mean of all": lambda: X.mean(),
     "mean of one number": lambda: X.sum().mean() + X.sum().logsumexp(0) + X[0, 0, 0].softmax(0),
@@ -107,6 +117,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "root": lambda: POSITIVE**-0.5,
     "powers of a number": lambda: 10000.0 ** (torch.arange(0, 12, 2).float() / 12),
     "powers of counts": lambda: torch.arange(1, 12) ** 0.37 + torch.arange(12)[1:] ** torch.tensor(-0.5),
+    "powers of counts by counts": lambda: torch.tensor([3, 5]) ** torch.tensor([39, 27]),
+    "powers of a count by counts": lambda: 3 ** torch.arange(40),
+    "power by a row of one": lambda: torch.tensor(3.0) ** torch.tensor([2.0]),
+    "powers of nothing": lambda: torch.ones(0) ** torch.ones(0),
     "squares of counts": lambda: torch.arange(12) ** 2,
     "mean in doubles": lambda: X.mean((0, 2), keepdim=True, dtype=torch.float64),
     "put and added": lambda: X[0].index_put((torch.tensor([1, 1, 3]),), numbers(3, 12), accumulate=True),
@@ -152,6 +166,27 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "angles": (lambda: COMPLEX.angle(), "no fixed order for aten.angle"),
     "quotients of complex numbers": (lambda: COMPLEX / COMPLEX, "quotients of complex numbers"),
     "doubles": (lambda: X.double().exp(), "float32 and half numbers, got torch.float64"),
+    "means of doubles": (lambda: X.double().mean(), "half numbers, got torch.float64"),
+    "means of complex numbers": (lambda: COMPLEX.mean(), "half numbers, got torch.complex64"),
+    "deviations of doubles": (lambda: X.double().std(), "half numbers, got torch.float64"),
+    "norms of doubles": (lambda: torch.linalg.vector_norm(X.double()), "half numbers, got torch.float64"),
+    "norms in doubles": (
+        lambda: torch.linalg.vector_norm(X, dtype=torch.float64),
+        "half numbers, got torch.float64",
+    ),
+    "layer norms of doubles": (
+        lambda: F.layer_norm(X.double(), (12,)),
+        "half numbers, got torch.float64",
+    ),
+    "powers in doubles": (lambda: X ** X.double(), "half numbers, got torch.float64"),
+    "an operation of another library": (
+        lambda: multiply(X[0], numbers(12, 9)),
+        "no fixed order for hf_paged_tests.mul",
+    ),
+    "an operation of another library by name": (
+        lambda: torch.ops.hf_paged_tests.mul(X[0], numbers(12, 9)),
+        "no fixed order for hf_paged_tests.mul",
+    ),
     "products of doubles": (lambda: X.double() @ numbers(12, 3).double(), "half numbers, got torch.float64"),
 }
 
@@ -164,6 +199,7 @@ def test_torchs_answer(case: str) -> None:
         found = CASES[case]()
     assert found.dtype == right.dtype
     assert found.shape == right.shape
+    assert right.is_floating_point() or torch.equal(found, right)
     assert torch.allclose(found.double(), right.double(), atol=4e-3 if "halves" in case else 3e-5, rtol=3e-5)
 
 
@@ -289,9 +325,14 @@ def test_tasks_that_outlive_a_block() -> None:
 
 def test_sums_in_doubles_are_as_exact_as_torchs() -> None:
     x = 1e4 * numbers(3, 1000)
-    right = x.sum(-1, dtype=torch.float64), x.mean(dtype=torch.float64)
+    counts = torch.arange(3000) + 2**40
+
+    def work() -> list[torch.Tensor]:
+        return [x.sum(-1, dtype=torch.float64), x.mean(dtype=torch.float64), counts.mean(dtype=torch.float64)]
+
+    right = work()
     with batch_invariant():
-        found = x.sum(-1, dtype=torch.float64), x.mean(dtype=torch.float64)
+        found = work()
     for own, torchs in zip(found, right, strict=True):
         torch.testing.assert_close(own, torchs, rtol=1e-12, atol=1e-9)
 
@@ -301,6 +342,15 @@ def test_powers_of_counts_in_all_company() -> None:
     with batch_invariant():
         whole = torch.arange(1, 100) ** 0.37
         assert all(torch.equal(torch.arange(1, n) ** 0.37, whole[: n - 1]) for n in range(2, 100))
+
+
+def test_what_a_tensor_cannot_hold() -> None:
+    """In place and into a tensor: it raises, as torch does."""
+    with batch_invariant():
+        with pytest.raises(RuntimeError, match=r"pow_.* got a tensor of torch.int64 to write torch.float32"):
+            torch.tensor([4, 9]).pow_(0.5)
+        with pytest.raises(RuntimeError, match=r"exp.out got a tensor of torch.int64"):
+            torch.exp(X, out=torch.empty(5, 7, 12, dtype=torch.long))
 
 
 def test_threads_add_in_one_order() -> None:

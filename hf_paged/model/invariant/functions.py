@@ -109,7 +109,7 @@ def _why_hidden(func: Any) -> Callable[..., bool] | None:
     name = getattr(func, "__name__", "")
     if func is linear:
         return _is_torchs_linear
-    if isinstance(func, FunctionType):  # it may call anything
+    if isinstance(func, (FunctionType, torch._ops.OpOverloadPacket)):  # it may call anything
         return None
     if name in ("add", "sub", "mul"):
         return _is_rounded_once

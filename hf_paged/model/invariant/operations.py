@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ...kv.ops import invariant_kernels
 from ...kv.reference import invariant
@@ -28,9 +30,10 @@ class Operations(TorchDispatchMode):
         self._known: dict[Any, Operation] = {}
         self._own: dict[str, Operation] = {
             **{name: partial(self._mapped, name) for name in FUNCTIONS},
-            "mm": self._mm, "bmm": self._bmm, "addmm": self._addmm, "baddbmm": self._baddbmm,
-            "linear": self._linear, "_grouped_mm": self._grouped_mm, "sum": self._sum, "mean": self._mean,
-            "var": self._var, "linalg_vector_norm": self._linalg_vector_norm, "logsumexp": self._logsumexp,
+            "mm": self._mm, "bmm": self._bmm, "addmm": partial(self._added, self._mm),
+            "baddbmm": partial(self._added, self._bmm), "linear": self._linear,
+            "_grouped_mm": self._grouped_mm, "sum": self._sum, "mean": self._mean, "var": self._var,
+            "linalg_vector_norm": self._linalg_vector_norm, "logsumexp": self._logsumexp,
             "native_layer_norm": self._native_layer_norm, "polar": self._polar, "gelu": self._gelu,
             "softplus": self._softplus, "pow": self._pow, "div": self._div, "cumsum": self._cumsum,
             "index_add": self._index_add,
@@ -38,7 +41,7 @@ class Operations(TorchDispatchMode):
             "mv": lambda one, two: self._bmm(one[None], two[None, :, None])[0, :, 0],
             "dot": lambda one, two: self._bmm(one[None, None], two[None, :, None])[0, 0, 0],
             "nansum": lambda x, *of, **to: self._sum(x.masked_fill(x.isnan(), 0), *of, **to),
-            "std": lambda x, *of, **to: self._var(x.float(), *of, **to).sqrt().to(x.dtype),
+            "std": lambda x, *of, **to: self._var(_wide(x), *of, **to).sqrt().to(x.dtype),
             "rsub": lambda x, other, alpha=1: -(x if alpha == 1 else x * alpha) + other,
             "addcmul": lambda x, one, two, value=1: x + one * two * value,
             "addcdiv": lambda x, one, two, value=1: x + one / two * value,
@@ -68,7 +71,7 @@ class Operations(TorchDispatchMode):
 
     def _find(self, func: Any) -> Operation:
         """What computes an operation of torch."""
-        name = func._overloadpacket.__name__
+        name = func._overloadpacket.__name__ if func.namespace == "aten" else func.name()
         plain = name.rstrip("_") if not name.startswith("__") else name.strip("_")
         operation: Operation = func
         passes = plain in MOVES or plain in RANDOM or plain in AFTER
@@ -106,7 +109,7 @@ class Operations(TorchDispatchMode):
     @staticmethod
     def _unless_floating(func: Any) -> Operation:
         def whole(*args: Any, **kwargs: Any) -> Any:
-            for each in args:
+            for each in tree_leaves((args, kwargs)):
                 if isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()):
                     raise NotInvariant(
                         f"batch_invariant() has no fixed order for {func}; run this model without it"
@@ -133,17 +136,12 @@ class Operations(TorchDispatchMode):
         answer: torch.Tensor = kernels.bmm(one, two)
         return answer
 
-    def _addmm(
-        self, bias: torch.Tensor, one: torch.Tensor, two: torch.Tensor, beta: float = 1, alpha: float = 1
-    ) -> torch.Tensor:
-        if bias.dim() == 1 and beta == alpha == 1:
-            return self._mm(one, two, bias.expand(two.shape[1]))
-        return bias * beta + self._mm(one, two) * alpha
-
-    def _baddbmm(
-        self, bias: torch.Tensor, one: torch.Tensor, two: torch.Tensor, beta: float = 1, alpha: float = 1
-    ) -> torch.Tensor:
-        product = self._bmm(one, two) * alpha
+    @staticmethod
+    def _added(multiply: Operation, bias: Any, one: Any, two: Any, beta: float = 1, alpha: float = 1) -> Any:
+        """A product and a bias, which may be anything if it counts for nothing."""
+        if bias.dim() == 1 and one.dim() == 2 and beta == alpha == 1:
+            return multiply(one, two, bias.expand(two.shape[1]))
+        product = multiply(one, two) * alpha
         return product if beta == 0 else bias * beta + product
 
     def _linear(
@@ -153,21 +151,11 @@ class Operations(TorchDispatchMode):
         return self._mm(flat, weight.t(), bias).view(*x.shape[:-1], len(weight))
 
     def _grouped_mm(
-        self,
-        one: torch.Tensor,
-        two: torch.Tensor,
-        offs: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
+        self, one: torch.Tensor, two: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
     ) -> torch.Tensor:
         """Rows of `one` [rows, depth] by experts two [experts, depth, columns]; offs: each one's end."""
-        if (
-            one.dim() != 2
-            or two.dim() != 3
-            or offs is None
-            or bias is not None
-            or out_dtype not in (None, one.dtype)
-        ):
+        by_experts = one.dim() == 2 and two.dim() == 3 and offs is not None
+        if not by_experts or bias is not None or out_dtype not in (None, one.dtype):
             raise NotInvariant("batch_invariant() knows grouped products of rows by experts only")
         answer: torch.Tensor = kernels_for(one).grouped(one, two, offs)
         return answer
@@ -177,47 +165,40 @@ class Operations(TorchDispatchMode):
     def _rows(self, kind: str, x: torch.Tensor, dims: Any, keepdim: bool) -> torch.Tensor:
         """Sums, means or logsumexps over `dims` of x, in float32; the sums of kind "cumsum" in float64."""
         count = x.dim()
-        if count and dims in (-1, [-1]) and x.is_contiguous() and x.numel() and kind != "cumsum":
-            found: torch.Tensor = kernels_for(x).rows(kind, x.float().view(-1, x.shape[-1]))
-            return found.view(*x.shape[:-1], 1) if keepdim else found.view(x.shape[:-1])
-        over = sorted(
-            {dim % max(count, 1) for dim in ([dims] if isinstance(dims, int) else dims or range(count))}
-        )
-        if not count:
-            over = []
-        kept = [dim for dim in range(count) if dim not in over]
         kernels = kernels_for(x)
+        if count and dims in (-1, [-1]) and x.is_contiguous() and x.numel() and kind != "cumsum":
+            found: torch.Tensor = kernels.rows(kind, x.float().view(-1, x.shape[-1]))
+            return found.view(*x.shape[:-1], 1) if keepdim else found.view(x.shape[:-1])
+        asked = [dims] if isinstance(dims, int) else dims or range(count)
+        over = sorted({dim % count for dim in asked}) if count else []
         if not x.numel():
             named = "sum" if kind == "cumsum" else kind
             empty: torch.Tensor = getattr(torch, named)(x.float(), over, keepdim)
             return empty
-        moved = x.float().permute([*kept, *over])
-        shape = [x.shape[dim] for dim in kept]
-        width = 1
-        for dim in over:
-            width *= x.shape[dim]
-        rows = moved.reshape(x.numel() // max(1, width), width)
+        kept = [dim for dim in range(count) if dim not in over]
+        rows = x.permute([*kept, *over]).reshape(-1, math.prod(x.shape[dim] for dim in over))
         wide = kind == "cumsum"
-        found = self._cumsum(rows.double(), 1)[:, -1] if wide else kernels.rows(kind, rows)
-        answer: torch.Tensor = found.view(shape)
-        for dim in over if keepdim else []:
-            answer = answer.unsqueeze(dim)
-        return answer
+        found = self._cumsum(rows.double(), 1)[:, -1] if wide else kernels.rows(kind, rows.float())
+        return found.view(
+            [1 if dim in over else x.shape[dim] for dim in range(count) if keepdim or dim in kept]
+        )
 
     def _sum(
         self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        if not x.is_floating_point() and not x.is_complex():
+        wanted = dtype or x.dtype
+        if not (x.is_complex() or x.is_floating_point() or wanted.is_floating_point):
             return torch.sum(x, dim, keepdim, dtype=dtype)
         kind = "cumsum" if dtype == torch.float64 else "sum"
-        return self._rows(kind, x, dim, keepdim).to(dtype or x.dtype)
+        return self._rows(kind, x, dim, keepdim).to(wanted)
 
     def _mean(
         self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        if x.is_cuda and dtype != torch.float64:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        if x.is_cuda and wide == torch.float32:
             return self._rows("mean", x, dim, keepdim).to(dtype or x.dtype)
-        total = self._sum(x.float(), dim, keepdim, dtype=dtype if dtype == torch.float64 else None)
+        total = self._sum(x, dim, keepdim, dtype=wide)
         return (total / (x.numel() / max(1, total.numel()))).to(dtype or x.dtype)
 
     def _var(
@@ -233,7 +214,7 @@ class Operations(TorchDispatchMode):
     ) -> torch.Tensor:
         if ord not in (1, 2):
             raise NotInvariant(f"batch_invariant() knows norms of order 1 and 2 only, got {ord}")
-        wide = x.float()
+        wide = _wide(x.to(dtype or x.dtype))
         total = self._rows("sum", wide.abs() if ord == 1 else wide.square(), dim, keepdim)
         return (total if ord == 1 else total.sqrt()).to(dtype or x.dtype)
 
@@ -272,15 +253,10 @@ class Operations(TorchDispatchMode):
         return found.view(moved.shape).movedim(-1, dim).to(torch.float32 if half_to_float else x.dtype)
 
     def _native_layer_norm(
-        self,
-        x: torch.Tensor,
-        normalized_shape: list[int],
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
+        self, x: torch.Tensor, normalized_shape: list[int], weight: Any, bias: Any, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         over = list(range(-len(normalized_shape), 0))
-        wide = x.float()
+        wide = _wide(x)
         middle = self._mean(wide, over, True)
         off = wide - middle
         scale = (self._mean(off.square(), over, True) + eps).rsqrt()
@@ -329,24 +305,24 @@ class Operations(TorchDispatchMode):
         return answer
 
     def _pow(self, x: Any, exponent: Any) -> torch.Tensor:
-        if not isinstance(x, torch.Tensor):
-            return self._raised(float(x), exponent)
         wanted = torch.result_type(x, exponent)
-        if isinstance(exponent, torch.Tensor):
-            if exponent.numel() > 1:
-                return self._raised(x, exponent)
-            exponent = exponent.item()
-        if not wanted.is_floating_point and not x.is_complex():
+        if not wanted.is_floating_point and not wanted.is_complex:
             return torch.pow(x, exponent)
+        if isinstance(exponent, torch.Tensor):
+            if exponent.dim() or not isinstance(x, torch.Tensor):
+                # Frequencies of rotary embeddings, slopes: rounded from double.
+                return torch.pow(x, _wide(exponent.to(wanted)).double()).to(wanted)
+            exponent = exponent.item()
         x = x.to(wanted)
         if exponent == 2:
             return _product(x, x)  # type: ignore[no-any-return]
         return self._mapped("pow", x, float(exponent))
 
-    def _raised(self, base: float | torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-        """Powers with several exponents (frequencies of rotary embeddings, slopes), rounded from double."""
-        answer: torch.Tensor = torch.pow(base, exponent.double()).to(torch.result_type(base, exponent))
-        return answer
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """x in float32, if that has all of its digits."""
+    kernels_for(x)
+    return x.float()
 
 
 def _is_complex(x: Any) -> bool:
@@ -388,17 +364,15 @@ def _of_real(function: Operation, x: torch.Tensor) -> Any:
 
 def _writing(func: Any, own: Operation) -> Operation:
     """`own` in place or into `out`, if `func` is of that kind."""
-    if any(each.is_out for each in func._schema.arguments):
+    if not func._schema.is_mutable:
+        return own
+    into = any(each.is_out for each in func._schema.arguments)
 
-        def into(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-            answer: torch.Tensor = own(*args, **kwargs)
-            return out.resize_(answer.shape).copy_(answer)
+    def write(*args: Any, **kwargs: Any) -> torch.Tensor:
+        target: torch.Tensor = kwargs.pop("out") if into else args[0]
+        answer: torch.Tensor = own(*args, **kwargs)
+        if not torch.can_cast(answer.dtype, target.dtype):
+            raise RuntimeError(f"{func} got a tensor of {target.dtype} to write {answer.dtype} to")
+        return (target.resize_(answer.shape) if into else target).copy_(answer)
 
-        return into
-    if func._schema.is_mutable:
-
-        def in_place(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return x.copy_(own(x, *args, **kwargs))
-
-        return in_place
-    return own
+    return write
