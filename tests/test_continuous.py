@@ -391,10 +391,14 @@ def test_active_dropout_is_off_while_the_manager_runs(model: Any) -> None:
     expected = alone(model, PROMPTS[1])
     train_with_dropout(model)
     model.model.layers[0].eval()
+    calls: list[bool] = []
+    norm = model.model.norm
+    norm.train = lambda mode=True: calls.append(mode) or type(norm).train(norm, mode)
     found = model.generate_batch(PROMPTS[1:2], generation_config=greedy())
     assert found["req_0"].generated_tokens == expected
     assert model.training
     assert not model.model.layers[0].training
+    assert calls == [False, True]
 
 
 def test_weights_may_change_in_a_pause(model: Any) -> None:

@@ -25,7 +25,7 @@ from ..model.registry import base_model
 from ..model.support import why_dropped
 from ..model.switch import original_implementation
 from ..model.tensor_parallel import mesh_of
-from ..model.training import why_random
+from ..model.training import evaluating, why_random
 from .engines import drop_engine, engine_for, holds
 from .options import ManagerProcessors, WorkloadNeed, engine_options, host_bytes
 from .requests import BatchProcessor, BatchRequest, output_id
@@ -82,8 +82,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._requests: dict[str, BatchRequest] = {}
         self.batch_processor: Any = BatchProcessor(self._requests)
         self._ready: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-        self._modes: list[tuple[Any, bool]] = []
-        """The modes of the model's modules, to restore."""
+        self._evaluating = contextlib.ExitStack()
+        """Restores the modes of the model's modules."""
         self._attention: str | None = None
         """The model's attention, to restore; None if it has stayed."""
         self._broadcasts = mesh_of(self.model) is not None
@@ -106,9 +106,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
     def _borrow(self) -> None:
         """Put the model into a state that the engine computes, until the manager has stopped."""
         model = self.model
-        if not self._modes and (why_random(model) or why_dropped(model)):
-            self._modes = [(module, module.training) for module in model.modules()]
-            model.eval()
+        if why_random(model) or why_dropped(model):
+            self._evaluating.enter_context(evaluating(model))
         setting = original_implementation(model.config)
         if setting.startswith(PAGED):
             self._attention = setting
@@ -116,9 +115,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
 
     def _give_back(self) -> None:
         """Restore the model's modes and attention."""
-        for module, training in self._modes:
-            module.training = training
-        self._modes = []
+        self._evaluating.close()
         if self._attention is not None:
             self.model.set_attn_implementation(self._attention)
             self._attention = None

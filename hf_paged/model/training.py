@@ -26,28 +26,29 @@ WORDS = ("drop", "jitter")
 def training_effect(modules: Iterable[nn.Module]) -> str | None:
     """What makes answers in training mode random, or dependent on their batch; None if nothing does."""
     for module in modules:
-        effect = _effect_of(module) if module.training else None
-        if effect is not None:
+        if module.training and (effect := _effect_of(module)) is not None:
             return f"{type(module).__name__} has {effect}"
     return None
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while. Then every module has its own mode again: frozen parts may be in another."""
+    """Eval mode for a while. Then train() gives each module its mode again: parts may be in another."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
+        model.eval()
         yield
     finally:
         for module, training in modes:
+            if module.training != training:
+                module.train(training)
+        for module, training in modes:  # of two parents in different modes
             module.training = training
 
 
 def why_random(model: nn.Module) -> str | None:
     """Why answers of a model in training mode are random, and what to do; None if they are not."""
-    effect = training_effect(modules_of(model))
-    if effect is None:
+    if (effect := training_effect(modules_of(model))) is None:
         return None
     return (
         f"{type(model).__name__} is in training mode, where its {effect}; set that to zero, or call "
