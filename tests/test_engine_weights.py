@@ -390,6 +390,48 @@ def test_asleep_the_pools_are_gone(model: Any, engine: Engine, level: int) -> No
         assert answers(handle.result()) == alone(model, prompt, **LONG)
 
 
+class OnDevice:
+    """A weight on a device. An interrupt comes at its first move, if it is told so."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, interrupts: bool) -> None:
+        self.interrupts = interrupts
+        self.data = self
+        self.place = "cuda"
+
+    def cpu(self) -> OnDevice:
+        if self.interrupts:
+            self.interrupts = False
+            raise KeyboardInterrupt
+        self.place = "cpu"
+        return self
+
+    def to(self, device: torch.device) -> OnDevice:
+        self.place = device.type
+        return self
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_interrupt_on_the_way_to_the_host(
+    engine: Engine, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C22: what has moved already comes back, also if the rest moves later."""
+    weights = [OnDevice(interrupts) for interrupts in (False, True, False)]
+
+    def found(model: Any) -> list[Any]:
+        return [(each, each.device) for each in weights if each.place != "cpu"]
+
+    monkeypatch.setattr("hf_paged.engine.engine.on_devices", found)
+    with pytest.raises(KeyboardInterrupt):
+        engine.sleep(2)
+    if again:
+        engine.sleep(2)
+        assert [each.place for each in weights] == ["cpu"] * 3
+    engine.wake_up()
+    assert [each.place for each in weights] == ["cuda"] * 3
+
+
 def test_memory_is_flat_over_rollouts_and_steps(model: Any) -> None:
     """Rollout, loss, step: the pool, the captured steps and the books stay as they are, and no token is stale."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)

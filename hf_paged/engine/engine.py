@@ -55,7 +55,7 @@ from .requests.params import RequestParams, check_model, check_transformers, rea
 from .requests.prompts import words_of
 from .runner import Runner
 from .support import check_servable, check_writes, longest, longest_source, versions
-from .weights import KeptBlocks, PauseMode, check_choice, load_into, move_to_host
+from .weights import KeptBlocks, PauseMode, check_choice, load_into, on_devices
 
 T = TypeVar("T")
 LONG_WORK = 3.0
@@ -963,8 +963,10 @@ class Engine:
         if not self._paused or self._mode == "keep":
             self.pause()
         self._drop_pools()
-        if level == 2 and self._asleep is None:
-            self._asleep = move_to_host(self.model)
+        if level == 2:
+            self._asleep = self._asleep or on_devices(self.model)  # before any moves: wake_up() knows it all
+            for tensor, _ in self._asleep:
+                tensor.data = tensor.data.cpu()
 
     @in_turn
     def _drop_pools(self) -> None:

@@ -77,15 +77,11 @@ def _own_name(given: str, own: Mapping[str, object]) -> str:
     return name
 
 
-def move_to_host(model: nn.Module) -> list[tuple[torch.Tensor, torch.device]]:
-    """Move a model's weights into the host's memory: those that were on a device, and on which."""
+def on_devices(model: nn.Module) -> list[tuple[torch.Tensor, torch.device]]:
+    """The weights of a model that are not in the host's memory, and the device of each."""
     if offloaded(modules_of(model)):
         raise ValueError(
             f"accelerate has offloaded the weights of {type(model).__name__} already; use sleep(level=1)"
         )
-    moved = []
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type != "cpu":
-            moved.append((tensor, tensor.device))
-            tensor.data = tensor.data.cpu()
-    return moved
+    tensors = (*model.parameters(), *model.buffers())
+    return [(tensor, tensor.device) for tensor in tensors if tensor.device.type != "cpu"]
