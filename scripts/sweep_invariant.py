@@ -3,7 +3,8 @@
 Tiny random models of each family of transformers, with attention by sdpa where they have it. An engine with batch_invariant=True
 samples requests together (in chunks, with shared prefixes, few blocks) and one by one; a training-style forward
 in `hf_paged.batch_invariant()` computes the same sequences in one padded batch. "same": all log-probabilities
-have the same bits. "refused": an operation or a model without a fixed order, by name.
+have the same bits. "refused": an operation or a model without a fixed order, by name. "CRASHED": any other error,
+unless the engine refuses the model without the mode, too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ import torch
 from invariance import engine_numbers, trainer_numbers
 from tiny import build, mappings
 
+from hf_paged import Engine, NotInvariant
+from hf_paged.engine.support import Unservable
+
 
 def result_of(model: Any) -> str:
     """What became of one model, in a few words."""
@@ -35,8 +39,7 @@ def result_of(model: Any) -> str:
     try:
         sequences, together, alone = engine_numbers(model)
     except Exception as error:
-        cause = error.__cause__ or error
-        return f"refused: {type(cause).__name__}: {cause}"[:150]
+        return stopped_by(error, model)
     if together != alone:
         return "DIFFERENT in the engine"
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -44,10 +47,23 @@ def result_of(model: Any) -> str:
         try:
             found = trainer_numbers(model, sequences, side)
         except Exception as error:
-            return f"refused: trainer: {type(error).__name__}: {error}"[:150]
+            return stopped_by(error, model)
         if found != together:
             return f"DIFFERENT from a forward padded on the {side}"
     return "same"
+
+
+def stopped_by(error: Exception, model: Any) -> str:
+    """Whether an error is a refusal, and what it says."""
+    by_name = isinstance(error, Unservable) and error.__cause__ is None
+    if isinstance(error, NotInvariant) or isinstance(error.__cause__, NotInvariant):
+        by_name = True
+    if isinstance(error, Unservable) and not by_name:
+        try:
+            Engine(model).close()
+        except Unservable:
+            by_name = True
+    return f"{'refused' if by_name else 'CRASHED'}: {type(error).__name__}: {error}"[:150]
 
 
 def main() -> int:
@@ -59,10 +75,18 @@ def main() -> int:
     )
     parser.add_argument("--families", nargs="+", help="names of model types; all if left out")
     options = parser.parse_args()
+    classes = list(mappings()["causal"])
+    part, parts = options.share
+    if not 0 <= part < parts:
+        parser.error(f"--share {part} {parts}: the first part of N is 0 N, the last one N-1 N")
+    unknown = set(options.families or ()) - {cls.model_type for cls in classes}
+    if unknown:
+        parser.error(
+            f"--families {' '.join(sorted(unknown))}: transformers has no causal models of that type"
+        )
     warnings.simplefilter("ignore")
     counts: Counter[str] = Counter()
-    part, parts = options.share
-    for cls in list(mappings()["causal"])[part::parts]:
+    for cls in classes[part::parts]:
         kind = cls.model_type
         if options.families and kind not in options.families:
             continue
@@ -75,7 +99,7 @@ def main() -> int:
         counts[result.split(":")[0]] += 1
         print(f"{kind:<28} {result}", flush=True)
     print(dict(counts))
-    return any(result.startswith("DIFFERENT") for result in counts)
+    return any(result.startswith(("DIFFERENT", "CRASHED")) for result in counts)
 
 
 if __name__ == "__main__":
