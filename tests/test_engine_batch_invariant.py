@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
 import torch
 from adapters import lora
-from invariance import compiles, engine_numbers, model_of, prompts, trainer_numbers
+from invariance import Sampled, compiles, engine_numbers, model_of, prompts, trainer_numbers
 
 import hf_paged
 from hf_paged import Engine, NotInvariant
@@ -27,6 +28,51 @@ def test_the_trainers_bits(name: str, dtype: torch.dtype) -> None:
     assert together == alone
     for side in ("left", "right"):
         assert trainer_numbers(model, sequences, side) == together
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("qwen3_moe", torch.bfloat16)])
+def test_alone_among_64_others_and_in_training(name: str, dtype: torch.dtype) -> None:
+    """C44: whole prompts, chunks, preemption, one by one; then forwards of 1, 8 and 64 rows padded on both sides."""
+    model = model_of(name, dtype)
+    chance = random.Random(2)
+    rows = [[chance.randrange(5, 60) for _ in range(chance.randint(2, 30))] for _ in range(65)]
+
+    def submit(engine: Engine, row: int) -> Any:
+        way = {"do_sample": True, "seed": row, "logprobs": True}
+        return engine.submit(rows[row], max_new_tokens=4, pad_token_id=0, eos_token_id=99, **way)
+
+    def sampled(alone: bool = False, **options: Any) -> tuple[list[Sampled], torch.Tensor]:
+        with Engine(model, batch_invariant=True, block_size=4, **options) as engine:
+            if alone:
+                outputs = [submit(engine, row).result() for row in range(10)]
+            else:
+                handles = [submit(engine, row) for row in range(len(rows))]
+                outputs = [handle.result() for handle in handles]
+            assert (engine.stats()["preemptions"] > 0) == (options["num_blocks"] < 800)
+        found = [output.sequences[0] for output in outputs]
+        sequences = [
+            Sampled(len(row), [*row, *each.token_ids]) for row, each in zip(rows, found, strict=False)
+        ]
+        return sequences, torch.tensor([[token.logprob for token in each.logprobs] for each in found])
+
+    sequences, right = sampled(max_batch_tokens=4096, num_blocks=800)
+    for options in (
+        {"alone": True, "max_batch_tokens": 4096, "num_blocks": 800},
+        {"max_batch_tokens": 70, "max_batch_sequences": 65, "num_blocks": 800},
+        {"max_batch_tokens": 200, "num_blocks": 120},
+    ):
+        again, found = sampled(**options)
+        assert again == sequences[: len(again)]
+        assert torch.equal(found, right[: len(again)]), options
+    for size, count in ((1, 6), (8, 16), (64, 64)):
+        for side in ("left", "right"):
+            found = torch.cat(
+                [
+                    torch.tensor(trainer_numbers(model, sequences[first : first + size], side))
+                    for first in range(0, count, size)
+                ]
+            )
+            assert torch.equal(found, right[:count]), f"{size} rows padded on the {side}"
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
