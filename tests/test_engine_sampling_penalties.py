@@ -16,53 +16,48 @@ from tape import record
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_paged.engine import Engine
-from hf_paged.engine.sampling.penalties import FIRST, PenaltyState
+from hf_paged.engine.sampling.histories import FIRST_ROWS, Histories
+from hf_paged.engine.sampling.warp import penalised
 from hf_paged.model.capture.rehearsal import RECORDERS
 
-VOCABULARY = 12
+
+def test_ids_without_a_score_cost_nothing() -> None:
+    """Each token of a row is penalised once, however often it is there; UNKNOWN fills up shorter rows."""
+    scores = torch.ones(3, 12)
+    ids = torch.tensor([[3, 5, 3], [-1, 1, 99], [-1, -1, -1]])
+    found = penalised(scores, ids, [2.0, 4.0, 2.0])
+    assert [(row != 1).nonzero()[:, 0].tolist() for row in found] == [[3, 5], [1], []]
+    assert found[0, 3] == 0.5
+    assert found[1, 1] == 0.25
 
 
-def owner(group: Any, tokens: list[int], index: int = 0, penalty: float = 2.0) -> Any:
-    """A job of one penalty, and a sequence of its own with these tokens in it."""
-    job = SimpleNamespace(
-        params=SimpleNamespace(warp=SimpleNamespace(repetition=penalty), seen=lambda tokens: tokens)
-    )
+def owner(group: Any, tokens: list[int], index: int = 0) -> Any:
+    """A job, and a sequence of its own with these tokens in it."""
+    job = SimpleNamespace(params=SimpleNamespace(seen=lambda tokens: tokens))
     return job, SimpleNamespace(group=group, index=index, tokens=tokens)
-
-
-def cost(repeats: PenaltyState, *owners: Any) -> tuple[Any, list[list[int]]]:
-    """Who was fined, and for which tokens."""
-    fined = repeats.fined(torch.ones(len(owners), VOCABULARY), range(len(owners)), owners)
-    return fined, [(row == 0.5).nonzero()[:, 0].tolist() for row in fined.scores]
 
 
 def test_lines_are_of_what_a_sequence_has_in_it() -> None:
     """Those that the host knows at first, then what was chosen, of which the host may not know."""
-    repeats, one, other = PenaltyState(), object(), object()
-    first, second, twin = owner(one, [3, 5, 3]), owner(other, [1, VOCABULARY, 99]), owner(one, [7], index=1)
-    fined, seen = cost(repeats, first, second, twin)
-    assert seen == [[3, 5], [1], [7]]
-    repeats.note(fined, torch.tensor([8, 9, 7]))
+    histories, one, other = Histories(), object(), object()
+    first, second, twin = owner(one, [3, 5, 3]), owner(other, [1, 9]), owner(one, [7], index=1)
+    cpu = torch.device("cpu")
+
+    def read(*owners: Any, lengths: list[int]) -> list[list[int]]:
+        histories.enter(owners, cpu)
+        return histories.read(owners, lengths, max(lengths), -1).tolist()
+
+    assert read(first, second, twin, lengths=[3, 2, 1]) == [[3, 5, 3], [-1, 1, 9], [-1, -1, 7]]
+    histories.note([first, second, twin], [3, 2, 1], torch.tensor([8, 9, 7]))
     first[1].tokens.append(-1)
-    assert cost(repeats, second, first, twin)[1] == [[1, 9], [3, 5, 8], [7]]
-    repeats.drop(one)
-    assert cost(repeats, owner(object(), [2]), owner(object(), [4]), second)[1] == [
-        [2],
-        [4],
-        [1, 9],
-    ]  # their places are others' now
-    repeats.clear()
-    assert cost(repeats, second)[1] == [[1]]
-
-
-def test_room_grows_with_those_who_pay() -> None:
-    repeats = PenaltyState()
-    owners = [owner(object(), [i % VOCABULARY]) for i in range(3 * FIRST)]
-    assert cost(repeats, *owners[:2])[1] == [[0], [1]]
-    assert cost(repeats, *owners)[1] == [[i % VOCABULARY] for i in range(3 * FIRST)]
-    for each in owners:
-        repeats.drop(each[1].group)
-    assert sorted(repeats._free) == list(range(len(repeats._seen)))
+    assert read(second, first, lengths=[3, 4]) == [[-1, 1, 9, 9], [3, 5, 3, 8]]
+    assert histories.whole([second, first], [3, 4], -1).tolist() == [[1, 9, 9, -1], [3, 5, 3, 8]]
+    assert histories.whole([twin], [0], -1).tolist() == [[]]
+    histories.drop(one)
+    others = [owner(object(), [i]) for i in range(3 * FIRST_ROWS)]
+    assert read(*others, second, lengths=[1] * len(others) + [3])[-1] == [1, 9, 9]
+    histories.clear()
+    assert read(second, lengths=[2]) == [[1, 9]]
 
 
 KINDS: list[dict[str, Any]] = [
@@ -104,7 +99,7 @@ def test_every_group_pays_for_its_own_blocks(
             engine.check()
         assert [answers(handle.result()) for handle in handles] == expected
         assert engine.stats()["preemptions"]
-        assert not engine._loop._sampling.penalties._places
+        assert not engine._loop._sampling.histories._lines
 
 
 class Own(RepetitionPenaltyLogitsProcessor):
@@ -132,6 +127,15 @@ def test_draws_are_those_of_the_processor(samples: int) -> None:
                 != answers(engine.submit(prompt, **options).result())
             )
         assert engine.stats()["slow_processors"] == {"Own": 3}
+
+
+def test_embeddings_without_ids_pay_for_their_answers_only() -> None:
+    model = build(BY_NAME["llama"])
+    embeds = model.get_input_embeddings()(torch.tensor(PROMPTS[0])).detach()
+    options = {"do_sample": False, "repetition_penalty": 1.7, "max_new_tokens": 8}
+    with Engine(model, num_blocks=200) as engine:
+        handle = engine.submit(inputs_embeds=embeds, **options)
+        assert answers(handle.result()) == model.generate(inputs_embeds=embeds[None], **options).tolist()
 
 
 def test_any_driver_in_any_mode() -> None:

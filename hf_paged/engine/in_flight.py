@@ -21,8 +21,8 @@ from ..scheduling import (
 from .forward_batch import Answer, LastTokens, download
 from .job import Job
 from .outputs.output import TokenLogprob
+from .sampling.histories import Histories
 from .sampling.input_batch import InputBatch
-from .sampling.penalties import PenaltyState
 from .sampling.sampler import HostSampler, SamplingRows, no_token
 from .sampling.scores import chosen_note_of, chosen_numbers_of
 
@@ -33,14 +33,14 @@ class SamplingState:
     def __init__(self, jobs: Mapping[SequenceGroup, Job], last_tokens: LastTokens) -> None:
         self.jobs = jobs
         self.last_tokens = last_tokens
-        self.penalties = PenaltyState()
-        self.columns = InputBatch((), jobs, self.penalties)
+        self.histories = Histories()
+        self.columns = InputBatch((), jobs, self.histories)
         """Those of the last step, which serve the next one if it samples the same sequences."""
 
     def clear(self) -> None:
         """Begin anew: a step broke off."""
-        self.columns = InputBatch((), self.jobs, self.penalties)
-        self.penalties.clear()
+        self.columns = InputBatch((), self.jobs, self.histories)
+        self.histories.clear()
 
 
 @dataclass(eq=False)
@@ -88,7 +88,7 @@ class InFlightStep:
         if not self.sequences:
             return
         if self._sampling.columns.sequences != self.sequences:
-            self._sampling.columns = InputBatch(self.sequences, self._sampling.jobs, self._sampling.penalties)
+            self._sampling.columns = InputBatch(self.sequences, self._sampling.jobs, self._sampling.histories)
         columns = self._input_batch = self._sampling.columns
         positions = [sequence.computed for sequence in self.sequences] if columns.uses_positions else []
         tokens, for_host = columns.choose(answer.logits, positions, answer.best)
@@ -126,7 +126,7 @@ class InFlightStep:
             row += bool(samples)
         if on_host:
             on_host_rows = [SamplingRows(*each) for each in on_host.items()]
-            self.host = HostSampler(on_host_rows, logits, self._sampling.penalties)
+            self.host = HostSampler(on_host_rows, logits, self._sampling.histories)
         self.sequences = tuple(on_device)
         row_ids = array("i", [sequence.row for sequence in on_device])
         if rows == list(range(len(logits))):

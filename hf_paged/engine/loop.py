@@ -376,7 +376,7 @@ class StepLoop:
         """Forget a request that has its output. Twice is once."""
         self.jobs.pop(group, None)
         self.given.pop(group, None)
-        self._sampling.penalties.drop(group)
+        self._sampling.histories.drop(group)
         group.sequences = []  # they hold the group: without the circle both go at once, not with the garbage
         if job.params.source is not None:
             job.params.source.made = None

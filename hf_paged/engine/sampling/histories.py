@@ -16,80 +16,69 @@ FIRST_TOKENS = 64
 Owner = tuple[Job, TokenSequence]
 
 
-class Places:
-    """The line of a tensor that belongs to each sequence, by group and number: its object may be replaced."""
-
-    def __init__(self) -> None:
-        self._places: dict[SequenceGroup, dict[int, int]] = {}
-        self._free: list[int] = []
-
-    def place(self, row: TokenSequence) -> int:
-        """The line of a sequence that has one."""
-        return self._places[row.group][row.index]
-
-    def without(self, owners: Sequence[Owner]) -> list[Owner]:
-        """Those whose sequences have no line yet."""
-        return [
-            owner for owner in owners if owner[1].index not in self._places.setdefault(owner[1].group, {})
-        ]
-
-    def take(self, row: TokenSequence) -> int:
-        """Assign a free line to a sequence."""
-        place = self._places[row.group][row.index] = self._free.pop()
-        return place
-
-    def drop(self, group: SequenceGroup) -> None:
-        """Free the lines of a request that has ended."""
-        self._free += self._places.pop(group, {}).values()
-
-    def clear(self) -> None:
-        """Drop all lines; they are made again from the tokens that the host has."""
-        for group in list(self._places):
-            self.drop(group)
-
-
-class Histories(Places):
-    """The token ids of sequences as processors see them, one line per sequence.
+class Histories:
+    """The token ids of sequences as processors see them, one line [tokens] per sequence on the device.
 
     A line begins with the tokens that the host has when a token is first chosen for the sequence. Later
-    choices are recorded on the device.
+    choices are recorded on the device. Lines belong to a group and a number: a sequence may be replaced.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._ids = torch.zeros(0, FIRST_TOKENS, dtype=torch.long, device="cpu")
-        """[places, tokens]"""
+        """[lines, tokens]"""
+        self._lines: dict[SequenceGroup, dict[int, int]] = {}
+        self._free: list[int] = []
+
+    def drop(self, group: SequenceGroup) -> None:
+        """Free the lines of a request that has ended."""
+        self._free += self._lines.pop(group, {}).values()
+
+    def clear(self) -> None:
+        """Drop all lines; they are made again from the tokens that the host has."""
+        for group in list(self._lines):
+            self.drop(group)
 
     def enter(self, owners: Sequence[Owner], device: torch.device) -> None:
         """Make lines for sequences that have none."""
         if self._ids.device != device:
-            self._places = {}
+            self._lines = {}
             self._free = []
             self._room(0, 0, device)
-        new = self.without(owners)
+        new = [(job, row) for job, row in owners if row.index not in self._lines.setdefault(row.group, {})]
         if not new:
             return
-        lines = [job.params.seen(row.tokens) for job, row in new]
-        self._room(len(new), max(map(len, lines)), device)
-        places = [self.take(row) for _, row in new]
-        longest = max(map(len, lines))
-        filled = upload([line + [0] * (longest - len(line)) for line in lines], device)
-        self._ids[upload(places, device), :longest] = filled
+        seen = [job.params.seen(row.tokens) for job, row in new]
+        longest = max(map(len, seen))
+        self._room(len(new), longest, device)
+        for _, row in new:
+            self._lines[row.group][row.index] = self._free.pop()
+        filled = upload([ids + [0] * (longest - len(ids)) for ids in seen], device)
+        self._ids[upload(self._lines_of(new), device), :longest] = filled
 
     def read(self, owners: Sequence[Owner], lengths: Sequence[int], width: int, pad: int) -> torch.Tensor:
         """The last `width` ids of sequences of these lengths: [rows, width], with `pad` before the first
         one.
         """
-        lines = [self.place(row) for _, row in owners]
-        places, starts = upload([lines, [length - width for length in lengths]], self._ids.device)
-        columns = starts[:, None] + torch.arange(width, device=self._ids.device)
-        return self._ids[places[:, None], columns.clamp(min=0)].masked_fill(columns < 0, pad)
+        starts = [length - width for length in lengths]
+        lines, firsts = upload([self._lines_of(owners), starts], self._ids.device)
+        columns = firsts[:, None] + torch.arange(width, device=self._ids.device)
+        return self._ids[lines[:, None], columns.clamp(min=0)].masked_fill(columns < 0, pad)
+
+    def whole(self, owners: Sequence[Owner], lengths: Sequence[int], pad: int) -> torch.Tensor:
+        """All ids of sequences of these lengths: [rows, longest], with `pad` behind the last one."""
+        lines, ends = upload([self._lines_of(owners), list(lengths)], self._ids.device)
+        width = max(lengths)
+        ids = self._ids[:, :width].index_select(0, lines)
+        return ids.masked_fill_(torch.arange(width, device=ids.device) >= ends[:, None], pad)
 
     def note(self, owners: Sequence[Owner], lengths: Sequence[int], tokens: torch.Tensor) -> None:
         """Record the tokens [rows] chosen for sequences of these lengths."""
         self._room(0, max(lengths) + 1, self._ids.device)
-        places, columns = upload([[self.place(row) for _, row in owners], list(lengths)], self._ids.device)
-        self._ids[places, columns] = tokens
+        lines, columns = upload([self._lines_of(owners), list(lengths)], self._ids.device)
+        self._ids[lines, columns] = tokens
+
+    def _lines_of(self, owners: Sequence[Owner]) -> list[int]:
+        return [self._lines[row.group][row.index] for _, row in owners]
 
     def _room(self, rows: int, tokens: int, device: torch.device) -> None:
         """Make room for this many more sequences and this many tokens in each."""

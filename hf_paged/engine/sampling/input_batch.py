@@ -9,9 +9,9 @@ import torch
 from ...kv.upload import upload
 from ...scheduling import UNKNOWN, SequenceGroup, TokenSequence
 from ..job import Job
-from .penalties import PenaltyState
+from .histories import Histories, Owner
 from .rules import Recipe, Rule, processed
-from .warp import Warp, best_now, cut, draw, mend, scaled
+from .warp import Warp, best_now, cut, draw, mend, penalised, scaled
 
 
 class InputBatch:
@@ -25,7 +25,7 @@ class InputBatch:
         self,
         sequences: tuple[TokenSequence, ...],
         jobs: Mapping[SequenceGroup, Job],
-        penalties: PenaltyState,
+        histories: Histories,
     ) -> None:
         self.sequences = sequences
         self.jobs = [jobs[sequence.group] for sequence in sequences]
@@ -36,24 +36,29 @@ class InputBatch:
         self.any_end = frozenset([UNKNOWN]).union(*set(self._ends))
         self.logprobs = [place for place, each in enumerate(params) if each.favourites is not None]
         self.has_criteria = any(each.criteria for each in params)
-        self._penalties = penalties
+        self._histories = histories
         self._drawn = [place for place, each in enumerate(params) if each.sampled]
-        self._fined = [place for place, job in enumerate(self.jobs) if job.fined]
+        self._penalties = {
+            place: (params[place].warp or Warp()).repetition
+            for place, job in enumerate(self.jobs)
+            if job.fined
+        }
         self._seeds = [params[place].seed for place in self._drawn]
         self._indices = [sequences[place].index for place in self._drawn]
         self._warps = [params[place].warp or Warp() for place in self._drawn]
         self._recipes: list[Recipe] = []
         if any(job.ruled for job in self.jobs):
             self._recipes = [each.recipe or Recipe() for each in params]
-        self._reading = [place for place, recipe in enumerate(self._recipes) if recipe.reads]
-        self.uses_positions = bool(self._drawn or self._recipes)
+        readers = [place for place, recipe in enumerate(self._recipes) if recipe.reads]
+        self._reading = sorted({*self._penalties, *readers})
+        self.uses_positions = bool(self._drawn or self._recipes or self._penalties)
         self.scores: torch.Tensor | None = None
         """What the last tokens were chosen from, [places, vocabulary], if logprobs were requested; None if it
         is the logits.
         """
         self.uncut: torch.Tensor | None = None
         """The same before cuts; None if nothing was cut."""
-        self._changes = bool(self._recipes or self._fined) or any(each != Warp() for each in self._warps)
+        self._changes = bool(self._recipes or self._penalties) or any(each != Warp() for each in self._warps)
 
     def ending(self, tokens: list[int]) -> list[int]:
         """The places whose sequence ends with its token, or got no token."""
@@ -72,40 +77,48 @@ class InputBatch:
             of these logits, if computed already.
         """
         if self._reading:
-            self._penalties.histories.enter([self._owners[place] for place in self._reading], logits.device)
+            self._histories.enter([self._owners[place] for place in self._reading], logits.device)
         scores = logits
         if self._recipes:
             scores = self._processed(logits, [recipe.before for recipe in self._recipes], positions)
-        fined = None
-        if self._fined:
-            fined = self._penalties.fined(scores, self._fined, [self._owners[place] for place in self._fined])
-        if fined is not None and (self._drawn or self._recipes):
-            scores = scores.index_copy(0, fined.rows, fined.scores)
+        penalty = self._penalised(scores, positions) if self._penalties else None
+        if penalty is not None and (self._drawn or self._recipes):
+            scores = scores.index_copy(0, *penalty)
         if self._recipes:
             scores = self._processed(scores, [recipe.between for recipe in self._recipes], positions)
         # The next replay writes over what is known.
         chosen = best_now(scores) if known is None or self._recipes else known.clone()
-        if fined is not None and not self._recipes:
-            chosen[:, fined.rows] = best_now(fined.scores)
+        if penalty is not None and not self._recipes:
+            chosen[:, penalty[0]] = best_now(penalty[1])
         self.scores = scores if self.logprobs and self._changes else None
         self.uncut = None
         if self._drawn:
             chosen = self._with_draws(chosen, scores, positions)
-        if fined is not None:
-            self._penalties.note(fined, chosen[0])
         if self._reading:
             self._note(chosen[0], positions)
-        if fined is not None and not (self._drawn or self._recipes) and self.logprobs:
-            self.scores = scores.index_copy(0, fined.rows, fined.scores)
+        if penalty is not None and not (self._drawn or self._recipes) and self.logprobs:
+            self.scores = scores.index_copy(0, *penalty)
         return chosen
+
+    def _penalised(self, scores: torch.Tensor, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows with a repetition penalty, and their scores under it."""
+        places = list(self._penalties)
+        owners, lengths = self._seen(places, positions)
+        rows = upload(places, scores.device)
+        ids = self._histories.whole(owners, lengths, UNKNOWN)
+        return rows, penalised(scores[rows], ids, list(self._penalties.values()))
+
+    def _seen(self, places: Sequence[int], positions: Sequence[int]) -> tuple[list[Owner], list[int]]:
+        """The owners of these places, and how many ids their processors see."""
+        owners = [self._owners[place] for place in places]
+        return owners, [self.jobs[place].params.seen_length(positions[place]) for place in places]
 
     def _note(self, tokens: torch.Tensor, positions: Sequence[int]) -> None:
         """Keep the tokens of rows whose processors read ids."""
-        owners = [self._owners[place] for place in self._reading]
-        lengths = [self._owners[place][0].params.seen_length(positions[place]) for place in self._reading]
+        owners, lengths = self._seen(self._reading, positions)
         every = len(owners) == len(self._owners)
         own = tokens if every else tokens[upload(self._reading, tokens.device)]
-        self._penalties.histories.note(owners, lengths, own)
+        self._histories.note(owners, lengths, own)
 
     def _with_draws(
         self, chosen: torch.Tensor, scores: torch.Tensor, positions: Sequence[int]
@@ -146,6 +159,6 @@ class InputBatch:
 
         def read(rows: list[int], width: int, pad: int) -> torch.Tensor:
             own = [lengths[row] for row in rows]
-            return self._penalties.histories.read([whose[row] for row in rows], own, width, pad)
+            return self._histories.read([whose[row] for row in rows], own, width, pad)
 
         return processed(scores, rules, lengths, fail, read)

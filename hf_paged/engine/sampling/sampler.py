@@ -17,8 +17,8 @@ from ..requests.callables import require_known
 from .beams import BeamCandidates, BeamSearch, BeamStep, Continuations, step
 from .candidates import BeamScorer, apart
 from .grammar import filled, masked, unfollowed
+from .histories import Histories
 from .input_batch import InputBatch
-from .penalties import PenaltyState
 from .scores import chosen_note_of, chosen_numbers_of
 from .warp import draw
 
@@ -61,9 +61,7 @@ class HostSampler:
     their request.
     """
 
-    def __init__(
-        self, requests: Sequence[SamplingRows], logits: torch.Tensor, penalties: PenaltyState
-    ) -> None:
+    def __init__(self, requests: Sequence[SamplingRows], logits: torch.Tensor, histories: Histories) -> None:
         self.jobs = [request.job for request in requests]
         self._requests = requests
         self._logits = logits
@@ -76,7 +74,7 @@ class HostSampler:
             for request in requests
             if request.job not in compared and request.job.params.grammar is None
         ]
-        self._penalties = penalties
+        self._histories = histories
         self._guided_scores: dict[Job, torch.Tensor] = {}
         """What the tokens of requests with grammars are chosen from, [rows, vocabulary]."""
         tensors = []
@@ -140,7 +138,7 @@ class HostSampler:
         rows = [row for request in followed for row in request.rows]
         sequences = tuple([sequence for request in followed for sequence in _group(request.job).sequences])
         jobs = {_group(request.job): request.job for request in followed}
-        columns = InputBatch(sequences, jobs, self._penalties)
+        columns = InputBatch(sequences, jobs, self._histories)
         scores = masked(logits[upload(rows, logits.device)], bits)
         positions = [len(sequence.tokens) for sequence in sequences]
         for job, own in _dealt(followed, matchers).items():

@@ -61,12 +61,17 @@ def warp_of(processors: Sequence[Any], sampled: bool) -> Warp | None:
     return Warp(**{field: getattr(processor, name) for field, name, processor in fields})
 
 
-def penalised(scores: torch.Tensor, seen: torch.Tensor, penalties: Sequence[float]) -> torch.Tensor:
-    """Scores [rows, vocabulary] with each row's repetition penalty on its tokens, which are flagged in `seen`
-    [rows, vocabulary].
+def penalised(scores: torch.Tensor, ids: torch.Tensor, penalties: Sequence[float]) -> torch.Tensor:
+    """Scores [rows, vocabulary] with each row's repetition penalty on its tokens `ids` [rows, n], each once.
+
+    Ids without a score cannot be repeated.
     """
     by = upload(penalties, scores.device, scores.dtype)[:, None]
-    return torch.where(seen, torch.where(scores < 0, scores * by, scores / by), scores)
+    vocabulary = scores.shape[1]
+    wide = torch.nn.functional.pad(scores, (0, 1))
+    ids = ids.masked_fill((ids < 0) | (ids >= vocabulary), vocabulary)
+    own = wide.gather(1, ids)
+    return wide.scatter_(1, ids, torch.where(own < 0, own * by, own / by))[:, :vocabulary]
 
 
 def best(scores: torch.Tensor) -> torch.Tensor:
