@@ -7,31 +7,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_paged.blocks import BlockPool
-from hf_paged.scheduling import Admission, KVCacheGroup, Limits, Request, SequenceGroup, judge, why_infeasible
+from hf_paged.scheduling import KVCacheGroup, Limits, Request, SequenceGroup, has_room, why_infeasible
 from hf_paged.scheduling.admission import headroom
 
 
 def test_the_watermark_is_exact() -> None:
-    """C8: total=100, wm=1: 99 can be OK, 100 is NEVER; a remainder of exactly wm is OK, wm - 1 is LATER."""
+    """C8: total=100, wm=1: 99 may fit, 100 never does; a remainder of exactly wm is enough, wm - 1 is not."""
     reserve = Limits(1, 1).reserve(KVCacheGroup(BlockPool(100, 4)))
     assert reserve == 1
-    assert judge(100, 100, 99, reserve=reserve) is Admission.OK
-    assert judge(100, 100, 100, reserve=reserve) is Admission.NEVER
-    assert judge(100, 50, 49, reserve=reserve) is Admission.OK
-    assert judge(100, 50, 50, reserve=reserve) is Admission.LATER
+    assert has_room(100, 100, 99, reserve=reserve)
+    assert not has_room(100, 100, 100, reserve=reserve)
+    assert has_room(100, 50, 49, reserve=reserve)
+    assert not has_room(100, 50, 50, reserve=reserve)
 
 
 def test_never_looks_at_the_whole_need() -> None:
     """C8: hits make no impossible request possible."""
-    assert judge(10, 10, 11, hits=8) is Admission.NEVER
-    assert judge(10, 2, 10, hits=8) is Admission.OK
+    assert not has_room(10, 10, 11, hits=8)
+    assert has_room(10, 2, 10, hits=8)
 
 
 def test_a_cached_hit_is_not_counted_twice() -> None:
     """C9: the block that is hit cannot hold the rest of the need as well."""
-    assert judge(10, 4, 5, hits=2) is Admission.OK
-    assert judge(10, 4, 5, hits=2, cached_hits=2) is Admission.LATER
-    assert judge(10, 5, 5, hits=2, cached_hits=2) is Admission.OK
+    assert has_room(10, 4, 5, hits=2)
+    assert not has_room(10, 4, 5, hits=2, cached_hits=2)
+    assert has_room(10, 5, 5, hits=2, cached_hits=2)
 
 
 @given(
@@ -41,11 +41,10 @@ def test_a_cached_hit_is_not_counted_twice() -> None:
     hits=st.integers(0, 60),
     reserve=st.integers(0, 5),
 )
-def test_ok_leaves_the_reserve(total: int, available: int, need: int, hits: int, reserve: int) -> None:
+def test_room_leaves_the_reserve(total: int, available: int, need: int, hits: int, reserve: int) -> None:
     available, hits = min(available, total), min(hits, need)
-    verdict = judge(total, available, need, hits=hits, reserve=reserve)
-    assert (verdict is Admission.NEVER) == (total - need < reserve)
-    if verdict is Admission.OK:
+    if has_room(total, available, need, hits=hits, reserve=reserve):
+        assert total - need >= reserve
         assert available - (need - hits) >= reserve
 
 
@@ -98,7 +97,7 @@ def test_the_room_that_is_left_doubles() -> None:
         found.append(headroom(group, 2, others, 0, 16))
     assert found == [2 + 2 + 4, 4 + 4 + 8, 8 + 5 + 16, 10 + 5 + 32, 10 + 5 + 198]
     group.request = Request(0, (1,) * 8, 4000)  # as if it might become longer than the pool
-    assert judge(40, 40, 2, reserve=headroom(group, 2, [], 0, 16)) is Admission.OK
+    assert has_room(40, 40, 2, reserve=headroom(group, 2, [], 0, 16))
 
 
 @pytest.mark.parametrize(

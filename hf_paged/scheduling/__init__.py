@@ -3,7 +3,7 @@ tensor.
 """
 
 from .adapter_slots import AdapterSlots, Names
-from .admission import Admission, judge, why_infeasible
+from .admission import has_room, why_infeasible
 from .decode_batch import DecodeBatch
 from .forecast import ADMISSIONS, FuturePeak
 from .history import AnswerLengths
@@ -15,8 +15,8 @@ from .scheduler import Count, Infeasible, Scheduler
 from .swap import Decide, Victim, never
 
 __all__ = [
-    "ADMISSIONS", "POLICIES", "UNKNOWN", "AdapterSlots", "Admission", "AnswerLengths", "Count", "Decide",
+    "ADMISSIONS", "POLICIES", "UNKNOWN", "AdapterSlots", "AnswerLengths", "Count", "Decide",
     "DecodeBatch", "FuturePeak", "Infeasible", "KVCacheGroup", "Limits", "Names", "Request",
     "ScheduledBatch", "ScheduledRow", "Scheduler", "SequenceGroup", "Status", "StepPlan", "Swaps",
-    "TokenSequence", "Victim", "judge", "never", "why_infeasible",
+    "TokenSequence", "Victim", "has_room", "never", "why_infeasible",
 ]  # fmt: skip

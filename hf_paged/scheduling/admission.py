@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import NamedTuple
 
 from ..blocks.pool import expect
@@ -11,27 +10,16 @@ from .limits import KVCacheGroup, Limits
 from .request import Request, SequenceGroup, Status, TokenSequence, blocks_of_group
 
 
-class Admission(Enum):
-    """The decision on one candidate. LATER ends the scan: no request overtakes another for memory (C12)."""
-
-    OK = "ok"
-    LATER = "later"
-    NEVER = "never"
-
-
-def judge(
+def has_room(
     total: int, available: int, need: int, *, hits: int = 0, cached_hits: int = 0, reserve: int = 0
-) -> Admission:
-    """Whether a pool has room for `need` blocks and `reserve` more (C8, C9).
+) -> bool:
+    """Whether a pool has room for `need` blocks and `reserve` more (C8, C9). Hits make no need possible that
+    exceeds the whole pool.
 
     hits: blocks of the need that are cached already. cached_hits: those of them without references, which
     count as available now and stop doing so once they are held.
     """
-    if total - need < reserve:
-        return Admission.NEVER
-    if available - cached_hits - (need - hits) >= reserve:
-        return Admission.OK
-    return Admission.LATER
+    return total - need >= reserve and available - cached_hits - (need - hits) >= reserve
 
 
 def why_infeasible(request: Request, kv_groups: Sequence[KVCacheGroup], limits: Limits) -> str | None:
@@ -129,15 +117,14 @@ class Watermark:
         every group.
         """
 
-    def verdict(self, candidate: Candidate, state: SchedulerState) -> Admission:
+    def fits(self, candidate: Candidate, state: SchedulerState) -> bool:
         """Whether every pool has room for all tokens of the group, beside what the running groups have still
         to compute.
         """
         self._behind = {other: None for other in self._behind if not other.decoding}
-        fits = all(self._judge(i, candidate, state) is Admission.OK for i in range(len(self.kv_groups)))
-        return Admission.OK if fits else Admission.LATER
+        return all(self._fits_pool(i, candidate, state) for i in range(len(self.kv_groups)))
 
-    def _judge(self, i: int, candidate: Candidate, state: SchedulerState) -> Admission:
+    def _fits_pool(self, i: int, candidate: Candidate, state: SchedulerState) -> bool:
         kv_group = self.kv_groups[i]
         pool = kv_group.pool
         chunk = self.limits.tokens
@@ -155,7 +142,7 @@ class Watermark:
             reserve = 0 if kv_group.cross else state.taken
             if group.setbacks >= 2:
                 reserve = headroom(group, need, state.running, i, chunk)
-        return judge(
+        return has_room(
             pool.total,
             available - outstanding,
             need,

@@ -12,7 +12,7 @@ from itertools import chain, count, takewhile
 from typing import NamedTuple
 
 from ..blocks.pool import expect
-from .admission import Admission, Candidate, SchedulerState, Watermark
+from .admission import Candidate, SchedulerState, Watermark
 from .history import AnswerLengths
 from .limits import KVCacheGroup, Limits
 from .request import SequenceGroup, Status, TokenSequence, blocks_of_group
@@ -114,13 +114,14 @@ class FuturePeak(Watermark):
         self._shared: list[Counter[int]] = [Counter() for _ in self.kv_groups]
         """Blocks that are counted once for several groups, and for how many."""
 
-    # ---- the verdict
+    # ---- the decision
 
-    def verdict(self, candidate: Candidate, state: SchedulerState) -> Admission:
+    def fits(self, candidate: Candidate, state: SchedulerState) -> bool:
         """Whether there is room now, and will be."""
-        now = super().verdict(candidate, state)
-        if now is not Admission.OK or not state.running:
-            return now
+        if not super().fits(candidate, state):
+            return False
+        if not state.running:
+            return True
         self._catch_up(state.step)
         entry = self._newcomer(candidate, state)
         for i, kv_group in enumerate(self.kv_groups):
@@ -128,8 +129,8 @@ class FuturePeak(Watermark):
             known = kv_group.window is not None or kv_group.cross
             margin = 0 if known else MARGIN * math.sqrt(self._spread + entry.spread)
             if self._peak(i, entry) + margin > (kv_group.pool.total - reserve) * kv_group.pool.block_size:
-                return Admission.LATER
-        return Admission.OK
+                return False
+        return True
 
     def _peak(self, i: int, newcomer: _Entry) -> int:
         """The future peak of a pool, in slots, with the newcomer; what it shares with others is theirs no

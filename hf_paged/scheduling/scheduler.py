@@ -22,7 +22,7 @@ from ..blocks import (
 )
 from ..blocks.pool import expect
 from .adapter_slots import AdapterSlots, Names
-from .admission import Admission, Candidate, SchedulerState, why_infeasible
+from .admission import Candidate, SchedulerState, why_infeasible
 from .audit import check_groups, check_kv_groups
 from .decode_batch import DecodeBatch
 from .draft import Draft, Steps, fit, samples, share
@@ -471,16 +471,16 @@ class Scheduler:
             candidate = self._candidate(group, found)
             if state.taken + len(group.sequences) > self.limits.sequences:
                 return False
-            verdict = self.admission.verdict(candidate, state)
-            if verdict is not Admission.OK and any(each.partial for each in found):
+            fits = self.admission.fits(candidate, state)
+            if not fits and any(each.partial for each in found):
                 # The source of a copy is referenced while it is copied: a group that needs every block does
                 # without the copy.
                 found = self._find(group, whole=True) or found
                 candidate = self._candidate(group, found)
-                verdict = self.admission.verdict(candidate, state)
-            if verdict is not Admission.OK and not self._fits_but_for_shares(candidate, state):
-                return False
-            late = verdict is not Admission.OK and self.running  # where nothing runs it takes the blocks
+                fits = self.admission.fits(candidate, state)
+            if not fits and not self._fits_but_for_shares(candidate, state):
+                return False  # no request overtakes another for memory (C12)
+            late = not fits and self.running  # where nothing runs it takes the blocks
             if late or (draft.held_back and self._exceeds(candidate)):
                 self.counts["held_back"] += 1
                 draft.held_back.add(tenant)
@@ -494,7 +494,7 @@ class Scheduler:
     def _fits_but_for_shares(self, candidate: Candidate, state: SchedulerState) -> bool:
         """Whether nothing but the shares of other tenants is in a group's way, and others may pass it."""
         taking = candidate._replace(takes=True)
-        if not self.divided or self.admission.verdict(taking, state) is not Admission.OK:
+        if not self.divided or not self.admission.fits(taking, state):
             return False
         group = candidate.group
         group.passed_over += all(other.request.tenant != group.request.tenant for other in self.running)
