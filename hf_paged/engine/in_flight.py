@@ -118,7 +118,7 @@ class InFlightStep:
         row = decodes
         for samples in self.batch.samples[decodes:]:
             for sequence in samples:
-                if jobs[sequence.group].plain:
+                if jobs[sequence.group].params.on_device:
                     on_device.append(sequence)
                     rows.append(row)
                 else:

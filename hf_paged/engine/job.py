@@ -47,18 +47,12 @@ class Job:
         self.cancelled = False
         self._passed_on = False
         """Whether its driver has been given the interrupt that it ended with."""
-        self.ruled = params.recipe is not None and any(params.recipe[1:])
-        """Whether it has processors that run for the rows of all requests at once."""
-        self.fined = params.warp is not None and params.warp.repetition != 1
-        """Whether it has a repetition penalty, computed for the rows of all requests at once."""
         self.trouble_with_scores: Exception | None = None
-        """What one of these processors raised."""
+        """What a processor raised that runs for the rows of all requests at once."""
         self.grammar_states = [] if params.grammar is None else [params.grammar.begin() for _ in self.streams]
         """Where in its grammar each of its answers is."""
         self.prompt_scores = None if params.scored is None else PromptLogprobs(params.prompt, params.scored)
         """What is known of the tokens of its prompt, if that is wanted."""
-        self.plain = params.recipe is not None and params.grammar is None
-        """Whether its tokens are chosen on the device, with those of others: the host gets them later."""
 
     # ---- a step
 

@@ -123,13 +123,27 @@ class RequestParams:
         return None if self.recipe is None else self.recipe.warp
 
     @property
+    def has_rules(self) -> bool:
+        """Whether it has processors that run for the rows of all requests at once."""
+        return self.recipe is not None and any(self.recipe[1:])
+
+    @property
+    def penalised(self) -> bool:
+        """Whether it has a repetition penalty, computed for the rows of all requests at once."""
+        return self.warp is not None and self.warp.repetition != 1
+
+    @property
+    def on_device(self) -> bool:
+        """Whether its tokens are chosen on the device, with those of others: the host gets them later."""
+        return self.recipe is not None and self.grammar is None
+
+    @property
     def steady(self) -> bool:
         """Whether its next token is sampled with the whole batch and has the expected position, and can only
         be the last one by its length or an end-of-sequence token.
         """
         moved = self.media is not None and self.media.shift
-        on_device = self.recipe is not None and self.grammar is None
-        return on_device and not self.criteria and not moved
+        return self.on_device and not self.criteria and not moved
 
     @property
     def source_key(self) -> bytes:

@@ -39,15 +39,13 @@ class InputBatch:
         self._histories = histories
         self._drawn = [place for place, each in enumerate(params) if each.sampled]
         self._penalties = {
-            place: (params[place].warp or Warp()).repetition
-            for place, job in enumerate(self.jobs)
-            if job.fined
+            place: (each.warp or Warp()).repetition for place, each in enumerate(params) if each.penalised
         }
         self._seeds = [params[place].seed for place in self._drawn]
         self._indices = [sequences[place].index for place in self._drawn]
         self._warps = [params[place].warp or Warp() for place in self._drawn]
         self._recipes: list[Recipe] = []
-        if any(job.ruled for job in self.jobs):
+        if any(each.has_rules for each in params):
             self._recipes = [each.recipe or Recipe() for each in params]
         readers = [place for place, recipe in enumerate(self._recipes) if recipe.reads]
         self._reading = sorted({*self._penalties, *readers})

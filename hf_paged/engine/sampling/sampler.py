@@ -40,7 +40,7 @@ def no_token(job: Job) -> Exception:
         return job.trouble_with_scores
     ruled = (
         ", or its processors made NaN scores or leave no token to draw"
-        if job.ruled
+        if job.params.has_rules
         else ", and leave no token"
     )
     warp = job.params.warp
