@@ -370,7 +370,7 @@ def test_weights_that_change_while_all_wait_on_the_host(model: Any, engine: Engi
 def test_auto_takes_what_costs_less(cheap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made-up measurements decide; the tokens are the same either way."""
     with Engine(_model("llama"), prefix_caching=False, preemption="auto", host_blocks=400, **TIGHT) as engine:
-        costs = engine.preemption.costs
+        costs = engine.preemption
         monkeypatch.setattr(costs, "of_swap", lambda bytes: 1.0 if cheap == "swap" else 3.0)
         monkeypatch.setattr(costs, "of_recomputation", lambda tokens: 2.0)
         assert run(engine) == expected("llama")
@@ -381,7 +381,7 @@ def test_auto_takes_what_costs_less(cheap: str, monkeypatch: pytest.MonkeyPatch)
 def test_auto_measures_steps_and_swaps() -> None:
     with Engine(_model("llama"), prefix_caching=False, preemption="auto", host_blocks=400, **TIGHT) as engine:
         run(engine)
-        costs, stats = engine.preemption.costs, engine.stats()
+        costs, stats = engine.preemption, engine.stats()
     assert 0 < costs.steps.count < stats["steps"]
     assert costs.out.count > 0
     assert costs.back.count > 0
@@ -407,7 +407,7 @@ def test_a_step_without_tokens_is_measured_with_the_next_one(
         seen: list[tuple[int, float]] = []
         engine.stats()  # enters what was measured before
         monkeypatch.setattr(
-            engine.preemption.costs, "step", lambda tokens, seconds: seen.append((tokens, seconds))
+            engine.preemption, "enter_step", lambda tokens, seconds: seen.append((tokens, seconds))
         )
         measure(last, 5.0)
         measure(chunk, 1.0)

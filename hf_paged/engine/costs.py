@@ -1,4 +1,4 @@
-"""What it costs to swap a group, and what to compute it again, by what was measured."""
+"""Seconds by size, by what was measured: of swaps by bytes, of steps by tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ does not.
 """
 ENOUGH = 3
 """Before so many measurements nothing is known."""
-PATIENCE = 50
-"""After so many times that computing again was cheaper, a swap is tried all the same: it may have become
-cheaper.
-"""
 
 
 class Curve:
@@ -56,44 +52,3 @@ class Curve:
             mean = sum(size for _, size in measured) / len(measured)
             points.append((mean, mean * median_low(rate for rate, _ in measured)))
         return points
-
-
-class Costs:
-    """Swaps by bytes, steps by tokens."""
-
-    def __init__(self) -> None:
-        self.out = Curve()
-        self.back = Curve()
-        self.steps = Curve()
-        self._usual: deque[int] = deque(maxlen=2 * LATELY + 1)
-        """Tokens of the last steps: what is computed again comes on top of such a one."""
-        self._declined = 0
-
-    def step(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
-        self.steps.add(tokens, seconds)
-        self._usual.append(tokens)
-
-    def of_swap(self, bytes: int) -> float | None:
-        """Seconds by which swapping so much out and in delays the steps."""
-        out = self.out.at(bytes)
-        back = self.back.at(bytes)
-        return None if out is None or back is None else out + back
-
-    def of_recomputation(self, tokens: int) -> float | None:
-        """Seconds by which recomputing so many tokens lengthens the steps.
-
-        Hits in the prefix cache are not counted: where blocks run out it is evicted first.
-        """
-        usual = median_low(self._usual) if self._usual else 0
-        alone = self.steps.at(usual)
-        together = self.steps.at(usual + tokens)
-        return None if alone is None or together is None else max(0.0, together - alone)
-
-    def swap_is_better(self, bytes: int, tokens: int) -> bool:
-        """Which of the two is cheaper; what was not measured yet is swapped, and so measured."""
-        swap = self.of_swap(bytes)
-        recomputation = self.of_recomputation(tokens)
-        better = swap is None or recomputation is None or swap <= recomputation or self._declined >= PATIENCE
-        self._declined = 0 if better else self._declined + 1
-        return better

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median_low
 from typing import Any
 
 from ..scheduling import StepPlan, Victim
-from .costs import Costs
+from .costs import LATELY, Curve
 from .pools import Pools
 
 GATHERED = 50
 """So many measured steps are entered together."""
+PATIENCE = 50
+"""After so many times that computing again was cheaper, a swap is tried all the same: it may have become
+cheaper.
+"""
 
 
 class Preemption:
@@ -22,7 +28,14 @@ class Preemption:
     def __init__(self, pools: Pools, mode: str) -> None:
         self.pools = pools
         self.mode = mode
-        self.costs = Costs()
+        self.out = Curve()
+        self.back = Curve()
+        """Seconds that swaps hold up the steps, by bytes."""
+        self.steps = Curve()
+        """Seconds of steps, by tokens."""
+        self._usual: deque[int] = deque(maxlen=2 * LATELY + 1)
+        """Tokens of the last steps: what is computed again comes on top of such a one."""
+        self._declined = 0
         self._measured = mode == "auto" and pools.swaps
         self._steps: list[tuple[int, float]] = []
         """Tokens and seconds of steps that are not entered yet."""
@@ -37,7 +50,7 @@ class Preemption:
             return False
         if self.mode == "auto":
             self._enter_measurements()
-            if not self.costs.swap_is_better(self.pools.bytes_of(victim.blocks), victim.tokens):
+            if not self.swap_is_better(self.pools.bytes_of(victim.blocks), victim.tokens):
                 return False
         return self.pools.reserve(victim.blocks)
 
@@ -64,13 +77,42 @@ class Preemption:
     def _enter_measurements(self) -> None:
         """Enter what was measured since the last time."""
         for tokens, seconds in self._steps:
-            self.costs.step(tokens, seconds)
+            self.enter_step(tokens, seconds)
         self._steps.clear()
         for trip in self.pools.trips():
-            (self.costs.out if trip.out else self.costs.back).add(trip.bytes, trip.exposed)
+            (self.out if trip.out else self.back).add(trip.bytes, trip.exposed)
             self._exposed += trip.exposed
             self._copied += trip.copied
             self._carried[trip.out] += trip.bytes
+
+    def enter_step(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""
+        self.steps.add(tokens, seconds)
+        self._usual.append(tokens)
+
+    def of_swap(self, bytes: int) -> float | None:
+        """Seconds by which swapping so much out and in delays the steps."""
+        out = self.out.at(bytes)
+        back = self.back.at(bytes)
+        return None if out is None or back is None else out + back
+
+    def of_recomputation(self, tokens: int) -> float | None:
+        """Seconds by which recomputing so many tokens lengthens the steps.
+
+        Hits in the prefix cache are not counted: where blocks run out it is evicted first.
+        """
+        usual = median_low(self._usual) if self._usual else 0
+        alone = self.steps.at(usual)
+        together = self.steps.at(usual + tokens)
+        return None if alone is None or together is None else max(0.0, together - alone)
+
+    def swap_is_better(self, bytes: int, tokens: int) -> bool:
+        """Which of the two is cheaper; what was not measured yet is swapped, and so measured."""
+        swap = self.of_swap(bytes)
+        recomputation = self.of_recomputation(tokens)
+        better = swap is None or recomputation is None or swap <= recomputation or self._declined >= PATIENCE
+        self._declined = 0 if better else self._declined + 1
+        return better
 
     def stats(self) -> dict[str, Any]:
         """Bytes that went out and came back, as far as that is over; the seconds that copying took, and by

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from hf_paged.engine.costs import ENOUGH, LATELY, PATIENCE, Costs, Curve
+from hf_paged.engine.costs import ENOUGH, LATELY, Curve
+from hf_paged.engine.preemption import PATIENCE, Preemption
 
 MB = 1 << 20
+NO_POOLS: Any = SimpleNamespace(swaps=False)
 
 
-def measured(rate: float = 1e-9, latency: float = 0.0, tokens: float = 1e-5, step: float = 5e-3) -> Costs:
+def measured(
+    rate: float = 1e-9, latency: float = 0.0, tokens: float = 1e-5, step: float = 5e-3
+) -> Preemption:
     """Swaps at 1 / rate bytes a second after a latency, steps of a fixed time and some seconds for every
     token.
     """
-    costs = Costs()
+    costs = Preemption(NO_POOLS, "auto")
     for size in (1 * MB, 4 * MB, 16 * MB):
         costs.out.add(size, latency + rate * size)
         costs.back.add(size, latency + rate * size)
     for count in (64, 300, 1024, 2048, 64, 64):
-        costs.step(count, step + tokens * count)
+        costs.enter_step(count, step + tokens * count)
     return costs
 
 
 def test_nothing_is_known_at_first() -> None:
     """Then it is swapped, and so it becomes known: the same every time."""
-    costs = Costs()
+    costs = Preemption(NO_POOLS, "auto")
     assert costs.of_swap(MB) is costs.of_recomputation(100) is None
     assert [costs.swap_is_better(MB, 1) for _ in range(3 * PATIENCE)] == [True] * (3 * PATIENCE)
     for _ in range(ENOUGH):
@@ -33,7 +40,7 @@ def test_nothing_is_known_at_first() -> None:
     assert costs.of_swap(MB) == pytest.approx(2.0)
     assert costs.swap_is_better(MB, 1)  # no step was measured
     for _ in range(ENOUGH):
-        costs.step(10, 1e-3)
+        costs.enter_step(10, 1e-3)
     assert not costs.swap_is_better(MB, 1)
 
 
