@@ -24,7 +24,7 @@ from hf_paged.model.registry import memory_of
 
 
 def pool_of(model: Any, name: str = "full") -> Any:
-    return next(group.pool for (kind, _), group in memory_of(model).groups.items() if kind.name == name)
+    return next(group.pool for (kind, _, _), group in memory_of(model).groups.items() if kind.name == name)
 
 
 # ---- how much is computed

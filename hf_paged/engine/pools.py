@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,14 +38,6 @@ SHARE_OF_HOST = 0.2
 """The largest share of the host's free memory in which preempted blocks wait by default."""
 LONGEST = 4096
 """How long sequences are taken to become where the model has no limit."""
-_engines = itertools.count()
-
-
-@dataclass(frozen=True)
-class _OwnPages(CacheConfig):
-    """The options of one engine's pools: equal to no other options, so no other cache shares its blocks."""
-
-    engine: int = -1
 
 
 class Pools:
@@ -76,9 +66,10 @@ class Pools:
         self._dtype = getattr(model, "dtype", None)
         self.memory = memory_of(model)
         pages = config.pages()
-        self.options = _OwnPages(pages.block_size, None, None, pages.kernels, False, engine=next(_engines))
+        options = CacheConfig(pages.block_size, None, None, pages.kernels, False)
+        owner = object()
         self.groups: dict[LayerKind, LayerGroup] = {
-            kind: self.memory.group(kind, self.options, count, count / counts.total())
+            kind: self.memory.group(kind, options, count, count / counts.total(), owner)
             for kind, count in counts.items()
         }
         self.own = {kind: group for kind, group in self.groups.items() if kind != CROSS}
@@ -89,8 +80,7 @@ class Pools:
     def drop_cross(self) -> None:
         """Have no blocks for cross-attention layers: nothing will be stored in them."""
         with self.memory.lock:
-            self.groups.pop(CROSS).give_back()
-            self.memory.groups.pop((CROSS, self.options), None)
+            self.memory.drop(self.groups.pop(CROSS))
 
     @property
     def kv_groups(self) -> tuple[KVCacheGroup, ...]:
@@ -284,9 +274,8 @@ class Pools:
     def free(self) -> None:
         """Give the pools back. Twice is once."""
         with self.memory.lock:
-            for kind, group in self.groups.items():
-                group.give_back()
-                self.memory.groups.pop((kind, self.options), None)
+            for group in self.groups.values():
+                self.memory.drop(group)
 
     def described(self, model: str) -> Trace:
         """The header of a trace."""

@@ -48,9 +48,17 @@ class LayerGroup:
     """The layers of one kind: one pool of block ids, and a store per layout they come in."""
 
     def __init__(
-        self, memory: Memory, kind: LayerKind, config: CacheConfig, layers: int, share: float
+        self,
+        memory: Memory,
+        kind: LayerKind,
+        config: CacheConfig,
+        layers: int,
+        share: float,
+        owner: object | None = None,
     ) -> None:
         self.memory = memory
+        self.key = kind, config, owner
+        """Under which the memory has it."""
         self.kind = kind
         self.config = config
         self.share = share
@@ -345,7 +353,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.lock = fork_safe_lock()
-        self.groups: dict[tuple[LayerKind, CacheConfig], LayerGroup] = {}
+        self.groups: dict[tuple[LayerKind, CacheConfig, object | None], LayerGroup] = {}
         self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         """Users of the stores' addresses: captured steps."""
         self.suspect = False
@@ -364,23 +372,26 @@ class Memory:
         self._told_training = False
         """Whether the log says why pools make way for training."""
 
-    def group(self, kind: LayerKind, config: CacheConfig, layers: int, share: float) -> LayerGroup:
+    def group(
+        self, kind: LayerKind, config: CacheConfig, layers: int, share: float, owner: object | None = None
+    ) -> LayerGroup:
         """The group of `kind` under `config`: other options mean another pool, so no call changes the options
-        of a pool in use.
+        of a pool in use. An owner's groups are shared with no other cache.
         """
+        key = kind, config, owner
         with self.lock:
             self.drain()
             for other in self.groups.values():
-                if (
-                    other.kind == kind
-                    and other.config != config
-                    and not other.pool.held
-                    and not other.pool.cached
-                ):
+                if other.kind == kind and other.key != key and not other.pool.held and not other.pool.cached:
                     other.give_back()
-            if (kind, config) not in self.groups:
-                self.groups[kind, config] = LayerGroup(self, kind, config, layers, share)
-            return self.groups[kind, config]
+            if key not in self.groups:
+                self.groups[key] = LayerGroup(self, kind, config, layers, share, owner)
+            return self.groups[key]
+
+    def drop(self, group: LayerGroup) -> None:
+        """Give a group back and forget it. Twice is once."""
+        group.give_back()
+        self.groups.pop(group.key, None)
 
     def moved(self, group: LayerGroup) -> None:
         """The stores of a group move, or go."""
