@@ -23,7 +23,8 @@ from engine_faults import Does
 from engine_threads import GREEDY, GUARD, Gate, in_threads, join, meanwhile
 
 from hf_paged.engine import Engine
-from hf_paged.engine.fair_lock import FairLock, in_turn
+from hf_paged.engine.fair_lock import FairLock
+from hf_paged.engine.protocol import in_turn
 from hf_paged.scheduling import SequenceGroup, TokenSequence
 
 

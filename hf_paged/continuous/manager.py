@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ..engine import Engine
-from ..engine.fair_lock import in_turn
+from ..engine.protocol import in_turn
 from ..model.registry import base_model
 from ..model.support import why_dropped
 from ..model.switch import original_implementation

@@ -8,19 +8,12 @@ import os
 import threading
 import weakref
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
 import torch
 
 from .job import Job
 from .outputs.queue import OutputQueue, Wake
-
-
-class Driven(Protocol):
-    """The part of an engine that its thread uses."""
-
-    def _turn(self) -> bool:
-        """Do one step, if there is anything to do; the answer is whether there may be more."""
+from .protocol import EngineCore
 
 
 class Background:
@@ -30,7 +23,7 @@ class Background:
     interpreter alive.
     """
 
-    def __init__(self, engine: Driven, device: torch.device) -> None:
+    def __init__(self, engine: EngineCore, device: torch.device) -> None:
         self._engine = weakref.ref(engine, self._left_alone)
         self._device = device
         self._awake: SimpleQueue[None] = SimpleQueue()

@@ -36,7 +36,7 @@ from .adapters import ACTIVE, AdapterInfo, EngineAdapters
 from .background import Background
 from .check_policy import WeightsChanged
 from .config import EngineConfig, EngineOptions
-from .fair_lock import FairLock, in_turn
+from .fair_lock import FairLock
 from .job import Job
 from .loop import StepLoop
 from .model_check import ModelCheck
@@ -48,6 +48,7 @@ from .outputs.queue import Wake
 from .parallel import Follower, Leader, Ranks, ranks_of, tried_alike
 from .pools import Pools
 from .preemption import Preemption
+from .protocol import in_turn
 from .recorder import Recorder
 from .requests.keywords import GenerateKeywords, RequestKeywords, spell_out
 from .requests.options import Options

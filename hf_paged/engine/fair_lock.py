@@ -4,16 +4,12 @@ then.
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 from ..kv import fork_safe_lock
 
-P = ParamSpec("P")
-T = TypeVar("T")
 LONGEST = 0.05
 MOMENT = 0.0001
 """Seconds that a driver gives way at most, and how long it sleeps meanwhile."""
@@ -49,45 +45,3 @@ class FairLock:
         while others and not self.mine and time.monotonic() < end:
             time.sleep(MOMENT)
             others &= self.waiting
-
-
-class TakesTurns(Protocol):
-    """An object whose methods run one at a time."""
-
-    lock: FairLock
-    _torn: bool
-    """Whether an interrupt has broken something off."""
-    _closing: bool
-    """Whether a method could not close it at once."""
-
-    def _settle(self) -> None:
-        """Finish either."""
-
-
-S = TypeVar("S", bound=TakesTurns)
-
-
-def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A method that runs under its object's lock, on what is settled. A signal handler may call it while its
-    thread waits here.
-    """
-
-    def turn(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        turns = self.lock
-        me = threading.get_ident()
-        try:
-            turns.waiting.add(me)
-            with turns.lock:
-                turns.waiting.discard(me)
-                try:
-                    if self._torn or self._closing:
-                        self._settle()
-                    return method(self, *args, **kwargs)
-                finally:
-                    if self._torn or self._closing:
-                        self._settle()
-        finally:
-            turns.waiting.discard(me)
-
-    functools.update_wrapper(turn, method)
-    return turn

@@ -5,32 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Generator, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from ..job import Job
+from ..protocol import EngineCore
 from .output import Increment, NewTokens, Output, TokenLogprob
 from .queue import Wake
-
-
-class Desk(Protocol):
-    """Where handles turn to: an engine."""
-
-    def _drive_for(self, job: Job, each: bool = False, timeout: float | None = None) -> None:
-        """Drive the engine, or wait for its thread, until a job ends or, with `each`, until its next
-        increment.
-        """
-
-    async def _arrival(self, job: Job, each: bool = False) -> None:
-        """Wait for a job without holding up the event loop."""
-
-    def _cancel(self, job: Job) -> None:
-        """End a job."""
-
-    def _watch(self, job: Job, wake: Wake, each: bool) -> None:
-        """Have `wake` called at the end of a job or of the engine's thread, and at `each` increment."""
-
-    def _unwatch(self, job: Job, wake: Wake) -> None:
-        """Call `wake` no more."""
 
 
 class Handle:
@@ -42,9 +22,9 @@ class Handle:
     handle does not.
     """
 
-    def __init__(self, job: Job, desk: Desk) -> None:
+    def __init__(self, job: Job, engine: EngineCore) -> None:
         self._job = job
-        self._desk = desk
+        self._engine = engine
 
     def __repr__(self) -> str:
         state = (
@@ -76,14 +56,14 @@ class Handle:
                 raise TimeoutError(
                     f"the request is not done after {timeout} seconds and continues; wait again or cancel()"
                 )
-            self._desk._drive_for(self._job, timeout=left)
+            self._engine._drive_for(self._job, timeout=left)
         return self._job.output
 
     def cancel(self) -> None:
         """End the request, whatever its state, with finish_reason "abort". Its tokens so far stay. A second
         call does nothing.
         """
-        self._desk._cancel(self._job)
+        self._engine._cancel(self._job)
 
     def read(self) -> list[Increment]:
         """The increments since the last read, without waiting for more: for callers that drive the engine by
@@ -106,11 +86,11 @@ class Handle:
         The thread calls it in the middle of a step, so it must neither wait nor raise. Call `read()` once
         after this: what came before is not announced.
         """
-        self._desk._watch(self._job, wake, each)
+        self._engine._watch(self._job, wake, each)
 
     def unwatch(self, wake: Wake) -> None:
         """Call `wake` no more."""
-        self._desk._unwatch(self._job, wake)
+        self._engine._unwatch(self._job, wake)
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
@@ -132,7 +112,7 @@ class Handle:
         if self._job.trouble is None or self.done:
             return
         interrupt = self._job.interrupt()
-        self._desk._cancel(self._job)  # its tokenizer cannot read it: it ends, as the error that this is
+        self._engine._cancel(self._job)  # its tokenizer cannot read it: it ends, as the error that this is
         if interrupt is not None:
             raise interrupt
 
@@ -147,7 +127,7 @@ class Handle:
             if over:
                 return
             if not self.done:
-                self._desk._drive_for(self._job, each=True)
+                self._engine._drive_for(self._job, each=True)
 
     def __await__(self) -> Generator[Any, None, Output]:
         return self._arrived().__await__()
@@ -170,7 +150,7 @@ class Handle:
 
     async def _arrival(self, each: bool) -> None:
         try:
-            await self._desk._arrival(self._job, each)
+            await self._engine._arrival(self._job, each)
         except (asyncio.CancelledError, GeneratorExit):  # the waiting task is gone
             self.cancel()
             raise
