@@ -57,14 +57,12 @@ class _Name(NamedTuple):
     parent_key: bytes
 
 
-class NameLog:
-    """What became of names in a pool: blocks whose name came, went or changed, and blocks that were evicted.
-    Its reader empties it.
-    """
+class NameLog(Protocol):
+    """A reader of what becomes of names in a pool. It empties the sets."""
 
-    def __init__(self) -> None:
-        self.renamed: set[int] = set()
-        self.evicted: set[int] = set()
+    renamed: set[int]
+    """Blocks whose name came, went or changed."""
+    evicted: set[int]
 
 
 class BlockPool:

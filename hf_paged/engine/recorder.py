@@ -13,7 +13,7 @@ from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 from ..blocks import BlockPool, Copy
-from ..blocks.pool import CACHED, NameLog
+from ..blocks.pool import CACHED
 from ..scheduling import ScheduledBatch, ScheduledRow, Scheduler, SequenceGroup, Status, StepPlan
 from ..trace import Arrival, Blocks, Change, Ended, Name, Row, Step, Trace, Writer
 from .outputs.output import FinishReason
@@ -55,8 +55,9 @@ class _RecordedPool:
         self.shared = 0
         self.copies: dict[int, _CopiedBlock] = {}
         """Copies on write since the last record, by their targets."""
-        self._log = NameLog()
-        pool.logs.append(self._log)
+        self.renamed: set[int] = set()
+        self.evicted: set[int] = set()
+        pool.logs.append(self)
         self._begun = False
 
     def change(self, old: _RecordedTable, released: int, blocks: list[int]) -> Change:
@@ -90,17 +91,17 @@ class _RecordedPool:
             i for i in places if before[i] == CACHED
         )
 
-    def renamed(self) -> dict[int, str | None]:
+    def new_names(self) -> dict[int, str | None]:
         """The first digits of the digests of blocks that got another one since the last time."""
-        names = self.pool.names(sorted(self._log.renamed) if self._begun else None)
+        names = self.pool.names(sorted(self.renamed) if self._begun else None)
         self._begun = True
-        self._log.renamed = set()
+        self.renamed = set()
         return {block: None if digest is None else digest[:DIGITS].hex() for block, digest in names.items()}
 
-    def evicted(self) -> tuple[int, ...]:
+    def new_evictions(self) -> tuple[int, ...]:
         """The blocks that were evicted since the last time."""
-        blocks = self._log.evicted
-        self._log.evicted = set()
+        blocks = self.evicted
+        self.evicted = set()
         return tuple(sorted(blocks))
 
     def note_copies(self, place: int, copies: Sequence[Copy], batch: ScheduledBatch) -> None:
@@ -126,7 +127,7 @@ class _RecordedPool:
 
     def close(self) -> None:
         """Have the pool note no more names."""
-        self.pool.logs.remove(self._log)
+        self.pool.logs.remove(self)
 
     def blocks(self) -> Blocks:
         """How many there are of each state."""
@@ -271,9 +272,9 @@ class Recorder:
             tuple(kv_group.caching() for kv_group in self._kv_groups),
             self._arrived(),
             self._states_changed(),
-            _unless_empty(kv_group.renamed() for kv_group in self._kv_groups),
+            _unless_empty(kv_group.new_names() for kv_group in self._kv_groups),
             _unless_empty(kv_group.copied(i) for i, kv_group in enumerate(self._kv_groups)),
-            _unless_empty(kv_group.evicted() for kv_group in self._kv_groups),
+            _unless_empty(kv_group.new_evictions() for kv_group in self._kv_groups),
             self._host_changes(),
             self._counted(),
             self._sampled,
