@@ -74,11 +74,8 @@ class StepCache(DynamicCache):
         )
 
 
-class _Past(LazyTensor):
-    """Keys or values of a past that lies in the pages."""
-
-    def _make(self) -> torch.Tensor:
-        raise RuntimeError(UNREADABLE)
+def _unreadable() -> torch.Tensor:
+    raise RuntimeError(UNREADABLE)
 
 
 class StepLayer(PagedLayer):
@@ -123,7 +120,8 @@ class StepLayer(PagedLayer):
             raise RuntimeError(UNREADABLE)
         store, index = self.step.pools.groups[self.kind].store(self.number)
         data = store.of_layer[index][which == "values"]
-        return _Past((1, data.shape[1], self.step.past, data.shape[2]), data.dtype, data.device)
+        shape = (1, data.shape[1], self.step.past, data.shape[2])
+        return LazyTensor(shape, data.dtype, data.device, _unreadable)
 
     def get_seq_length(self) -> int:
         """The tokens before the step; undefined for a row of several sequences."""

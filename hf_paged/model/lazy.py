@@ -9,6 +9,7 @@ tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -29,9 +30,10 @@ class NotFlat(RuntimeError):
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with a shape and no content; any operation on it makes the content first."""
+    """A tensor with a shape and no content; any operation on it calls `make` for the content first."""
 
     _dense: torch.Tensor | None = None
+    make: Callable[[], torch.Tensor]
 
     @staticmethod
     def __new__(
@@ -39,6 +41,11 @@ class LazyTensor(torch.Tensor):
     ) -> LazyTensor:
         lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         return lazy
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, make: Callable[[], torch.Tensor]
+    ) -> None:
+        self.make = make
 
     # What torch documents for wrappers.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -62,7 +69,7 @@ class LazyTensor(torch.Tensor):
         return self._dense
 
     def _make(self) -> torch.Tensor:
-        raise NotImplementedError
+        return self.make()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -205,12 +212,9 @@ class LazyMask(LazyTensor):
         build: Callable[[], torch.Tensor],
         as_stock: Callable[[], torch.Tensor | None] | None = None,
     ) -> None:
+        super().__init__(shape, dtype, device, build)
         self.window = window
-        self.build = build
         self.as_stock = as_stock or build
-
-    def _make(self) -> torch.Tensor:
-        return self.build()
 
 
 class Rotation:
@@ -240,7 +244,7 @@ class Rotation:
         query, key, cos, sin = self.inputs
         self.query = pages.ops.rotary_write(pages, query, key, cos, sin, value)
 
-    def turned(self, which: int) -> torch.Tensor:
+    def rotated(self, which: int) -> torch.Tensor:
         """Query or key, if it is needed without being stored."""
         done = (self.query, self.key)[which]
         if done is None:
@@ -254,16 +258,11 @@ class LazyRotated(LazyTensor):
     """A query or a key that has not been rotated yet."""
 
     rotation: Rotation
-    which: int
 
     @classmethod
     def of(cls, rotation: Rotation, which: int) -> LazyRotated:
         """Queries are number 0, keys number 1."""
         source = rotation.inputs[which]
-        made = cls(source.shape, source.dtype, source.device)
+        made = cls(source.shape, source.dtype, source.device, partial(rotation.rotated, which))
         made.rotation = rotation
-        made.which = which
         return made
-
-    def _make(self) -> torch.Tensor:
-        return self.rotation.turned(self.which)

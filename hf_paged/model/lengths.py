@@ -82,11 +82,12 @@ def _plain(value: Any) -> Any:
     return value.as_subclass(torch.Tensor) if isinstance(value, DeviceNumber) else value
 
 
+def _unreadable() -> torch.Tensor:
+    raise NotCapturable("the model computes with an attention mask that grows from step to step")
+
+
 class GrowingOnes(LazyTensor):
     """A mask of ones over all that the cache holds. It masks nothing; no static length would stay right."""
-
-    def _make(self) -> torch.Tensor:
-        raise NotCapturable("the model computes with an attention mask that grows from step to step")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -116,7 +117,8 @@ class LengthsOnDevice(TorchFunctionMode):
         if func is torch.ones and len(args) == 2 and isinstance(args[1], DeviceNumber):
             self.met = True
             device = torch.device("cpu" if kwargs.get("device") is None else kwargs["device"])
-            return GrowingOnes((args[0], 1), kwargs.get("dtype") or torch.get_default_dtype(), device)
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            return GrowingOnes((args[0], 1), dtype, device, _unreadable)
         return func(*args, **kwargs)
 
 

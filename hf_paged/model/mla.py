@@ -129,18 +129,14 @@ class LazyExpanded(LazyTensor):
     """Keys or values of all heads that have not been expanded yet."""
 
     expansion: Expansion
-    which: int
 
     @classmethod
     def of(cls, expansion: Expansion, which: int, shape: tuple[int, ...]) -> LazyExpanded:
         """Keys are number 0, values number 1."""
-        made = cls(shape, expansion.latents.dtype, expansion.latents.device)
+        latents = expansion.latents
+        made = cls(shape, latents.dtype, latents.device, functools.partial(expansion.made, which))
         made.expansion = expansion
-        made.which = which
         return made
-
-    def _make(self) -> torch.Tensor:
-        return self.expansion.made(self.which)
 
 
 # ---- the models' own expansion
