@@ -24,7 +24,7 @@ from hf_paged.generate import call as calls
 from hf_paged.kv.reference import invariant
 from hf_paged.model.attention import running
 from hf_paged.model.registry import memory_of
-from hf_paged.model.snapshot import watching
+from hf_paged.model.snapshot import call_snapshots
 from hf_paged.model.thread_state import mode_depths
 
 IDS = torch.randint(5, 80, (2, 6), generator=torch.Generator().manual_seed(3))
@@ -59,7 +59,7 @@ def facts(model: Any) -> list[Any]:
         hooks,
         forwards,
         calls.current.get(),
-        watching.get(),
+        call_snapshots.get(),
         running.get(),
         gc.isenabled(),
         *thread_facts(),

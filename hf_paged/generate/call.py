@@ -17,7 +17,7 @@ from ..model.attention import NAME
 from ..model.dispatch import may_skip_autograd
 from ..model.mla import defer_expansion, expanding_classes
 from ..model.registry import memory_of
-from ..model.snapshot import Watch, watching
+from ..model.snapshot import CallSnapshots, call_snapshots
 from ..model.support import warn, why_left
 from ..model.switch import decoder_configs, modules_of, restore, switch
 from .cache import PagedCache
@@ -105,15 +105,15 @@ class Call:
     left: bool = False
     """Whether giving back has begun."""
     outer: Call | None = field(default_factory=lambda: current.get())
-    outer_watch: Watch | None = field(default_factory=watching.get)
+    outer_snapshots: CallSnapshots | None = field(default_factory=call_snapshots.get)
 
-    def open(self, watch: Watch) -> None:
+    def open(self, snapshots: CallSnapshots) -> None:
         """The call of generate() begins."""
         if _plugs:
             settle_models()
         _running.add(self)
         current.set(self)
-        watching.set(watch)
+        call_snapshots.set(snapshots)
 
     def plug(self, model: nn.Module, caches: list[PagedCache], made: bool) -> None:
         """Begin to run `model` on `caches`, which this call made or was given."""
@@ -137,7 +137,7 @@ class Call:
         """
         _running.discard(self)
         current.set(self.outer)
-        watching.set(self.outer_watch)
+        call_snapshots.set(self.outer_snapshots)
         if self.asking and not self.decided and answer is not None:
             self.decided = True
             warn(f"{self.asking} prepares its caches itself")

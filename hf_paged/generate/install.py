@@ -19,7 +19,7 @@ from ..model.attention import NAME, paged_attention, paged_mask
 from ..model.capture.replay import drop_captures
 from ..model.invariant.mode import require_whole_sequences
 from ..model.mla import restore_expansion
-from ..model.snapshot import Watch, runs_foreign_code
+from ..model.snapshot import CallSnapshots, runs_foreign_code
 from ..model.support import prepares_none, warn, why_dropped, why_not
 from ..model.thread_state import restoring
 from ..model.training import why_random
@@ -153,10 +153,10 @@ def _wrap_generate(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any
         if asked:
             del kwargs["cache_implementation"]
         call = Call(asked)
-        watch = Watch(runs_foreign_code({**dict(zip(names, args, strict=False)), **kwargs}))
+        snapshots = CallSnapshots(runs_foreign_code({**dict(zip(names, args, strict=False)), **kwargs}), {})
         answer = None
         try:
-            call.open(watch)
+            call.open(snapshots)
             answer = restoring(lambda: stock(self, *args, **kwargs))
             return answer
         finally:

@@ -21,7 +21,7 @@ from ..model.capture.graph import CapturedCache
 from ..model.hooks import HookMonitor
 from ..model.identity import identity_of
 from ..model.layer import PagedLayer
-from ..model.snapshot import ModelSnapshot, watching
+from ..model.snapshot import ModelSnapshot, call_snapshots
 from ..model.weights_digest import Unreadable
 from .keys import PLACES, ForwardInputs, NotShareable, PrefixOrigin, why_never
 
@@ -203,8 +203,8 @@ class Reuse:
         self._moves = identity.moves
         self._onlookers = HookMonitor()
         self._onlookers.watch(snapshot.hooked)
-        watch = watching.get()
-        self._closely = self._onlookers.some or (watch is not None and watch.foreign)
+        kept = call_snapshots.get()
+        self._closely = self._onlookers.some or (kept is not None and kept.foreign)
         active = snapshot.lora.active if snapshot.lora.apart else ()
         self._adapters = AdapterStates(identity, snapshot.lora, _names(snapshot, active))
         return PrefixOrigin(identity.secret, state, self.config.salt, snapshot.hooked, self._adapters, active)

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import chain, repeat, takewhile
 from operator import attrgetter, is_, itemgetter
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -513,13 +513,12 @@ def _content(cell: CellType) -> Any:
 # ---- when generate() checks
 
 
-class Watch:
+class CallSnapshots(NamedTuple):
     """The last snapshots of a running generate(), so that not every step reads its models again."""
 
-    def __init__(self, foreign: bool) -> None:
-        self.foreign = foreign
-        """Whether the user's code runs between the steps, and may change a model."""
-        self.snapshots: dict[int, ModelSnapshot] = {}
+    foreign: bool
+    """Whether the user's code runs between the steps, and may change a model."""
+    snapshots: dict[int, ModelSnapshot]
 
     def current(self, model: nn.Module) -> ModelSnapshot:
         """The model as it is, checked again only if the user's code may have changed it."""
@@ -531,8 +530,8 @@ class Watch:
         return known
 
 
-watching: ContextVar[Watch | None] = ContextVar("hf_paged_watch", default=None)
-"""The running call's watch."""
+call_snapshots: ContextVar[CallSnapshots | None] = ContextVar("hf_paged_snapshots", default=None)
+"""Those of the running call."""
 
 
 def runs_foreign_code(arguments: dict[str, Any]) -> bool:

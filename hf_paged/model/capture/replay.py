@@ -14,7 +14,7 @@ from ...kv import LayerGroup, Memory
 from ...kv.ops import triton_package
 from ..adapters.rows import RowAdapters
 from ..registry import memory_of
-from ..snapshot import ModelSnapshot, StateKey, Watch, watching
+from ..snapshot import CallSnapshots, ModelSnapshot, StateKey, call_snapshots
 from .graph import (
     CapturedCache,
     Graph,
@@ -50,16 +50,16 @@ class GenerateSteps:
             part.sequences.flush()
         if self.pool.unsteady:
             return forward(step.arguments)
-        watch = watching.get()
-        known = None if watch is None else watch.snapshots.get(id(model))
-        snapshot = known or _look(model, watch)
+        kept = call_snapshots.get()
+        known = None if kept is None else kept.snapshots.get(id(model))
+        snapshot = known or _look(model, kept)
         source = self._source(model, step, forward, snapshot)
         if source is None:
             return forward(step.arguments)
         state = self.pool.known(snapshot.graph_key)
-        graph = self._replay(state, source, None if known is None else watch)
+        graph = self._replay(state, source, None if known is None else kept)
         if graph is None and known is not None:
-            snapshot = _look(model, watch)
+            snapshot = _look(model, kept)
             if snapshot is not known:
                 state = self.pool.known(snapshot.graph_key)
                 source = self._source(model, step, forward, snapshot)
@@ -80,10 +80,10 @@ class GenerateSteps:
         device = _device_of(groups_of(step))
         if device is None or not all(part.complete for part in step.parts):
             return None
-        watch = watching.get()
+        kept = call_snapshots.get()
         kernels = triton_package(step.parts[0].config.kernels, device, model.dtype) if snapshot.lora else None
         adapters = self.adapters.of_step(
-            snapshot, step.rows, kernels, device, foreign=watch is None or watch.foreign
+            snapshot, step.rows, kernels, device, foreign=kept is None or kept.foreign
         )
         return _source(model, step._replace(adapters=adapters), forward, device)
 
@@ -96,10 +96,10 @@ class GenerateSteps:
         kernels = triton_package(cache.config.kernels, device, model.dtype)
         if kernels is None:
             return nullcontext(False)
-        watch = watching.get()
-        if watch is not None and id(model) not in watch.snapshots:
-            watch = None  # between prompt and steps transformers may change how experts compute
-        return self.adapters.forward(_look(model, watch), rows, kernels, device)
+        kept = call_snapshots.get()
+        if kept is not None and id(model) not in kept.snapshots:
+            kept = None  # between prompt and steps transformers may change how experts compute
+        return self.adapters.forward(_look(model, kept), rows, kernels, device)
 
     def _answer(self, state: StateKey, source: _GenerateSource, graph: Graph) -> Any:
         """What a replay has answered. If it stood in for a smaller step, that may be captured now."""
@@ -108,10 +108,12 @@ class GenerateSteps:
             self.pool.learn(state, source, answer, stand_in=graph)
         return answer
 
-    def _replay(self, state: StateKey, source: _GenerateSource, watch: Watch | None = None) -> Graph | None:
+    def _replay(
+        self, state: StateKey, source: _GenerateSource, kept: CallSnapshots | None = None
+    ) -> Graph | None:
         """Take the step by a trusted graph, if there is one, and the pools need not move for it.
 
-        Where the user's code runs between the steps of a watched call, the model is checked while the device
+        Where the user's code runs between the steps of a call, the model is checked while the device
         works, and the step taken back if it has changed.
         """
         graph = self.pool.find(state, source.size, source.holders)
@@ -123,8 +125,8 @@ class GenerateSteps:
         if valid:
             graph.feed(step)
             graph.replay()
-            if watch is not None and watch.foreign:
-                valid = self.pool.known(watch.current(source.model).graph_key) is state
+            if kept is not None and kept.foreign:
+                valid = self.pool.known(kept.current(source.model).graph_key) is state
         if not valid:
             source.take_back()
             return None
@@ -134,8 +136,8 @@ class GenerateSteps:
         return graph
 
 
-def _look(model: nn.Module, watch: Watch | None) -> ModelSnapshot:
-    return ModelSnapshot(model) if watch is None else watch.current(model)
+def _look(model: nn.Module, kept: CallSnapshots | None) -> ModelSnapshot:
+    return ModelSnapshot(model) if kept is None else kept.current(model)
 
 
 class _GenerateSource(StepSource[Graph]):
