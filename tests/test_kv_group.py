@@ -181,7 +181,7 @@ def test_other_options_get_another_pool(llama: Any, ids: torch.Tensor) -> None:
     longer = torch.cat([history, ids], 1)
     call["attention_mask"] = torch.ones_like(longer)
     assert torch.equal(llama.generate(longer, past_key_values=kept, **call), llama.generate(longer, **call))
-    assert {config.block_size for _, config in memory_of(llama).groups} == {4, 8}
+    assert {config.block_size for _, config, _ in memory_of(llama).groups} == {4, 8}
 
 
 def test_memory_goes_with_the_model(ids: torch.Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from ..kv import fork_safe_lock, in_forked_process
 from ..model.attention import NAME
 from ..model.dispatch import may_skip_autograd
 from ..model.mla import defer_expansion, expanding_classes
+from ..model.patches import ReplacedForward
 from ..model.registry import memory_of
 from ..model.snapshot import CallSnapshots, call_snapshots
 from ..model.support import warn, why_left
@@ -33,24 +33,19 @@ class _Plug:
         """Whether it is plugged in, all of it."""
         self.configs = decoder_configs(model)
         self.expanding = expanding_classes(model)
-        self.own: Callable[..., Any] | None = model.__dict__.get("forward")
-        self.wrapper = wrap(model, model.forward, bool(self.configs), may_skip_autograd(modules_of(model)))
+        wrapper = wrap(model, model.forward, bool(self.configs), may_skip_autograd(modules_of(model)))
+        self.forward = ReplacedForward.of(model, wrapper)
 
-    def push_in(self, model: nn.Module) -> None:
+    def push_in(self) -> None:
         defer_expansion(self.expanding)
         switch(self.configs, NAME, self)
-        model.__dict__["forward"] = self.wrapper
+        self.forward.replace()
         self.inside = True
 
-    def pull_out(self, model: nn.Module) -> None:
+    def pull_out(self) -> None:
         self.inside = False
         restore(self.configs, self)
-        # Our wrapper may have been wrapped meanwhile; without a paged cache it only passes through.
-        if model.__dict__.get("forward") is self.wrapper:
-            if self.own is None:
-                del model.__dict__["forward"]
-            else:
-                model.__dict__["forward"] = self.own
+        self.forward.restore()  # a wrapper that stays only passes through without a paged cache
 
 
 _plugs: weakref.WeakKeyDictionary[nn.Module, _Plug] = weakref.WeakKeyDictionary()
@@ -71,10 +66,10 @@ def _settle(model: nn.Module) -> None:
             return
         plug.calls &= _running
         if not plug.calls:
-            plug.pull_out(model)
+            plug.pull_out()
             _plugs.pop(model, None)
         elif not plug.inside:
-            plug.push_in(model)
+            plug.push_in()
 
 
 def settle_models() -> None:

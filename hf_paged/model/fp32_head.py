@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .patches import mark_wrapper, own_forward
+from .patches import ReplacedForward, mark_wrapper, own_forward
 
 
 class Fp32Head:
@@ -26,7 +26,7 @@ class Fp32Head:
     def __init__(self, model: nn.Module, wanted: bool) -> None:
         self.model = model
         self.wanted = wanted
-        self._replaced: nn.Module | None = None
+        self._replaced: ReplacedForward | None = None
         self._thread = 0
         self._calls = 0
         if wanted:
@@ -52,14 +52,14 @@ class Fp32Head:
 
         mark_wrapper(forward)
         self._thread = threading.get_ident()
-        self._replaced = head
-        head.__dict__["forward"] = forward
+        self._replaced = ReplacedForward.of(head, forward)
+        self._replaced.replace()
 
     def take_out(self) -> None:
         """Give the model its head back. Twice is once."""
         self._thread = 0
         if self._replaced is not None:
-            self._replaced.__dict__.pop("forward", None)
+            self._replaced.restore()
             self._replaced = None
 
     @contextmanager

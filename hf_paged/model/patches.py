@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -46,6 +46,32 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     while getattr(own, WRAPPER, _no_wrapper)() is own:
         own = own.__wrapped__
     return None if getattr(own, "__func__", None) is type(module).forward else own
+
+
+class ReplacedForward(NamedTuple):
+    """A module's forward, and ours that replaces it for a while. `own` is None where its class has it."""
+
+    module: nn.Module
+    own: Callable[..., Any] | None
+    ours: Callable[..., Any]
+
+    @classmethod
+    def of(cls, module: nn.Module, ours: Callable[..., Any]) -> ReplacedForward:
+        """Replaces nothing yet: keep it first, so that an interrupt leaves it to be restored."""
+        return cls(module, module.__dict__.get("forward"), ours)
+
+    def replace(self) -> None:
+        """Put ours in its place."""
+        self.module.__dict__["forward"] = self.ours
+
+    def restore(self) -> None:
+        """Put the module's own back, unless ours has been wrapped since. Twice is once."""
+        attributes = self.module.__dict__
+        if attributes.get("forward") is self.ours:
+            if self.own is None:
+                attributes.pop("forward", None)
+            else:
+                attributes["forward"] = self.own
 
 
 def note_restless(model: nn.Module, found: Restless) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from .patches import mark_wrapper
+from .patches import ReplacedForward, mark_wrapper
 from .symmetric_memory import SymmetricMemory, symmetric_memory_of
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ class LocalLayers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._forwards: list[tuple[dict[str, Any], Forward, Forward]] = []
-        """Of every layer its attributes, the forward that transformers gave it, and ours."""
+        self._forwards: list[ReplacedForward] = []
+        """Of every layer the forward that transformers gave it, and ours."""
         mesh = mesh_of(model)
         if mesh is None:
             return
@@ -135,18 +135,17 @@ class LocalLayers:
                 mark_wrapper(ours)
                 if make is _rows:
                     setattr(ours, SUMS, local)
-                self._forwards.append((module.__dict__, own, ours))
+                self._forwards.append(ReplacedForward(module, own, ours))
 
     def put_in(self) -> None:
         """Let the layers compute as this does."""
-        for module, _, ours in self._forwards:
-            module["forward"] = ours
+        for each in self._forwards:
+            each.replace()
 
     def take_out(self) -> None:
         """Give the layers their forwards back. Twice is once."""
-        for module, theirs, ours in self._forwards:
-            if module.get("forward") is ours:
-                module["forward"] = theirs
+        for each in self._forwards:
+            each.restore()
 
 
 Forward = Callable[..., Any]

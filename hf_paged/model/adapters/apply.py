@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...kv.upload import upload
-from ..patches import mark_wrapper
+from ..patches import ReplacedForward, mark_wrapper
 from ..tensor_parallel import SUMS
 from .lora import Adapter, LowRank
 from .table import AdapterTable
@@ -265,35 +265,32 @@ def applied(modules: Collection[nn.Module], batch: AdapterBatch | None) -> Itera
 
     The caller holds the lock of the model's memory: no other forward of ours runs meanwhile.
     """
-    installed: list[tuple[nn.Module, Any]] = []
+    replaced: list[ReplacedForward] = []
     outer = _applied.get(), _inside.get()
     try:
         for module in modules:
             own = module.__dict__.get("forward")
             if not hasattr(own, OURS):
-                installed.append((module, own))
-                module.__dict__["forward"] = _replacement(module, own)
+                replaced.append(ReplacedForward(module, own, _replacement(module, own)))
+                replaced[-1].replace()
         _applied.set(batch)
         _inside.set(True)
         yield
         assert batch is None or not batch._held, "an output of a layer with adapters was not finished"
     finally:
         try:
-            _put_back(installed, outer)
+            _put_back(replaced, outer)
         finally:
             # Again, if an interrupt has broken it off; else there is nothing left to do.
-            _put_back(installed, outer)
+            _put_back(replaced, outer)
 
 
-def _put_back(installed: Sequence[tuple[nn.Module, Any]], outer: tuple[AdapterBatch | None, bool]) -> None:
+def _put_back(replaced: Sequence[ReplacedForward], outer: tuple[AdapterBatch | None, bool]) -> None:
     """Give layers their own forwards back."""
     _applied.set(outer[0])
     _inside.set(outer[1])
-    for module, own in installed:
-        if own is not None:
-            module.__dict__["forward"] = own
-        else:
-            module.__dict__.pop("forward", None)
+    for each in replaced:
+        each.restore()
 
 
 def _replacement(module: nn.Module, own: Any) -> Callable[..., Any]:

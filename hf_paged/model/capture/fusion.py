@@ -27,6 +27,7 @@ from transformers.activations import ACT2FN
 from ...kv import fork_safe_lock
 from ..adapters.apply import read_together
 from ..lazy import Rotation
+from ..patches import ReplacedForward
 
 ROTARY = "apply_rotary_pos_emb"
 STANDS_FOR = "_hf_paged_stands_for"
@@ -192,8 +193,12 @@ def fused(fusion: Fusion) -> Iterator[None]:
     with _lock:
         modules = [sys.modules[name] for name in fusion.rotaries]
         stocks = [getattr(module, ROTARY) for module in modules]
-        for module, forward in fusion.forwards.items():
-            module.__dict__["forward"] = _only_here(fusion, forward, partial(type(module).forward, module))
+        replaced = [
+            ReplacedForward.of(module, _only_here(fusion, forward, partial(type(module).forward, module)))
+            for module, forward in fusion.forwards.items()
+        ]
+        for each in replaced:
+            each.replace()
         for place, stock in zip(modules, stocks, strict=True):
             setattr(place, ROTARY, fusion.substitute(stock))
         token = current.set(fusion)
@@ -201,8 +206,8 @@ def fused(fusion: Fusion) -> Iterator[None]:
             yield
         finally:
             current.reset(token)
-            for module in fusion.forwards:
-                del module.__dict__["forward"]
+            for each in replaced:
+                each.restore()
             for place, stock in zip(modules, stocks, strict=True):
                 setattr(place, ROTARY, stock)
 
