@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_paged.engine.costs import ENOUGH, LATELY, Curve
-from hf_paged.engine.preemption import PATIENCE, Preemption
+from hf_paged.engine.preemption import ENOUGH, LATELY, PATIENCE, Curve, Preemption
 
 MB = 1 << 20
 NO_POOLS: Any = SimpleNamespace(swaps=False)

@@ -22,7 +22,7 @@ def test_restoring_twice_is_once() -> None:
     for own in (None, users):
         if own is not None:
             layer.forward = own
-        replaced = ReplacedForward.of(layer, ours)
+        replaced = ReplacedForward(layer, layer.__dict__.get("forward"), ours)
         replaced.restore()
         replaced.replace()
         assert layer.forward is ours
@@ -33,7 +33,7 @@ def test_restoring_twice_is_once() -> None:
 
 def test_what_wraps_ours_stays() -> None:
     layer = nn.Linear(2, 2)
-    replaced = ReplacedForward.of(layer, ours)
+    replaced = ReplacedForward(layer, layer.__dict__.get("forward"), ours)
     replaced.replace()
     layer.forward = users
     replaced.restore()

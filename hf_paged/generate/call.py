@@ -34,7 +34,7 @@ class _Plug:
         self.configs = decoder_configs(model)
         self.expanding = expanding_classes(model)
         wrapper = wrap(model, model.forward, bool(self.configs), may_skip_autograd(modules_of(model)))
-        self.forward = ReplacedForward.of(model, wrapper)
+        self.forward = ReplacedForward(model, model.__dict__.get("forward"), wrapper)
 
     def push_in(self) -> None:
         defer_expansion(self.expanding)

@@ -44,23 +44,18 @@ class Observer(Protocol):
         """The stores of a group move, or go."""
 
 
+GroupKey = tuple[LayerKind, CacheConfig, object | None]
+"""Kind, options and owner."""
+
+
 class LayerGroup:
     """The layers of one kind: one pool of block ids, and a store per layout they come in."""
 
-    def __init__(
-        self,
-        memory: Memory,
-        kind: LayerKind,
-        config: CacheConfig,
-        layers: int,
-        share: float,
-        owner: object | None = None,
-    ) -> None:
+    def __init__(self, memory: Memory, key: GroupKey, layers: int, share: float) -> None:
         self.memory = memory
-        self.key = kind, config, owner
-        """Under which the memory has it."""
-        self.kind = kind
-        self.config = config
+        self.key = key
+        self.kind = key[0]
+        self.config = config = key[1]
         self.share = share
         self.pool = BlockPool(require_room_for_books(config.num_blocks or 0), config.block_size)
         self._expected_layers = layers
@@ -353,7 +348,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.lock = fork_safe_lock()
-        self.groups: dict[tuple[LayerKind, CacheConfig, object | None], LayerGroup] = {}
+        self.groups: dict[GroupKey, LayerGroup] = {}
         self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         """Users of the stores' addresses: captured steps."""
         self.suspect = False
@@ -385,7 +380,7 @@ class Memory:
                 if other.kind == kind and other.key != key and not other.pool.held and not other.pool.cached:
                     other.give_back()
             if key not in self.groups:
-                self.groups[key] = LayerGroup(self, kind, config, layers, share, owner)
+                self.groups[key] = LayerGroup(self, key, layers, share)
             return self.groups[key]
 
     def drop(self, group: LayerGroup) -> None:

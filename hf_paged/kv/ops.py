@@ -151,21 +151,16 @@ class TritonOps(Ops):
         batch: Batch | StaticBatch,
         lengths: torch.Tensor,
     ) -> Any:  # fmt: skip
-        """The step's plan for layers of one shape and window: kept from step to step, updated once in
-        each.
-        """
+        """The step's plan for layers of one shape and window."""
         key = (
             query.shape, query.dtype, query.device, values.shape[2:], window, batch.columns.bit_length(),
             invariant.get(),
         )  # fmt: skip
-        plans = batch.workspace.setdefault("plans", {})
-        plan, planned = plans.get(key, (None, None))
-        if plan is None:
-            plan = self.kernels.Plan(query, keys, values, mean_length=batch.columns, window=window)
-        if planned is not batch.step:
-            plan.update(lengths)
-            plans[key] = (plan, batch.step)
-        return plan
+
+        def make() -> Any:
+            return self.kernels.Plan(query, keys, values, mean_length=batch.columns, window=window)
+
+        return _kept(batch, "plans", key, make, lambda plan: plan.update(lengths))
 
     def _prefill(
         self, query: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]
@@ -232,13 +227,11 @@ class TritonOps(Ops):
         plan = self._plan(packed[:few], keys, values, window, batch, batch.alone[:few])
         self.kernels.decode(packed[:few], keys, values, batch.blocks[:few], plan, out=out[:few], **options)
         key = (query.shape, query.dtype, query.device, values.shape[2:], invariant.get())
-        known = batch.workspace.setdefault("spans", {})
-        spans, laid_out = known.get(key, (None, None))
-        if spans is None:
-            spans = self.kernels.Spans(packed, keys, values, batch.most, least=2)
-        if laid_out is not batch.step:
-            spans.update(batch.borders)
-            known[key] = (spans, batch.step)
+
+        def make() -> Any:
+            return self.kernels.Spans(packed, keys, values, batch.most, least=2)
+
+        spans = _kept(batch, "spans", key, make, lambda spans: spans.update(batch.borders))
         self.kernels.prefill(
             packed,
             keys,
@@ -253,6 +246,20 @@ class TritonOps(Ops):
             **options,
         )
         return out.unsqueeze(1)
+
+
+def _kept(
+    batch: Batch | StaticBatch, name: str, key: object, make: Callable[[], Any], update: Callable[[Any], None]
+) -> Any:
+    """The plan of one kind and key in the batch's workspace: kept from step to step, updated once in each."""
+    plans = batch.workspace.setdefault(name, {})
+    plan, updated_for = plans.get(key, (None, None))
+    if plan is None:
+        plan = make()
+    if updated_for is not batch.step:
+        update(plan)
+        plans[key] = (plan, batch.step)
+    return plan
 
 
 FEW = 16
@@ -336,15 +343,14 @@ class NativeOps(Ops):
     def _planned(
         self, batch: Batch | StaticBatch, key: object, make: Any, *tensors: torch.Tensor, **options: Any
     ) -> Any:
-        """The step's plan for layers of one shape: kept from step to step, updated once in each."""
-        plans = batch.workspace.setdefault(PLANS, {})
-        plan, planned = plans.get(key, (None, None))
-        if plan is None:
-            plan = make(self.library, *tensors, block_size=batch.block_size, **options)
-        if planned is not batch.step:
-            plan.update(self._table(batch), batch.lengths(tensors[0].device))
-            plans[key] = (plan, batch.step)
-        return plan
+        """The step's plan for layers of one shape."""
+        return _kept(
+            batch,
+            PLANS,
+            key,
+            lambda: make(self.library, *tensors, block_size=batch.block_size, **options),
+            lambda plan: plan.update(self._table(batch), batch.lengths(tensors[0].device)),
+        )
 
     @staticmethod
     def _table(batch: Batch | StaticBatch) -> torch.Tensor:

@@ -199,9 +199,8 @@ def attend_flat(
     batch = pages.batch
     assert isinstance(batch, FlatBatch)
     singles, spans = batch.parts(window, query.device)
-    if (
-        singles is not None and singles.tokens is None
-    ):  # every sequence decodes: the tokens are in their rows' order
+    if singles is not None and singles.tokens is None:
+        # Every sequence decodes: the tokens are in their rows' order.
         return _attend_singles(query[0].transpose(0, 1), pages, singles, attention, options)[None]
     out = query.new_empty(query.shape[2], query.shape[1], value_dim or pages.values.shape[2])
     if singles is not None and singles.tokens is not None:

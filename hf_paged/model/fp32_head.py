@@ -52,7 +52,7 @@ class Fp32Head:
 
         mark_wrapper(forward)
         self._thread = threading.get_ident()
-        self._replaced = ReplacedForward.of(head, forward)
+        self._replaced = ReplacedForward(head, head.__dict__.get("forward"), forward)
         self._replaced.replace()
 
     def take_out(self) -> None:

@@ -158,9 +158,8 @@ def defer_expansion(classes: Sequence[Any]) -> None:
         for cls in classes:
             method = getattr(cls, METHOD)
             if cls not in _stocks:
-                _stocks[cls] = getattr(
-                    method, STANDS_FOR, method
-                )  # a module that was reloaded has left its wrapper
+                # A module that was reloaded has left its wrapper.
+                _stocks[cls] = getattr(method, STANDS_FOR, method)
             elif method is not _stocks[cls]:
                 continue
             setattr(cls, METHOD, _deferring(_stocks[cls]))

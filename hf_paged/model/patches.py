@@ -49,19 +49,16 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 class ReplacedForward(NamedTuple):
-    """A module's forward, and ours that replaces it for a while. `own` is None where its class has it."""
+    """A module's forward, and ours that replaces it for a while. `own` is None where its class has it.
+
+    Keep it before `replace`, so that an interrupt leaves it to be restored.
+    """
 
     module: nn.Module
     own: Callable[..., Any] | None
     ours: Callable[..., Any]
 
-    @classmethod
-    def of(cls, module: nn.Module, ours: Callable[..., Any]) -> ReplacedForward:
-        """Replaces nothing yet: keep it first, so that an interrupt leaves it to be restored."""
-        return cls(module, module.__dict__.get("forward"), ours)
-
     def replace(self) -> None:
-        """Put ours in its place."""
         self.module.__dict__["forward"] = self.ours
 
     def restore(self) -> None:

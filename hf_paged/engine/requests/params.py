@@ -182,11 +182,8 @@ class RequestParams:
 def check_transformers() -> None:
     """Raise if GenerationMixin's methods are not as they are known here."""
     for name, expected in EXPECTED.items():
-        found = (
-            list(inspect.signature(getattr(GenerationMixin, name)).parameters)[1:]
-            if hasattr(GenerationMixin, name)
-            else []
-        )
+        method = getattr(GenerationMixin, name, None)
+        found = [] if method is None else list(inspect.signature(method).parameters)[1:]
         if found[: len(expected)] != expected:
             raise ImportError(
                 f"the engine calls GenerationMixin.{name}{tuple(expected)} and found {tuple(found)}; use a "
@@ -267,8 +264,6 @@ def read(
     )
     given = _showing(model, given, shown)
     _require_function("prefix_allowed_tokens_fn", extras["prefix_allowed_tokens_fn"])
-    tokens = given.tokens
-    names = given.names
     config = _with_lengths(model, config, defaults, given)
     processors = _processors(model, config, given, extras)
     criteria = _criteria(model, config, tokenizer, extras["stopping_criteria"], options)
@@ -279,8 +274,8 @@ def read(
     )
     grammar, recipe, slow = _recipe(config, processors)
     return RequestParams(
-        names,
-        tokens,
+        given.names,
+        given.tokens,
         given.embeds,
         given.media,
         given.source,
@@ -288,7 +283,7 @@ def read(
         processors,
         others,
         own_ends.union(*(ends_of(tensor) for tensor in at_tokens if tensor is not config._eos_token_tensor)),
-        min(lengths) - len(tokens) + len(names),
+        min(lengths) - len(given.tokens) + len(given.names),
         _seed(seed, drawn=bool(config.do_sample)),
         _favourites("logprobs", logprobs, model),
         _scored(prompt_logprobs, model, given),
@@ -318,20 +313,15 @@ def _processors(
 
 def _criteria(model: Any, config: Any, tokenizer: Any, given: Any, options: Options) -> StoppingCriteriaList:
     """The stopping criteria as generate() makes them, but for stop strings, whose criterion costs less."""
-    if (
-        config.stop_strings is not None and tokenizer is None
-    ):  # transformers would name an argument of generate()
+    if config.stop_strings is not None and tokenizer is None:
+        # Transformers would name an argument of generate().
         raise ValueError(
             f"stop_strings={config.stop_strings!r} need the model's tokenizer; make the engine with it, "
             "Engine(model, tokenizer)"
         )
     brought = StoppingCriteriaList(_callables("stopping_criteria", given))
     stops = config.stop_strings
-    own = (
-        stops is not None
-        and tokenizer is not None
-        and not any(type(each) is StopStringCriteria for each in brought)
-    )
+    own = stops is not None and not any(type(each) is StopStringCriteria for each in brought)
     others = copy.copy(config)
     others.stop_strings = None if own else stops
     criteria: StoppingCriteriaList = model._get_stopping_criteria(others, brought, tokenizer=tokenizer)

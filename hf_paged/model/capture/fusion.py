@@ -194,7 +194,7 @@ def fused(fusion: Fusion) -> Iterator[None]:
         modules = [sys.modules[name] for name in fusion.rotaries]
         stocks = [getattr(module, ROTARY) for module in modules]
         replaced = [
-            ReplacedForward.of(module, _only_here(fusion, forward, partial(type(module).forward, module)))
+            ReplacedForward(module, None, _only_here(fusion, forward, partial(type(module).forward, module)))
             for module, forward in fusion.forwards.items()
         ]
         for each in replaced:

@@ -85,9 +85,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def _draws(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(
-        func
-    )  # attention's may have dropout
+    # Attention's may have dropout.
+    return torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func)
 
 
 def _waits(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:

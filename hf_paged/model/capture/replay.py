@@ -63,7 +63,7 @@ class GenerateSteps:
             if snapshot is not known:
                 state = self.pool.known(snapshot.graph_key)
                 source = self._source(model, step, forward, snapshot)
-                graph = None if source is None else self._replay(state, source)
+                graph = None if source is None else self._replay(state, source, None)
         if source is None:
             return forward(step.arguments)
         if graph is not None:
@@ -108,9 +108,7 @@ class GenerateSteps:
             self.pool.learn(state, source, answer, stand_in=graph)
         return answer
 
-    def _replay(
-        self, state: StateKey, source: _GenerateSource, kept: CallSnapshots | None = None
-    ) -> Graph | None:
+    def _replay(self, state: StateKey, source: _GenerateSource, kept: CallSnapshots | None) -> Graph | None:
         """Take the step by a trusted graph, if there is one, and the pools need not move for it.
 
         Where the user's code runs between the steps of a call, the model is checked while the device
