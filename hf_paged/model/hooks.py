@@ -92,9 +92,7 @@ def _is_harmless(hook: object) -> bool:
 
 
 def adapters_of_rows(modules: Sequence[nn.Module], rows: int) -> list[str] | None:
-    """The adapter of each row, where peft's hooks give them to the layers: the last one on a layer decides,
-    since a call that failed leaves its own behind.
-    """
+    """The adapters of rows by peft's hooks: a layer's last one decides, since failed calls leave theirs."""
     for module in modules:
         for hook in reversed(module._forward_pre_hooks.values()):
             names = adapter_names_of(hook)

@@ -33,7 +33,6 @@ class LazyTensor(torch.Tensor):
     """A tensor with a shape and no content; any operation on it calls `make` for the content first."""
 
     _dense: torch.Tensor | None = None
-    make: Callable[[], torch.Tensor]
 
     @staticmethod
     def __new__(

@@ -43,10 +43,8 @@ class Expansion:
         rows = self.latents.shape[0]
         columns = self.latents.columns
         widths = self.module.qk_nope_head_dim + self.turned.shape[3], self.module.v_head_dim
-        return tuple(
-            LazyExpanded.of(self, which, (rows, self.heads, columns, width))
-            for which, width in enumerate(widths)
-        )  # type: ignore[return-value]
+        shapes = [(rows, self.heads, columns, width) for width in widths]
+        return LazyExpanded.of(self, 0, shapes[0]), LazyExpanded.of(self, 1, shapes[1])
 
     @property
     def heads(self) -> int:

@@ -49,10 +49,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 class ReplacedForward(NamedTuple):
-    """A module's forward, and ours that replaces it for a while. `own` is None where its class has it.
-
-    Keep it before `replace`, so that an interrupt leaves it to be restored.
-    """
+    """A forward of ours for a module's own. Keep it before `replace`, for interrupts."""
 
     module: nn.Module
     own: Callable[..., Any] | None

@@ -78,9 +78,7 @@ class Routers:
         return all(module in self.seen for module in self.modules)
 
     def keep_rows_apart(self, rows: int, index: torch.Tensor, tokens: int) -> bool:
-        """Whether `tokens` tokens of `rows` rows, and the step after them, come out the same where the rows
-        `index` of them are computed.
-        """
+        """Whether these tokens, and the step after them, come out the same if only rows `index` run."""
         for module in self.modules:
             for pattern in range(PATTERNS):
                 few = [self.seen[module].content(rows, count, pattern) for count in (tokens, 1)]
@@ -130,9 +128,7 @@ def _decoder(model: Any) -> nn.Module:
 
 @cache
 def _looks_around(kind: Any) -> bool:
-    """Whether a class names a capacity in its code, or is peft's and takes the mean of all tokens (Lily);
-    comments and strings do not count.
-    """
+    """Whether a class's code (no comments) names a capacity, or averages all tokens (peft's Lily)."""
     if kind.__module__.startswith("torch."):
         return False
     try:

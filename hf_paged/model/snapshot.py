@@ -450,9 +450,7 @@ def hooks_everywhere() -> bool:
 
 
 def torch_settings() -> tuple[Any, ...]:
-    """How torch multiplies float32 matrices, whether it must be deterministic, and whether bits must not
-    depend on the batch.
-    """
+    """How torch multiplies float32, whether it is deterministic, and whether bits may depend on the batch."""
     matmul = torch.backends.cuda.matmul
     try:
         precision = matmul.fp32_precision

@@ -71,9 +71,7 @@ def why_left(model: Any) -> str:
 
 
 def prepares_none(model: Any) -> bool:
-    """Whether the model's own generate() neither prepares a cache nor passes the call on to one that does:
-    MusicGen's decoder makes its cache in its forward.
-    """
+    """Whether its own generate() neither prepares a cache nor calls one that does (MusicGen's decoder)."""
     kind = type(model)
     own = [base for base in kind.__mro__ if not base.__module__.startswith(SHARED)]
     waiting = ["generate"]

@@ -33,9 +33,9 @@ def original_implementation(config: Any) -> str:
     """The attention setting that the user chose for the models of `config`."""
     with _lock:  # another thread may switch it between the two questions
         entry = _switched.get(id(config))
-        return str(
-            entry.original if entry is not None else getattr(config, "_attn_implementation", None) or "eager"
-        )
+        if entry is not None:
+            return entry.original
+        return str(getattr(config, "_attn_implementation", None) or "eager")
 
 
 def switch(configs: list[Any], name: str, owner: object) -> None:

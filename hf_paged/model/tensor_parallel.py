@@ -121,7 +121,6 @@ class LocalLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self._forwards: list[ReplacedForward] = []
-        """Of every layer the forward that transformers gave it, and ours."""
         mesh = mesh_of(model)
         if mesh is None:
             return

@@ -1,6 +1,4 @@
-"""One captured step of generate(): for which forwards it stands, what it reads, and how its answer is handed
-out.
-"""
+"""One captured step of generate(): the forwards it stands for, what it reads, how its answer comes out."""
 
 from __future__ import annotations
 
