@@ -62,14 +62,14 @@ def test_rows_side_by_side_are_a_view() -> None:
     paged = Paged(3, 4, expected=40)
     for new in (9, 1, 1, 6):
         pages = paged.step(new)
-        assert pages.batch.lane is not None
+        assert pages.batch.strided is not None
         assert (
             reference.gather(pages.keys, pages.batch, 0).untyped_storage().data_ptr()
             == pages.keys.untyped_storage().data_ptr()
         )
         paged.assert_attends(pages, 4, None, False)
     paged.reorder([1, 0, 2])
-    assert paged.step(1).batch.lane is None
+    assert paged.step(1).batch.strided is None
 
 
 def test_scattered_blocks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,9 @@ def test_scattered_blocks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         table.free()
     for new in (7, 1, 5, 1):
         paged.assert_attends(paged.step(new), 4, None, False)
-    assert paged.rows.tables[0].blocks != sorted(paged.rows.tables[0].blocks) or paged.rows.batch.lane is None
+    assert (
+        paged.rows.tables[0].blocks != sorted(paged.rows.tables[0].blocks) or paged.rows.batch.strided is None
+    )
     hole[1].free()
 
 

@@ -54,7 +54,7 @@ class Batch:
         starts: list[int] | None,
         columns: int,
         new: int,
-        lane: StridedView | None,
+        strided: StridedView | None,
         is_current: Callable[[], bool],
         workspace: dict[str, Any] | None = None,
     ) -> None:
@@ -62,8 +62,8 @@ class Batch:
         self.starts = starts
         self.columns = columns
         self.new = new
-        self.lane = lane
-        self.new_lane = lane
+        self.strided = strided
+        self.new_strided = strided
         """Where the new tokens lie, if at equal distances."""
         self.rows = len(tables)
         """The rows of keys and values that a model hands to its cache."""

@@ -49,15 +49,17 @@ class FlatBatch(Batch):
         """plans: of kernels, kept from step to step."""
         columns = max(table.length for table in tables)
         kept = {} if plans is None else {PLANS: plans}
-        super().__init__(list(tables), None, columns, sum(counts), _lane_of(tables), lambda: True, kept)
+        super().__init__(
+            list(tables), None, columns, sum(counts), _strided_view_of(tables), lambda: True, kept
+        )
         self.rows = 1  # as the model sees it
         self.fresh = False  # several sequences are never one sequence
         self.decodes = self.new == len(tables)
         """Whether every sequence brings one token."""
         self.plain = self.decodes and len(tables) == 1
         """Whether it is one new token of one sequence: as in any batch of one row."""
-        if self.plain and self.lane is None:
-            self.new_lane = StridedView(_last_slot(tables[0]) - columns + 1, 0)
+        if self.plain and self.strided is None:
+            self.new_strided = StridedView(_last_slot(tables[0]) - columns + 1, 0)
         self.counts = list(counts)
         self.borders = [0, *accumulate(counts)]
         """Sequence i's new tokens are those from borders[i] to borders[i + 1]."""
@@ -134,7 +136,7 @@ class FlatBatch(Batch):
         return _Span(begin, end, slots, mask[None, None])
 
 
-def _lane_of(tables: Sequence[BlockTable]) -> StridedView | None:
+def _strided_view_of(tables: Sequence[BlockTable]) -> StridedView | None:
     """Where the tokens lie of a sequence that is alone and whose blocks follow each other in the pool."""
     blocks = tables[0].blocks
     if len(tables) > 1 or not blocks or blocks != list(range(blocks[0], blocks[0] + len(blocks))):

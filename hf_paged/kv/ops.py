@@ -87,7 +87,7 @@ class TritonOps(Ops):
             return turned
 
     def gather(self, data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.Tensor:
-        if not isinstance(batch, Batch) or batch.lane is not None or batch.empty:
+        if not isinstance(batch, Batch) or batch.strided is not None or batch.empty:
             return super().gather(data, batch, first)  # a view, or nothing at all
         batch.check()
         device = data.device
@@ -278,7 +278,7 @@ class NativeOps(Ops):
         self.library = library
 
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if pages.batch.new_lane is not None:  # views, made for all layers together
+        if pages.batch.new_strided is not None:  # views, made for all layers together
             super().write(pages, keys, values)
             return
         if isinstance(pages.batch, FlatBatch):
@@ -358,10 +358,10 @@ class NativeOps(Ops):
         lists.
         """
         device = torch.device("cpu")
-        if not isinstance(batch, Batch) or batch.lane is None or isinstance(batch, FlatBatch):
+        if not isinstance(batch, Batch) or batch.strided is None or isinstance(batch, FlatBatch):
             return batch.table(device)
-        key = (batch.lane, batch.rows, max(table.end for table in batch.tables))
-        known, table = batch.workspace.get("lane", (None, None))
+        key = (batch.strided, batch.rows, max(table.end for table in batch.tables))
+        known, table = batch.workspace.get("strided", (None, None))
         if known != key:
             (first, stride), rows, width = key
             begins = (
@@ -369,7 +369,7 @@ class NativeOps(Ops):
                 // batch.block_size
             )
             table = begins + torch.arange(max(width, 1), dtype=torch.int32, device=device)
-            batch.workspace["lane"] = (key, table)
+            batch.workspace["strided"] = (key, table)
         counted: torch.Tensor = table
         return counted
 

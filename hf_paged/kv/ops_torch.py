@@ -16,8 +16,8 @@ from .static import StaticBatch
 class LaneViews(Protocol):
     """A store, as far as the pages of its layers ask it."""
 
-    def lanes(
-        self, lane: StridedView, rows: int, first: int, end: int
+    def strided_views(
+        self, strided: StridedView, rows: int, first: int, end: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of each layer keys and values [rows, heads, end - first, dim] as views, where rows lie at one
         distance from each other.
@@ -38,15 +38,17 @@ class Pages(NamedTuple):
     place: int = 0
     """The layer's place in the store."""
 
-    def lanes(self, lane: StridedView | None, first: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def strided_views(
+        self, strided: StridedView | None, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of the columns from `first` on as views [rows, heads, columns - first, dim].
 
-        None without a `lane`: where the rows do not lie side by side.
+        None without a `strided`: where the rows do not lie side by side.
         """
-        if self.store is None or lane is None:
+        if self.store is None or strided is None:
             return None
         batch = self.batch
-        return self.store.lanes(lane, batch.rows, first, batch.columns)[self.place]
+        return self.store.strided_views(strided, batch.rows, first, batch.columns)[self.place]
 
 
 class Seen(NamedTuple):
@@ -93,13 +95,13 @@ class Ops:
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put a step's keys [rows, heads, new, key_dim] and values into their slots."""
         batch = pages.batch
-        lanes = pages.lanes(batch.new_lane, batch.columns - batch.new)
-        if lanes is None:
+        strided_views = pages.strided_views(batch.new_strided, batch.columns - batch.new)
+        if strided_views is None:
             reference.write(pages.keys, pages.batch, keys)
             reference.write(pages.values, pages.batch, values)
             return
-        lanes[0].copy_(keys)
-        lanes[1].copy_(values)
+        strided_views[0].copy_(keys)
+        strided_views[1].copy_(values)
 
     def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
         """pool[:, targets[i]] = pool[:, sources[i]] for every pool [layers, blocks, ...]; no target is a
@@ -116,11 +118,11 @@ class Ops:
 
     def read(self, pages: Pages, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the columns from `first` on, as `gather` answers them."""
-        lanes = pages.lanes(pages.batch.lane, first)
-        if lanes is None:
+        strided_views = pages.strided_views(pages.batch.strided, first)
+        if strided_views is None:
             return self.gather(pages.keys, pages.batch, first), self.gather(pages.values, pages.batch, first)
         pages.batch.check()
-        return lanes
+        return strided_views
 
     def attend(
         self,

@@ -40,8 +40,8 @@ def gather(data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.
     Rows side by side are answered with a view. Columns of left padding hold some token's content; mask them.
     """
     batch.check()
-    if isinstance(batch, Batch) and batch.lane is not None:
-        return batch.lane.view(data, batch.rows, first, batch.columns)
+    if isinstance(batch, Batch) and batch.strided is not None:
+        return batch.strided.view(data, batch.rows, first, batch.columns)
     slots, heads, dim = data.shape
     if batch.empty:
         return data.new_zeros(batch.rows, heads, batch.columns - first, dim)

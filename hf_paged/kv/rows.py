@@ -49,7 +49,7 @@ class Rows:
         """Whether other rows may begin with what these hold: a new pool then gets room for more than one
         call.
         """
-        self._lane: StridedView | None = None
+        self._strided: StridedView | None = None
         self.torn = False
         """Whether a step broke off between the books and the tensors: what the rows hold is not known any
         more.
@@ -202,7 +202,7 @@ class Rows:
         first_step = self.columns == 0
         copies = append(self.tables, self._new_tokens(new))
         self.columns += new
-        self._keep_lane(bool(copies) or first_step or new > 1)
+        self._keep_strided(bool(copies) or first_step or new > 1)
         return copies
 
     @contextmanager
@@ -232,7 +232,7 @@ class Rows:
             raise ValueError(f"this cache was prepared for {len(self.starts)} rows and was given {rows}")
         for table in self.tables:
             table.free()
-        self._lane = None
+        self._strided = None
         self._tables = [BlockTable(self.group.pool) for _ in range(rows)]
 
     def _new_tokens(self, new: int) -> list[int]:
@@ -270,24 +270,24 @@ class Rows:
             else None
         )
         if first is not None:
-            self._lane = StridedView(first * pool.block_size, stride * pool.block_size)
+            self._strided = StridedView(first * pool.block_size, stride * pool.block_size)
             for i, table in enumerate(self.tables):
                 table.near = first + i * stride
 
-    def _keep_lane(self, look_closely: bool) -> None:
-        """Forget the lane as soon as a block lies elsewhere; after one more token only the last blocks
+    def _keep_strided(self, look_closely: bool) -> None:
+        """Forget the strided view as soon as a block lies elsewhere; after one more token only the last blocks
         can.
         """
-        if self._lane is None:
+        if self._strided is None:
             return
         size = self.group.pool.block_size
         for i, table in enumerate(self.tables):
-            home = (self._lane.first + i * self._lane.stride) // size
+            home = (self._strided.first + i * self._strided.stride) // size
             last_in_place = not table.blocks or table.blocks[-1] == home + table.end - 1
             if not last_in_place or (
                 look_closely and table.blocks != list(range(home + table.released, home + table.end))
             ):
-                self._lane = None
+                self._strided = None
                 return
 
     def _release_behind_window(self) -> None:
@@ -305,7 +305,7 @@ class Rows:
             self.starts,
             self.columns,
             new,
-            self._lane,
+            self._strided,
             lambda: stamp is self.stamp,
             self._workspace,
         )
@@ -348,9 +348,9 @@ class Rows:
                 raise
             self.columns = columns
             self._cut = columns
-            self._keep_lane(look_closely=True)
-            if self._lane is None and self.starts is None:
-                self._find_lane()
+            self._keep_strided(look_closely=True)
+            if self._strided is None and self.starts is None:
+                self._find_strided()
             self._changed()
 
     def commit(self, tokens: Sequence[Sequence[int]], extras: Sequence[bytes], dedupe: bool) -> None:
@@ -365,18 +365,18 @@ class Rows:
                     own = tokens[i][self.starts[i] if self.starts is not None else 0 :]
                     commit(table, own, extras[i], keep_tokens=True, dedupe=dedupe)
                     commit_tail(table, own, extras[i])
-            self._keep_lane(look_closely=True)
+            self._keep_strided(look_closely=True)
             self._changed()
 
-    def _find_lane(self) -> None:
+    def _find_strided(self) -> None:
         """See whether rows that were found lie side by side."""
         size = self.group.pool.block_size
         firsts = [table.blocks[0] - table.released for table in self._tables if table.blocks]
         strides = {after - before for before, after in pairwise(firsts)} or {1}
         stride = strides.pop()
         if len(firsts) == len(self._tables) and not strides and stride > 0:
-            self._lane = StridedView(firsts[0] * size, stride * size)
-            self._keep_lane(look_closely=True)
+            self._strided = StridedView(firsts[0] * size, stride * size)
+            self._keep_strided(look_closely=True)
 
     # ---- rows come, go and change places
 
@@ -391,7 +391,7 @@ class Rows:
                 self._tables = reorder(self.tables, sources)
                 if self.starts is not None:
                     self.begin_at([self.starts[source] for source in sources])
-                self._lane = None
+                self._strided = None
                 self._changed()
 
     def crop(self, columns: int) -> None:
@@ -444,7 +444,7 @@ class Rows:
             twin.expected_columns = self.expected_columns
             twin._keep_past = self._keep_past
             twin._cut = self._cut
-            twin._lane = self._lane
+            twin._strided = self._strided
             return twin
 
     def free(self) -> None:
@@ -458,7 +458,7 @@ class Rows:
             self._tables = []
             self.starts = None
             self.columns = 0
-            self._lane = None
+            self._strided = None
             self.torn = False
             self._cut = 0
             self._changed()

@@ -36,8 +36,8 @@ class StaticBatch:
     were loaded write nothing and see nothing.
     """
 
-    lane = None
-    new_lane = None
+    strided = None
+    new_strided = None
     fresh = False
     empty = False
     starts = None

@@ -49,7 +49,9 @@ class Store:
             # They lie side by side: one view of all costs half as much as two.
             both = keys.as_strided((2 * self.layers, *keys.shape[1:]), keys.stride())
             self._parts = (both,)
-        self._lanes: dict[tuple[StridedView, int, int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._strided_views: dict[
+            tuple[StridedView, int, int, int], list[tuple[torch.Tensor, torch.Tensor]]
+        ] = {}
 
     def pages(self, place: int, batch: Batch | StaticBatch, captured: bool = False) -> Pages:
         """What the attention of the layer at `place` reads in a step."""
@@ -61,21 +63,23 @@ class Store:
         captured = captured or (invariant.get() and keys.is_cuda)
         return Pages(keys, values, batch, self.captured if captured else self.ops, self, place)
 
-    def lanes(
-        self, lane: StridedView, rows: int, first: int, end: int
+    def strided_views(
+        self, strided: StridedView, rows: int, first: int, end: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of each layer keys and values [rows, heads, end - first, dim], where rows lie at one distance from
         each other. The views of a step's writes and reads are kept for its other layers.
         """
-        key = (lane, rows, first, end)
-        found = self._lanes.get(key)
+        key = (strided, rows, first, end)
+        found = self._strided_views.get(key)
         if found is None:
-            if len(self._lanes) > 1:
-                self._lanes.clear()
+            if len(self._strided_views) > 1:
+                self._strided_views.clear()
             views: list[torch.Tensor] = []
             for part in self._parts:
-                views += lane.view(part, rows, first, end).unbind()
-            found = self._lanes[key] = list(zip(views[: self.layers], views[self.layers :], strict=True))
+                views += strided.view(part, rows, first, end).unbind()
+            found = self._strided_views[key] = list(
+                zip(views[: self.layers], views[self.layers :], strict=True)
+            )
         return found
 
     @property
