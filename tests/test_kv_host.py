@@ -81,7 +81,7 @@ def test_the_same_bytes_come_back(
     assert all(bool(each.isnan().all()) for block in untouched for each in content(group, block))
 
 
-def test_journeys_keep_their_order() -> None:
+def test_transfers_keep_their_order() -> None:
     """A place on the host that is emptied and filled again at once, time after time."""
     group, on_host = make(LAYOUTS["several"])
     (place, *_) = books(on_host, 1)
@@ -171,17 +171,17 @@ def test_room_before_the_first_layer_was_stored() -> None:
     assert on_host.bytes == taken == on_host.pool.total * group.block_bytes
 
 
-def test_journeys_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     group, on_host = make(LAYOUTS["plain"])
     places = books(on_host, 6)
     on_host.out([Copy(block, place) for block, place in enumerate(places)])
     on_host.back([Copy(place, block) for block, place in enumerate(places[:2])])
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    trips = on_host.trips()
-    assert [(trip.out, trip.bytes) for trip in trips] == [
+    transfers = on_host.transfers()
+    assert [(transfer.out, transfer.bytes) for transfer in transfers] == [
         (True, 6 * group.block_bytes),
         (False, 2 * group.block_bytes),
     ]
-    assert all(trip.exposed >= 0 and trip.copied >= 0 for trip in trips)
-    assert on_host.trips() == []
+    assert all(transfer.exposed >= 0 and transfer.copied >= 0 for transfer in transfers)
+    assert on_host.transfers() == []

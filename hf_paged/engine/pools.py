@@ -254,10 +254,13 @@ class Pools:
             if pairs and group.host is not None:
                 group.host.back(pairs)
 
-    def trips(self) -> list[Transfer]:
+    def transfers(self) -> list[Transfer]:
         """The swaps that are over, measured, each once."""
         return [
-            trip for group in self.groups.values() if group.host is not None for trip in group.host.trips()
+            transfer
+            for group in self.groups.values()
+            if group.host is not None
+            for transfer in group.host.transfers()
         ]
 
     # ---- what is there

@@ -125,11 +125,11 @@ class Preemption:
         for tokens, seconds in self._steps:
             self.enter_step(tokens, seconds)
         self._steps.clear()
-        for trip in self.pools.trips():
-            (self.out if trip.out else self.back).add(trip.bytes, trip.exposed)
-            self._exposed += trip.exposed
-            self._copied += trip.copied
-            self._carried[trip.out] += trip.bytes
+        for transfer in self.pools.transfers():
+            (self.out if transfer.out else self.back).add(transfer.bytes, transfer.exposed)
+            self._exposed += transfer.exposed
+            self._copied += transfer.copied
+            self._carried[transfer.out] += transfer.bytes
 
     def enter_step(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""

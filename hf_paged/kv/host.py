@@ -26,7 +26,7 @@ STAGING_BYTES = 1 << 25
 
 
 class Transfer(NamedTuple):
-    """A journey of some blocks of one store, measured."""
+    """A transfer of some blocks of one store, measured."""
 
     out: bool
     bytes: int
@@ -63,12 +63,12 @@ class HostBlocks:
         self.most = most
         self.pool = BlockPool(0, group.pool.block_size)
         self.slab_blocks = max(1, min(most, SLAB_BYTES // max(1, group.block_bytes)))
-        self._ways: dict[tuple[Layout, int], _HostBuffer] = {}
+        self._buffers: dict[tuple[Layout, int], _HostBuffer] = {}
 
     @property
     def bytes(self) -> int:
         """What the host has given."""
-        return sum(way.bytes for way in self._ways.values())
+        return sum(buffer.bytes for buffer in self._buffers.values())
 
     def reserve(self, blocks: int) -> bool:
         """Whether there is room for so many blocks more; memory for it is taken now, as far as it is allowed
@@ -94,17 +94,17 @@ class HostBlocks:
         kinds = [(store.layout, store.layers) for store in self.group.stores.values()] or list(
             self.group.layouts.items()
         )
-        for kind in self._ways.keys() - set(kinds):
-            self._ways.pop(kind).leave()
+        for kind in self._buffers.keys() - set(kinds):
+            self._buffers.pop(kind).leave()
         for kind in kinds:
-            if kind not in self._ways:
-                self._ways[kind] = _HostBuffer(*kind, self.pool.block_size, self.slab_blocks)
-            self._ways[kind].have(-(-self.pool.total // self.slab_blocks))
+            if kind not in self._buffers:
+                self._buffers[kind] = _HostBuffer(*kind, self.pool.block_size, self.slab_blocks)
+            self._buffers[kind].have(-(-self.pool.total // self.slab_blocks))
 
     def _grow(self) -> None:
         slabs = self.pool.total // self.slab_blocks + 1
-        for way in self._ways.values():
-            way.have(slabs)
+        for buffer in self._buffers.values():
+            buffer.have(slabs)
         self.pool.grow(min(self.most, slabs * self.slab_blocks))
         logger.info(
             "%d blocks of the %s layers may wait on the host now, %.1f MB",
@@ -116,22 +116,22 @@ class HostBlocks:
     def out(self, copies: Sequence[Copy]) -> None:
         """Carry blocks of the device to the host."""
         for store in self.group.stores.values():
-            self._ways[store.layout, store.layers].out(store, copies)
+            self._buffers[store.layout, store.layers].out(store, copies)
 
     def back(self, copies: Sequence[Copy]) -> None:
         """Carry blocks of the host to the device."""
         for store in self.group.stores.values():
-            self._ways[store.layout, store.layers].back(store, copies)
+            self._buffers[store.layout, store.layers].back(store, copies)
 
-    def trips(self) -> list[Transfer]:
+    def transfers(self) -> list[Transfer]:
         """The finished transfers that have not been reported yet."""
-        return [trip for way in self._ways.values() for trip in way.trips()]
+        return [transfer for buffer in self._buffers.values() for transfer in buffer.transfers()]
 
     def give_back(self) -> None:
         """Free the memory; the books keep their size, and the blocks that wait are lost."""
-        for way in self._ways.values():
-            way.leave()
-        self._ways.clear()
+        for buffer in self._buffers.values():
+            buffer.leave()
+        self._buffers.clear()
 
 
 class _Staging(NamedTuple):
@@ -191,7 +191,7 @@ class _HostBuffer:
         if self._side is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
 
-    # ---- journeys
+    # ---- transfers
 
     def out(self, store: Store, copies: Sequence[Copy]) -> None:
         """Gather blocks copies[i].source of the store, and copy them to the host's blocks
@@ -239,11 +239,11 @@ class _HostBuffer:
             watch.ended.note()
             self._measured.append(watch)
 
-    def trips(self) -> list[Transfer]:
+    def transfers(self) -> list[Transfer]:
         """What was measured and is over."""
         over = [watch for watch in self._measured if watch.over]
         self._measured = [watch for watch in self._measured if not watch.over]
-        return [watch.trip() for watch in over]
+        return [watch.transfer() for watch in over]
 
     def _parts(self, copies: list[Copy]) -> Iterator[list[Copy]]:
         for begin in range(0, len(copies), self.batch):
@@ -319,21 +319,23 @@ class _Event:
 
 
 class _Measured:
-    """A journey while it is measured: the steps are held up by it until it `ended`, and its blocks are copied
+    """A transfer while it is measured: the steps are held up by it until it `ended`, and its blocks are copied
     from `copying` to `copied`.
     """
 
-    def __init__(self, way: _HostBuffer, out: bool, blocks: int) -> None:
+    def __init__(self, buffer: _HostBuffer, out: bool, blocks: int) -> None:
         self.is_out = out
-        self.bytes = blocks * way.elements * way.dtype.itemsize
-        self.begun, self.ended, self.copying, self.copied = (_Event(way.device, timed=True) for _ in range(4))
+        self.bytes = blocks * buffer.elements * buffer.dtype.itemsize
+        self.begun, self.ended, self.copying, self.copied = (
+            _Event(buffer.device, timed=True) for _ in range(4)
+        )
         self.begun.note()
 
     @property
     def over(self) -> bool:
         return self.ended.over and self.copied.over
 
-    def trip(self) -> Transfer:
+    def transfer(self) -> Transfer:
         exposed = self.ended.since(self.begun)
         if self.begun.device.type == "cpu":  # the copies run between the steps: all of their time is exposed
             exposed = max(exposed, self.copied.since(self.begun))
