@@ -58,7 +58,7 @@ def facts(model: Any) -> list[Any]:
         model.config._attn_implementation,
         hooks,
         forwards,
-        calls.current.get(),
+        calls.current_call.get(),
         call_snapshots.get(),
         running.get(),
         gc.isenabled(),

@@ -182,8 +182,8 @@ def test_attention_over_latents(starts: list[int] | None, new: int) -> None:
         pages = made.pages(index, batch)
         pages.ops.write(pages, keys, values)
         paged.keys, paged.values = torch.cat([paged.keys, keys], 2), torch.cat([paged.values, values], 2)
-    query, turned = torch.randn(3, 6, new, 8), torch.randn(3, 6, new, 4)
-    both = torch.cat([query, turned], 3)
+    query, rotated = torch.randn(3, 6, new, 8), torch.randn(3, 6, new, 4)
+    both = torch.cat([query, rotated], 3)
 
     def attention(
         query: torch.Tensor, latents: torch.Tensor, rotary: torch.Tensor, mask: Any, scale: float

@@ -99,7 +99,7 @@ class Call:
     thread: int = field(default_factory=threading.get_ident)
     left: bool = False
     """Whether giving back has begun."""
-    outer: Call | None = field(default_factory=lambda: current.get())
+    outer: Call | None = field(default_factory=lambda: current_call.get())
     outer_snapshots: CallSnapshots | None = field(default_factory=call_snapshots.get)
 
     def open(self, snapshots: CallSnapshots) -> None:
@@ -107,7 +107,7 @@ class Call:
         if _plugs:
             settle_models()
         _running.add(self)
-        current.set(self)
+        current_call.set(self)
         call_snapshots.set(snapshots)
 
     def plug(self, model: nn.Module, caches: list[PagedCache], made: bool) -> None:
@@ -131,7 +131,7 @@ class Call:
         back at once. Twice is once.
         """
         _running.discard(self)
-        current.set(self.outer)
+        current_call.set(self.outer)
         call_snapshots.set(self.outer_snapshots)
         if self.asking and not self.decided and answer is not None:
             self.decided = True
@@ -209,4 +209,4 @@ def left_behind(cache: PagedCache, answer: Any) -> bool:
     )
 
 
-current: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)
+current_call: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)

@@ -24,7 +24,7 @@ from ..model.support import prepares_none, warn, why_dropped, why_not
 from ..model.thread_state import restoring
 from ..model.training import why_random
 from .cache import PagedCache, paged_parts
-from .call import Call, current, settle_models
+from .call import Call, current_call, settle_models
 from .ranks import check_ranks
 
 WORD = "paged"
@@ -174,7 +174,7 @@ def _wrap_prepare_config(stock: Callable[..., Any], patch: Patch) -> Callable[..
     @functools.wraps(stock)
     def _prepare_generation_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config, model_kwargs = stock(self, *args, **kwargs)
-        call = current.get()
+        call = current_call.get()
         if patch.active and call is not None and call.asked:
             config.cache_implementation = WORD
         if patch.active and call is not None and config.cache_implementation == WORD:
@@ -197,7 +197,7 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        call = current.get()
+        call = current_call.get()
         if call is not None:
             call.decided = True
         if call is None and patch.active and generation_config.cache_implementation == WORD:

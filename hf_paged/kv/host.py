@@ -319,8 +319,8 @@ class _Event:
 
 
 class _Measured:
-    """A transfer while it is measured: the steps are held up by it until it `ended`, and its blocks are copied
-    from `copying` to `copied`.
+    """A transfer while it is measured: it holds up the steps until it `ended`, and its blocks are copied from
+    `copying` to `copied`.
     """
 
     def __init__(self, buffer: _HostBuffer, out: bool, blocks: int) -> None:

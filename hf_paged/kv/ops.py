@@ -81,10 +81,10 @@ class TritonOps(Ops):
         """
         blocks = [_by_block(data, pages.batch.block_size) for data in (pages.keys, pages.values)]
         with on(key.device):
-            turned: torch.Tensor = self.kernels.rotary_write(
+            rotated: torch.Tensor = self.kernels.rotary_write(
                 query, key, value, cos, sin, *blocks, pages.batch.targets(key.device)
             )
-            return turned
+            return rotated
 
     def gather(self, data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.Tensor:
         if not isinstance(batch, Batch) or batch.strided is not None or batch.empty:

@@ -148,20 +148,20 @@ def attend(
 
 def attend_latents(
     query: torch.Tensor,
-    turned: torch.Tensor,
+    rotated: torch.Tensor,
     latents: torch.Tensor,
     positions: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """softmax((query latents^T + turned positions^T) * scale + mask) latents.
+    """softmax((query latents^T + rotated positions^T) * scale + mask) latents.
 
-    query [rows, query_heads, new, rank], turned [rows, query_heads, new, rope], latents [rows, 1, columns,
+    query [rows, query_heads, new, rank], rotated [rows, query_heads, new, rope], latents [rows, 1, columns,
     rank], positions [rows, 1, columns, rope], mask as in `attend`. The answer is like the query; a token that
     sees nothing gives 0.
     """
     # All heads read the same latents: they become tokens of one head.
-    scores = query.flatten(1, 2)[:, None] @ latents.transpose(2, 3) + turned.flatten(1, 2)[
+    scores = query.flatten(1, 2)[:, None] @ latents.transpose(2, 3) + rotated.flatten(1, 2)[
         :, None
     ] @ positions.transpose(2, 3)
     scores = (scores.float() * scale).unflatten(2, query.shape[1:3])[:, 0]

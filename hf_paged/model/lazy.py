@@ -217,7 +217,7 @@ class LazyMask(LazyTensor):
 
 
 class Rotation:
-    """Queries and keys before rotation: a layer that stores the keys turns both in one launch."""
+    """Queries and keys before rotation: a layer that stores the keys rotates both in one launch."""
 
     def __init__(self, kernels: Any, *inputs: torch.Tensor) -> None:
         self.kernels = kernels
@@ -238,7 +238,7 @@ class Rotation:
         )
 
     def write(self, pages: Pages, value: torch.Tensor) -> None:
-        """Turn both, and store the key with the step's value."""
+        """Rotate both, and store the key with the step's value."""
         assert isinstance(pages.ops, TritonOps)
         query, key, cos, sin = self.inputs
         self.query = pages.ops.rotary_write(pages, query, key, cos, sin, value)

@@ -30,11 +30,11 @@ class Expansion:
     """What a layer's latents expand to: its heads' keys and values, made once and only if they are read."""
 
     def __init__(
-        self, module: Any, latents: LazyPages, turned: LazyPages, expand: Callable[..., Any]
+        self, module: Any, latents: LazyPages, rotated: LazyPages, expand: Callable[..., Any]
     ) -> None:
         self.module = module
         self.latents = latents
-        self.turned = turned
+        self.rotated = rotated
         self._expand = expand
         self._made: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -42,7 +42,7 @@ class Expansion:
         """Keys and values as they will be: [rows, heads, columns, dim]."""
         rows = self.latents.shape[0]
         columns = self.latents.columns
-        widths = self.module.qk_nope_head_dim + self.turned.shape[3], self.module.v_head_dim
+        widths = self.module.qk_nope_head_dim + self.rotated.shape[3], self.module.v_head_dim
         shapes = [(rows, self.heads, columns, width) for width in widths]
         return LazyExpanded.of(self, 0, shapes[0]), LazyExpanded.of(self, 1, shapes[1])
 
@@ -57,12 +57,12 @@ class Expansion:
     def made(self, which: int) -> torch.Tensor:
         """Keys (number 0) or values (number 1), as stock expands them."""
         if self._made is None:
-            self._made = self._expand(self.module, self.latents.dense(), self.turned.dense())
+            self._made = self._expand(self.module, self.latents.dense(), self.rotated.dense())
         return self._made[which]
 
     def attend(self, query: torch.Tensor, seen: Seen, scale: float) -> torch.Tensor:
         """Attention of query [rows, heads, new, key_dim] over latent pages: [rows, new, heads, value_dim]."""
-        new = (self.latents.step_tokens, self.turned.step_tokens)
+        new = (self.latents.step_tokens, self.rotated.step_tokens)
         known = None if new[0] is None or new[1] is None else (new[0], new[1])
         pages = self.latents.pages
         return pages.ops.attend_latents(
@@ -73,7 +73,7 @@ class Expansion:
         self,
         query: torch.Tensor,
         latents: torch.Tensor,
-        turned: torch.Tensor,
+        rotated: torch.Tensor,
         mask: torch.Tensor | None,
         *,
         causal: bool = False,
@@ -85,14 +85,14 @@ class Expansion:
         """
         weights = self.weights(query)
         if weights is None:
-            keys, values = self._expand(self.module, latents, turned)
+            keys, values = self._expand(self.module, latents, rotated)
             return reference.attend(query, keys, values, mask, causal=causal, scale=scale)
         if causal:
             new = query.shape[2]
             mask = torch.ones(new, new, dtype=torch.bool, device=query.device).tril()[None, None]
         of_keys, of_values = weights
         plain, rotary = query.split([of_keys.shape[1], query.shape[3] - of_keys.shape[1]], -1)
-        out = reference.attend_latents(plain @ of_keys, rotary, latents, turned, mask, scale)
+        out = reference.attend_latents(plain @ of_keys, rotary, latents, rotated, mask, scale)
         return (out @ of_values.transpose(1, 2)).transpose(1, 2).contiguous()
 
     def weights(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

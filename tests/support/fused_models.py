@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 
-from hf_paged.model.capture.fusion import ROTARY, Fusion, current
+from hf_paged.model.capture.fusion import ROTARY, Fusion, current_fusion
 
 CONFIG = tf.LlamaConfig(num_key_value_heads=2, **SMALL, **TOKENS, **LONG)
 
@@ -81,7 +81,7 @@ def surroundings(model: nn.Module) -> list[Any]:
     files = {type(module).__module__ for module in model.modules()}
     functions = [getattr(sys.modules[file], ROTARY, None) for file in sorted(files)]
     return [
-        current.get(),
+        current_fusion.get(),
         *functions,
         *((module, dict(module.__dict__), type(module).forward) for module in model.modules()),
     ]

@@ -24,9 +24,9 @@ from ..layer import PagedLayer
 from ..lazy import LazyMask, LazyTensor, Rotation, as_dense
 from ..lengths import lengths_apart
 from ..support import FallbackWarning
-from .fusion import STANDS_FOR, Fusion, current, is_centered, is_norm, llama, reads_like
+from .fusion import STANDS_FOR, Fusion, current_fusion, is_centered, is_norm, llama, reads_like
 from .products import join_products
-from .traced import NotCompilable, Place, Turned
+from .traced import NotCompilable, Place, Rotated
 
 BACKEND = "inductor"
 """What makes code of a traced layer."""
@@ -107,7 +107,7 @@ def _(
 
 
 def _running() -> CompiledFusion:
-    fusion = current.get()
+    fusion = current_fusion.get()
     if not isinstance(fusion, CompiledFusion):
         raise RuntimeError(
             "the operations of compiled layers work in captured steps of an engine, and no such step is "
@@ -348,11 +348,11 @@ def _turn_later(compilation: Compilation, stock: Callable[..., Any]) -> Callable
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def ours() -> bool:
         # Other code that traces the model meanwhile traces stock's.
-        return getattr(current.get(), "compilation", None) is compilation
+        return getattr(current_fusion.get(), "compilation", None) is compilation
 
     def choose(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
         if ours() and unsqueeze_dim == 1 and cos.ndim == 3 and q.dtype == k.dtype == cos.dtype == sin.dtype:
-            return Turned(q, cos, sin), Turned(k, cos, sin)
+            return Rotated(q, cos, sin), Rotated(k, cos, sin)
         return stock(q, k, cos, sin, unsqueeze_dim)
 
     setattr(choose, STANDS_FOR, stock)

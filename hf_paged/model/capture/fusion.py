@@ -184,7 +184,7 @@ class Fusion:
         return _only_here(self, partial(self.rotary, stock), stock)
 
 
-current: ContextVar[Fusion | None] = ContextVar("hf_paged_fusion", default=None)
+current_fusion: ContextVar[Fusion | None] = ContextVar("hf_paged_fusion", default=None)
 
 
 @contextmanager
@@ -201,11 +201,11 @@ def fused(fusion: Fusion) -> Iterator[None]:
             each.replace()
         for place, stock in zip(modules, stocks, strict=True):
             setattr(place, ROTARY, fusion.substitute(stock))
-        token = current.set(fusion)
+        token = current_fusion.set(fusion)
         try:
             yield
         finally:
-            current.reset(token)
+            current_fusion.reset(token)
             for each in replaced:
                 each.restore()
             for place, stock in zip(modules, stocks, strict=True):
@@ -214,7 +214,7 @@ def fused(fusion: Fusion) -> Iterator[None]:
 
 def _only_here(fusion: Fusion, ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
     def choose(*args: Any, **kwargs: Any) -> Any:
-        return (ours if current.get() is fusion else stock)(*args, **kwargs)
+        return (ours if current_fusion.get() is fusion else stock)(*args, **kwargs)
 
     setattr(choose, STANDS_FOR, stock)
     return choose

@@ -26,7 +26,7 @@ class NotCompilable(RuntimeError):
     """Why the layers of a model run as they are."""
 
 
-class Turned(NamedTuple):
+class Rotated(NamedTuple):
     """A query or a key in a traced layer that gets its position where it is stored."""
 
     x: torch.Tensor
@@ -54,7 +54,7 @@ class Stored(NamedTuple):
     """What travels in the keys' place to the attention function."""
 
     key: Any
-    """The step's keys [rows, heads, new, dim], turned or not."""
+    """The step's keys [rows, heads, new, dim], rotated or not."""
     place: Place
 
 
@@ -72,7 +72,7 @@ def attend_traced(query: Any, stored: Stored, value: torch.Tensor, kwargs: dict[
     key = stored.key
     place = stored.place
     cos = sin = None
-    if isinstance(query, Turned) and isinstance(key, Turned):
+    if isinstance(query, Rotated) and isinstance(key, Rotated):
         cos = query.cos
         sin = query.sin
         query = query.x
