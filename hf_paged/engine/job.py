@@ -170,7 +170,7 @@ class Job:
         return error
 
     @property
-    def said(self) -> bool:
+    def all_ended(self) -> bool:
         """Whether all its answers have ended."""
         return all(stream.finish_reason is not None for stream in self.streams)
 
@@ -186,7 +186,7 @@ class Job:
                 self.streams[sequence.index].finish_reason is not None for sequence in self.group.sequences
             )
         return (
-            lengths != {len(self.params.prompt) + self.beams.standing.new}
+            lengths != {len(self.params.prompt) + self.beams.state.new}
             or len(self.group.sequences) < self.params.width
         )
 
@@ -225,8 +225,8 @@ class Job:
         assert self.beams is not None
         self.timing.first_token = self.timing.first_token or time.monotonic()
         scheduler.reorder(self.group, step.sources, step.tokens)
-        self.beams.standing = step.standing  # last: what broke off before is seen by it
-        if step.standing.done:
+        self.beams.state = step.state  # last: what broke off before is seen by it
+        if step.state.done:
             self.conclude_beams()
             for sequence in list(self.group.sequences):
                 scheduler.finish(sequence)

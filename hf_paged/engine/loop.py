@@ -284,12 +284,12 @@ class StepLoop:
         for group in self.given.keys() - self.jobs.keys():
             self.given.pop(group, None)
         for group, job in list(self.jobs.items()):
-            if job.beams is not None and job.beams.standing.done and job.output is None:
+            if job.beams is not None and job.beams.state.done and job.output is None:
                 job.conclude_beams()
             if job.output is not None:
                 job.queue.end()
                 self._drop(group, job)
-            elif job.said:
+            elif job.all_ended:
                 self.end(job)
             elif (
                 group.status is Status.FINISHED or job.torn or (spoiled and group.status is Status.PREEMPTED)

@@ -275,7 +275,7 @@ class Rows:
                 table.near = first + i * stride
 
     def _keep_strided(self, look_closely: bool) -> None:
-        """Forget the view as soon as a block lies elsewhere; after one more token only the last blocks can."""
+        """Forget the view once a block lies elsewhere; after one more token only the last blocks can."""
         if self._strided is None:
             return
         size = self.group.pool.block_size

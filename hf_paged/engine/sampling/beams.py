@@ -47,7 +47,7 @@ class BeamState(NamedTuple):
 
     new: int
     running: list[float]
-    said: list[BeamToken | None]
+    last_tokens: list[BeamToken | None]
     scores: list[float]
     finished: list[bool]
     ended: list[BeamToken | None]
@@ -70,7 +70,7 @@ class BeamStep(NamedTuple):
 
     sources: list[int]
     tokens: list[int]
-    standing: BeamState
+    state: BeamState
 
 
 class BeamSearch:
@@ -90,7 +90,7 @@ class BeamSearch:
         self.early_stopping = config.early_stopping
         count = self.count
         nothing = [NOT] * self.count
-        self.standing = BeamState(
+        self.state = BeamState(
             0,
             [0.0, *nothing[1:]],
             [None] * count,
@@ -108,12 +108,12 @@ class BeamSearch:
 
     def answers(self) -> list[Hypothesis]:
         """The hypotheses that are returned, best first."""
-        found = zip(self.standing.ended, self.standing.why, self.standing.scores, strict=True)
+        found = zip(self.state.ended, self.state.why, self.state.scores, strict=True)
         return [_hypothesis(*each) for each in found][: self.params.answers]
 
-    def contender(self, found: Continuations, reasons: list[FinishReason | None]) -> BeamCandidates:
+    def candidates(self, found: Continuations, reasons: list[FinishReason | None]) -> BeamCandidates:
         """This search with its candidates and their finish reasons."""
-        new = self.standing.new + 1
+        new = self.state.new + 1
         later = new
         if self.early_stopping == "never" and self.length_penalty > 0:
             later = self.params.config.max_length - len(self.params.ids)
@@ -135,18 +135,18 @@ class BeamCandidates(NamedTuple):
     later: float
 
 
-def step(contenders: Sequence[BeamCandidates]) -> list[BeamStep]:
+def step(searches: Sequence[BeamCandidates]) -> list[BeamStep]:
     """Advance searches of one shape by one token: their new states. The searches themselves are not changed.
 
     Each row of every tensor is a search. The arithmetic of a row is generate()'s, in fp32 and in its order,
     ties included. It runs on the host: there are a few dozen numbers, and the block tables that follow from
     them are the host's.
     """
-    count, keep = contenders[0].search.shape
-    rows = array("f", chain.from_iterable(map(_row, contenders)))
+    count, keep = searches[0].search.shape
+    rows = array("f", chain.from_iterable(map(_row, searches)))
     scores, values, hits, running_on, now, later, full, closed = (
         torch.frombuffer(rows, dtype=torch.float32)
-        .view(len(contenders), -1)
+        .view(len(searches), -1)
         .split([count, keep, keep, keep, 1, 1, 1, 1], 1)
     )
     running = values + hits
@@ -160,33 +160,33 @@ def step(contenders: Sequence[BeamCandidates]) -> list[BeamStep]:
         each.tolist()
         for each in (chosen, running, best, scores, (running[:, 0] / later[:, 0]), scores.amin(1))
     )
-    return [_step(*each) for each in zip(contenders, *after, strict=True)]
+    return [_step(*each) for each in zip(searches, *after, strict=True)]
 
 
-def _row(contender: BeamCandidates) -> list[float]:
+def _row(candidates: BeamCandidates) -> list[float]:
     """The inputs of a search's step as numbers. A large number is subtracted from scores that cannot be
     chosen.
     """
-    search, found, reasons, now, later = contender
-    standing = search.standing
+    search, found, reasons, now, later = candidates
+    state = search.state
     count = search.count
     hits = [0.0 if reason is None else NOT for reason in reasons]
     running_on = [0.0 if hit and i < count else NOT for i, hit in enumerate(hits)]
-    full = NOT if search.early_stopping is True and all(standing.finished) else 0.0
+    full = NOT if search.early_stopping is True and all(state.finished) else 0.0
     return [
-        *standing.scores,
+        *state.scores,
         *found.scores,
         *hits,
         *running_on,
         now,
         later,
         full,
-        0.0 if standing.improvable else NOT,
+        0.0 if state.improvable else NOT,
     ]
 
 
 def _step(
-    contender: BeamCandidates,
+    candidates: BeamCandidates,
     chosen: list[int],
     running: list[float],
     best: list[int],
@@ -199,35 +199,35 @@ def _step(
     chosen: indices into its candidates. best: the same after the indices of earlier finished beams. hope: the
     best score that a running beam can still reach; least: the worst score of the finished ones.
     """
-    search, (_, beams, tokens, notes), reasons, _, _ = contender
-    before = search.standing
+    search, (_, beams, tokens, notes), reasons, _, _ = candidates
+    before = search.state
     count = search.count
-    said = {
-        i: BeamToken(before.said[beams[i]], tokens[i], notes[i] if notes else None)
+    new = {
+        i: BeamToken(before.last_tokens[beams[i]], tokens[i], notes[i] if notes else None)
         for i in {*chosen, *[place - count for place in best if place >= count]}
     }
     finished = [
         before.finished[i] if i < count else i < 2 * count and reasons[i - count] is not None for i in best
     ]
-    ended = [before.ended[i] if i < count else said[i - count] for i in best]
+    ended = [before.ended[i] if i < count else new[i - count] for i in best]
     why = [before.why[i] if i < count else reasons[i - count] for i in best]
     improvable = before.improvable and any(hope > (least if each else NOT) for each in finished)
     done = not improvable or None not in reasons or (search.early_stopping is True and all(finished))
-    standing = BeamState(
-        before.new + 1, running, [said[i] for i in chosen], scores, finished, ended, why, improvable, done
+    state = BeamState(
+        before.new + 1, running, [new[i] for i in chosen], scores, finished, ended, why, improvable, done
     )
-    return BeamStep([beams[i] for i in chosen], [tokens[i] for i in chosen], standing)
+    return BeamStep([beams[i] for i in chosen], [tokens[i] for i in chosen], state)
 
 
-def _hypothesis(said: BeamToken | None, why: FinishReason | None, score: float) -> Hypothesis:
+def _hypothesis(last: BeamToken | None, why: FinishReason | None, score: float) -> Hypothesis:
     """The tokens of a beam, from its first to its last."""
     tokens = []
     notes = []
-    while said is not None:
-        tokens.append(said.token)
-        if said.note is not None:
-            notes.append(said.note)
-        said = said.before
+    while last is not None:
+        tokens.append(last.token)
+        if last.note is not None:
+            notes.append(last.note)
+        last = last.before
     return Hypothesis(tokens[::-1], notes[::-1], why, score)
 
 

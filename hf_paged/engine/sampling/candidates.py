@@ -31,7 +31,7 @@ class BeamScorer:
         own = logits if rows == list(range(len(logits))) else logits[upload(rows, device)]
         self._vocabulary = own.shape[1]
         logprobs = own.log_softmax(-1).view(len(searches), count, self._vocabulary)
-        running = upload([search.standing.running for search in searches], device, torch.float32)[:, :, None]
+        running = upload([search.state.running for search in searches], device, torch.float32)[:, :, None]
         sums = logprobs.add_(running) if self._most is None else logprobs + running
         values, places = sums.flatten(1).topk(keep)
         self.tensors = [values, places]
@@ -39,25 +39,25 @@ class BeamScorer:
             best = logprobs.topk(self._most)
             self.tensors += [logprobs.flatten(1).gather(1, places), best.values, best.indices]
 
-    def found(self, heard: Sequence[torch.Tensor]) -> list[Continuations | None]:
+    def found(self, downloaded: Sequence[torch.Tensor]) -> list[Continuations | None]:
         """The candidates of each search, once on the host; None if its logits contain NaN."""
-        values, places, *notes = heard
+        values, places, *notes = downloaded
         broken: list[bool] = values.isnan().any(1).tolist()  # to torch NaN is the largest number
         beams = (places // self._vocabulary).tolist()
         tokens = (places % self._vocabulary).tolist()
         found: list[Continuations | None] = []
         for i, scores in enumerate(values.tolist()):
-            told = self._notes(i, beams[i], tokens[i], notes)
-            found.append(None if broken[i] else Continuations(scores, beams[i], tokens[i], told))
+            own_notes = self._notes(i, beams[i], tokens[i], notes)
+            found.append(None if broken[i] else Continuations(scores, beams[i], tokens[i], own_notes))
         return found
 
     def _notes(
-        self, i: int, beams: list[int], tokens: list[int], heard: Sequence[torch.Tensor]
+        self, i: int, beams: list[int], tokens: list[int], downloaded: Sequence[torch.Tensor]
     ) -> list[TokenLogprob] | None:
         wanted = self.searches[i].params.favourites
         if wanted is None:
             return None
-        own, values, indices = (each[i].tolist() for each in heard)
+        own, values, indices = (each[i].tolist() for each in downloaded)
         pairs = [
             tuple(zip(ids[:wanted], best[:wanted], strict=True))
             for ids, best in zip(indices, values, strict=True)
@@ -75,12 +75,12 @@ def apart(search: BeamSearch, scores: torch.Tensor) -> tuple[torch.Tensor, torch
     the request samples.
     """
     params = search.params
-    standing = search.standing
-    flat = (scores + upload(standing.running, scores.device, torch.float32)[:, None]).flatten()
+    state = search.state
+    flat = (scores + upload(state.running, scores.device, torch.float32)[:, None]).flatten()
     if not params.sampled:
         values, places = flat.topk(search.keep)
         return values, places
-    keys = upload([params.seed, standing.new], flat.device)
+    keys = upload([params.seed, state.new], flat.device)
     noise = gumbel(keys[:1], keys[1:], torch.arange(flat.shape[0], device=flat.device))
     places = (flat.double() + noise).topk(search.keep)[1]
     return flat[places], places

@@ -200,7 +200,7 @@ class HostSampler:
             assert job.beams is not None
             found = compared.get(job) or self._continuations(request, job.beams)
             reasons = job.judged(found.beams, found.tokens, self._logits.device)
-            candidates.setdefault(job.beams.shape, {})[job] = job.beams.contender(found, reasons)
+            candidates.setdefault(job.beams.shape, {})[job] = job.beams.candidates(found, reasons)
 
         searching = [request for request in self._requests if request.job.beams is not None]
         self._each(searching, judge)
