@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_paged.engine.multimodal.extras import DecoderExtras, beside_of, joined
-from hf_paged.engine.multimodal.media import Media, marks_of, taken
+from hf_paged.engine.multimodal.media import Media, marks_of, media_arguments
 from hf_paged.engine.multimodal.merging import moved, same
 from hf_paged.scheduling import UNKNOWN
 
@@ -161,8 +161,8 @@ def test_what_is_taken_and_what_is_left() -> None:
         "labels": 1,
         "image_grid": 3,
     }
-    assert taken(Model(), keywords) == {"pixel_values": MASK, "second_per_grid": 2}
+    assert media_arguments(Model(), keywords) == {"pixel_values": MASK, "second_per_grid": 2}
     assert keywords == {"temperature": 0.5, "labels": 1, "image_grid": 3}
-    assert taken(Model(), {"image_sizes": MASK, "pixel_values": None}) == {}
+    assert media_arguments(Model(), {"image_sizes": MASK, "pixel_values": None}) == {}
     with pytest.raises(ValueError, match=r"Model takes no \['input_features'\]"):
-        taken(Model(), {"input_features": MASK})
+        media_arguments(Model(), {"input_features": MASK})

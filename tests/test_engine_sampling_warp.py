@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from hf_paged.engine.numbers import gumbel, uniform
+from hf_paged.engine.random_numbers import gumbel, uniform
 from hf_paged.engine.sampling.warp import Warp, best, cut, draw, mend, penalised, scaled, warp_of
 from hf_paged.scheduling import UNKNOWN
 

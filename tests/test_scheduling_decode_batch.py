@@ -60,7 +60,7 @@ def test_each_ends_with_its_last_token() -> None:
 @pytest.mark.parametrize("width", [1, 3])
 def test_requests_that_are_planned_row_by_row(width: int) -> None:
     world = Simulated.of(total=60, tokens=40)
-    world.submit(Request(0, prompt(5), 12, width, steady=False))
+    world.submit(Request(0, prompt(5), 12, width, batchable=False))
     while world.scheduler.unfinished:
         assert not world.step().batch.decodes
     world.assert_answered()
@@ -101,7 +101,7 @@ def test_a_walk_of_both_changes_no_answer(seed: int) -> None:
                     tokens,
                     len(tokens) + rng.randrange(1, 9),
                     rng.choice([1, 1, 2, 3]),
-                    steady=rng.random() < 0.7,
+                    batchable=rng.random() < 0.7,
                 )
             )
         )

@@ -303,7 +303,7 @@ class Engine:
             priority,
             extra,
             self._source_length(params),
-            params.steady,
+            params.batchable,
             params.source_key,
             job.adapter,
             scored=0 if job.prompt_scores is None else job.prompt_scores.width,

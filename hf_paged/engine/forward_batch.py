@@ -18,7 +18,7 @@ from .multimodal.encoder import EncoderInput
 from .multimodal.extras import DecoderExtras
 from .multimodal.media import Media
 
-Given = torch.Tensor | Media | EncoderInput
+PromptInputs = torch.Tensor | Media | EncoderInput
 """What a prompt may be beside token ids: embeddings, pictures or recordings, or an encoder's input."""
 
 
@@ -82,7 +82,7 @@ class RowInputs(NamedTuple):
     """The ids of its tokens that the host has, if the sequence has other names for them."""
     scored: Scored | None = None
     """What of its prompt is to be scored."""
-    given: Given | None = None
+    given: PromptInputs | None = None
     """What its embeddings, states or encoder output are of."""
 
     @property
@@ -95,7 +95,7 @@ class RowInputs(NamedTuple):
 PLAIN = RowInputs()
 
 
-def inputs_of(given: Given | None, start: int, count: int, begun: bool) -> RowInputs:
+def inputs_of(given: PromptInputs | None, start: int, count: int, begun: bool) -> RowInputs:
     """The inputs of `count` tokens from `start` on of a prompt, but their positions. begun: whether keys and
     values across are in the pages.
     """

@@ -256,7 +256,7 @@ class Job:
         group = self.group
         sequences = [stream.output(self.params.favourites is not None) for stream in self.streams]
         self.output = Output(
-            list(self.params.told),
+            list(self.params.caller_ids),
             sequences,
             cached_tokens=group.cached_tokens if group else 0,
             preemptions=group.preemptions if group else 0,

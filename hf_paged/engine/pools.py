@@ -92,7 +92,7 @@ class Pools:
             for kind, group in self.groups.items()
         )
 
-    def lend(self, tokens: int) -> None:
+    def fit_trial(self, tokens: int) -> None:
         """Have blocks for a trial of two sequences of `tokens` tokens."""
         with self.memory.lock:
             for group in self.groups.values():

@@ -213,12 +213,12 @@ class Runner:
         rows = [
             [(7 * i + 3 * row + 1) % vocabulary for i in range(length)] for row, length in enumerate(lengths)
         ]
-        self.eager.pools.lend(max(lengths))
+        self.eager.pools.fit_trial(max(lengths))
         name = type(self.eager.model).__name__
         with tried(f"{name} fails without any cache; fix its forward"):
             if self.eager.encoder is not None:
                 self._trial_source = self.eager.encoder.trial(vocabulary)
-                self.eager.pools.lend(max(*lengths, self.eager.encoder.length(self._trial_source)))
+                self.eager.pools.fit_trial(max(*lengths, self.eager.encoder.length(self._trial_source)))
             with routers_of(self.eager.model).recording():
                 whole = self._without_cache(rows)
         require_numbers(self.eager.model, whole)

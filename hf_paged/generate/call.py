@@ -90,7 +90,7 @@ class Call:
 
     asked: bool
     model: nn.Module | None = None
-    asking: str = ""
+    configured_class: str = ""
     """The class of the model whose generation config has the word; nothing if no config had it."""
     decided: bool = False
     """Whether a cache was prepared or left to stock here; a model may prepare its caches without us."""
@@ -133,9 +133,9 @@ class Call:
         _running.discard(self)
         current_call.set(self.outer)
         call_snapshots.set(self.outer_snapshots)
-        if self.asking and not self.decided and answer is not None:
+        if self.configured_class and not self.decided and answer is not None:
             self.decided = True
-            warn(f"{self.asking} prepares its caches itself")
+            warn(f"{self.configured_class} prepares its caches itself")
         self.leave(answer)
 
     def leave(self, answer: Any) -> None:

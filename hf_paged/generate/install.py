@@ -178,7 +178,7 @@ def _wrap_prepare_config(stock: Callable[..., Any], patch: Patch) -> Callable[..
         if patch.active and call is not None and call.asked:
             config.cache_implementation = WORD
         if patch.active and call is not None and config.cache_implementation == WORD:
-            call.asking = type(self).__name__
+            call.configured_class = type(self).__name__
         if patch.active and call is None and config.cache_implementation == WORD and prepares_none(self):
             warn(OWN.format(type(self).__name__))
             config.cache_implementation = None

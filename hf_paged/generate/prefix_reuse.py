@@ -54,7 +54,7 @@ class Reuse:
         self.sequences = sequences
         self.config = config
         self.history: TokenHistory = sequences.keep_history()
-        self.spoiled: str | None = None
+        self.disabled: str | None = None
         """Why what the rows hold cannot be shared, or None if it can."""
         self.state = 0
         """The state of the model that the rows come from."""
@@ -67,7 +67,7 @@ class Reuse:
         self._forward: Forward | None = None
         """The running call's forward, once it has checked the model."""
         self._origin: PrefixOrigin | None = None
-        self._onlookers = HookMonitor()
+        self._monitor = HookMonitor()
         self._moves = 0
         """How often the model's state had changed when the running call checked it."""
         self._adapters: AdapterStates | None = None
@@ -85,7 +85,7 @@ class Reuse:
         assert sequences.history is not None
         twin.sequences = sequences
         twin.history = sequences.history
-        twin._onlookers = HookMonitor()
+        twin._monitor = HookMonitor()
         twin.leave()
         return twin
 
@@ -93,13 +93,13 @@ class Reuse:
 
     def disable(self, reason: str) -> None:
         """What the rows hold shall not be found."""
-        if self.spoiled is None:
-            self.spoiled = reason
+        if self.disabled is None:
+            self.disabled = reason
             _note(self.sequences.memory, reason)
 
     def leave(self) -> None:
         """The call is over, however it ended."""
-        self._onlookers.leave()
+        self._monitor.leave()
         self._forward = self._origin = self._tokens = None
         self._seen = 0
 
@@ -109,7 +109,7 @@ class Reuse:
             return
         if self._closely or self._seen != self.sequences.columns:
             self._see_that_nothing_changed(model)
-        if self.spoiled is None:
+        if self.disabled is None:
             self._name(model, self.history.read(), self._keys_now())
 
     def _see_that_nothing_changed(self, model: nn.Module) -> None:
@@ -121,19 +121,19 @@ class Reuse:
         still = still and self._adapters is not None and self._adapters.still(snapshot.lora)
         if self._origin is not None and snapshot.lora.apart:
             still = still and snapshot.lora.active == self._origin.active
-        if not still or not self._onlookers.know(snapshot.hooked):
+        if not still or not self._monitor.know(snapshot.hooked):
             self.disable("the model changed while it was used")
 
     def _is_sound(self) -> bool:
         """Whether the rows hold what their keys and tokens say."""
-        if self._onlookers.changed:
+        if self._monitor.changed:
             self.disable("a hook changes what layers compute")
         if not self.sequences.padding_known:
             self.disable("the attention mask is not left padding")
         whole = all(
             rows.columns == self.history.columns and not rows.torn for rows in self.sequences.rows.values()
         )
-        return self.spoiled is None and whole and self.history.columns > 0
+        return self.disabled is None and whole and self.history.columns > 0
 
     def _keys_now(self) -> list[bytes]:
         """The keys of the rows as they are now."""
@@ -157,7 +157,7 @@ class Reuse:
     ) -> Any:
         """Compute a forward, except for its cached part. With `dense` more than logits is requested."""
         fed = None
-        if self.spoiled is None:
+        if self.disabled is None:
             try:
                 origin = self._look(cache, model, forward)
                 if arguments.get("output_attentions") and identity_of(model).trust.get(self.state) != "masks":
@@ -166,15 +166,15 @@ class Reuse:
                 fed = self._read(cache, arguments, origin)
             except (NotShareable, Unreadable) as reason:
                 self.disable(str(reason))
-        if self.spoiled is None and fed is not None:
+        if self.disabled is None and fed is not None:
             return self._prompt(cache, model, arguments, fed, dense, compute)
         self._tokens = None
         answer = compute(arguments, True)
         full = self.sequences.columns == self.sequences.expected
-        if self.spoiled is None and (self._closely or full):
+        if self.disabled is None and (self._closely or full):
             self._see_that_nothing_changed(model)  # while a device still works
             self._seen = self.sequences.columns if full else 0
-        if self.spoiled is None:
+        if self.disabled is None:
             self.history.feed(arguments["input_ids"])
         return answer
 
@@ -201,10 +201,10 @@ class Reuse:
             raise NotShareable("the model has changed since the cache was begun")
         self.state = state
         self._moves = identity.moves
-        self._onlookers = HookMonitor()
-        self._onlookers.watch(snapshot.hooked)
+        self._monitor = HookMonitor()
+        self._monitor.watch(snapshot.hooked)
         kept = call_snapshots.get()
-        self._closely = self._onlookers.some or (kept is not None and kept.foreign)
+        self._closely = self._monitor.some or (kept is not None and kept.foreign)
         active = snapshot.lora.active if snapshot.lora.apart else ()
         self._adapters = AdapterStates(identity, snapshot.lora, _names(snapshot, active))
         return PrefixOrigin(identity.secret, state, self.config.salt, snapshot.hooked, self._adapters, active)
@@ -307,7 +307,7 @@ class Reuse:
             answer = compute(arguments, True)
             if (
                 state not in trust
-                and self.spoiled is None
+                and self.disabled is None
                 and all(layer.path == "paged" for layer in cache.own_layers)
             ):
                 trust[state] = "masks"
@@ -319,7 +319,7 @@ class Reuse:
             if part is not None:
                 self._take_back(cache, mark, starts)
             answer = compute(arguments, True)
-            if part is not None and self.spoiled is None:
+            if part is not None and self.disabled is None:
                 same = agrees() and alike(answer.logits[:, -1], part.logits[:, -1])
                 trust[state] = "trial" if same else "none"
         if trust.get(state) == "none":
@@ -370,7 +370,7 @@ class Reuse:
         short = not isinstance(answer, ModelOutput) or not ANSWERS.issuperset(
             name for name in answer if answer[name] is not None
         )
-        if not short and not self._onlookers.changed:
+        if not short and not self._monitor.changed:
             return answer
         # The answer ought to be longer, or the cached part was computed without the hook: all of it, as if
         # nothing had been found.

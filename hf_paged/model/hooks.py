@@ -34,7 +34,7 @@ class HookMonitor:
                     self._places.append((weakref.ref(module), kind, key))
                     if not isinstance(hook, MonitoredHook):
                         hooks[key] = hook = MonitoredHook(hook)
-                    hook.onlookers.append(self)
+                    hook.monitors.append(self)
 
     @property
     def some(self) -> bool:
@@ -45,8 +45,7 @@ class HookMonitor:
         """Whether all hooks of these modules that may change something were looked at since the start."""
         hooks = (hook for module in modules for kind in HOOKS for hook in module.__dict__[kind].values())
         return all(
-            self in hook.onlookers if isinstance(hook, MonitoredHook) else _is_harmless(hook)
-            for hook in hooks
+            self in hook.monitors if isinstance(hook, MonitoredHook) else _is_harmless(hook) for hook in hooks
         )
 
     def leave(self) -> None:
@@ -55,9 +54,9 @@ class HookMonitor:
             hooks = getattr(module(), kind, {})
             hook = hooks.get(key)
             if isinstance(hook, MonitoredHook):
-                if self in hook.onlookers:
-                    hook.onlookers.remove(self)
-                if not hook.onlookers:
+                if self in hook.monitors:
+                    hook.monitors.remove(self)
+                if not hook.monitors:
                     hooks[key] = hook.hook
         self._places = []
 
@@ -69,7 +68,7 @@ class MonitoredHook:
         self.hook = hook
         # Its module is the hook's: checks for hooks of our own must not take it for one.
         self.__module__ = getattr(hook, "__module__", "")
-        self.onlookers: list[HookMonitor] = []
+        self.monitors: list[HookMonitor] = []
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -77,8 +76,8 @@ class MonitoredHook:
         answer = self.hook(module, *args, **kwargs)
         # Under inference mode torch does not count in-place writes.
         if answer is not None or None in before or before != [_version(x) for x in tensors]:
-            for onlooker in self.onlookers:
-                onlooker.changed = True
+            for monitor in self.monitors:
+                monitor.changed = True
         return answer
 
 

@@ -33,7 +33,7 @@ class Request:
     prompt included. width: how many sequences it becomes after its prompt (samples or beams). priority:
     higher is sooner, if the policy uses it. extra: what changes keys and values for the same tokens (C24).
     source: how many tokens it attends to across, of its encoder or its pictures. source_key: their content; a
-    source without a key shares no prefix. steady: whether its sequences may be in the decode batch.
+    source without a key shares no prefix. batchable: whether its sequences may be in the decode batch.
     adapter: the names of its adapters, adapter_key: their content, or nothing. scored: how many
     numbers are wanted about each token of its prompt. tenant: for whose share its blocks count.
     """
@@ -45,7 +45,7 @@ class Request:
     priority: int = 0
     extra: bytes = b""
     source: int = 0
-    steady: bool = True
+    batchable: bool = True
     source_key: bytes = b""
     adapter: Names = ()
     adapter_key: bytes = b""
@@ -150,7 +150,7 @@ class SequenceGroup:
         """How many tokens of the prompt were there already when it was first admitted."""
         self.awaits_tokens = False
         """Whether it was preempted while tokens were on their way to the host: it runs again behind them."""
-        self.promised: list[bytes] = []
+        self.in_flight: list[bytes] = []
         """Names of the blocks that it has still to compute and that others wait for."""
         self._prompt: Prompt | None = None
         self.reset_to_common()
@@ -163,8 +163,8 @@ class SequenceGroup:
 
     def leave_decode_batch(self) -> None:
         """Its tokens turn out to have other positions than expected: its rows are planned one by one."""
-        if self.request.steady:
-            self.request = replace(self.request, steady=False)
+        if self.request.batchable:
+            self.request = replace(self.request, batchable=False)
 
     def rekey(self, adapter_key: bytes) -> None:
         """Its adapter has another content now; it has no blocks."""

@@ -103,7 +103,7 @@ class Scheduler:
         """Rows that no sequence owns, a heap: the lowest is given first."""
         self.adapters = adapters
         """Where the adapters of requests are."""
-        self._promised: Counter[bytes] = Counter()
+        self._in_flight: Counter[bytes] = Counter()
         """Digests of the blocks that running groups are about to compute: twins wait for them instead of
         computing them too.
         """
@@ -149,7 +149,7 @@ class Scheduler:
             group.sequences.remove(sequence)
 
     def _leave(self, group: SequenceGroup) -> None:
-        self._end_promise(group)
+        self._forget_in_flight(group)
         self.admission.leave(group)
         {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}[
             group.status
@@ -166,7 +166,7 @@ class Scheduler:
         where possible (C29 to C31); `swap` False means recomputed.
         """
         self._leave_batch(group)
-        self._end_promise(group)
+        self._forget_in_flight(group)
         self.admission.leave(group)
         group.awaits_tokens = any(sequence.computed >= len(sequence.tokens) for sequence in group.sequences)
         blocks = self.swapping.park(group) if swap else None
@@ -207,11 +207,11 @@ class Scheduler:
         self._others = []
         self.decode_batch.clear()
         self._free_rows = list(range(self.limits.sequences))
-        self._promised.clear()
+        self._in_flight.clear()
         self.admission.clear()
         self.swapping.clear()
         for group in groups:
-            group.promised = []
+            group.in_flight = []
             group.awaits_tokens = False
             for sequence in group.sequences:
                 sequence.row = NO_ROW
@@ -349,16 +349,16 @@ class Scheduler:
         for sequence, start, count, _ in batch.rows_behind if len(batch.sequences) > batch.decodes else ():
             group = sequence.group
             end = start + count
-            if group.promised and end >= group.common and sequence.computed >= end and group not in without:
-                self._end_promise(group)
+            if group.in_flight and end >= group.common and sequence.computed >= end and group not in without:
+                self._forget_in_flight(group)
 
-    def _end_promise(self, group: SequenceGroup) -> None:
+    def _forget_in_flight(self, group: SequenceGroup) -> None:
         """The group has computed its shared prefix, or will not do so: no other waits for it any more."""
-        for name in group.promised:
-            self._promised[name] -= 1
-            if not self._promised[name]:
-                del self._promised[name]
-        group.promised = []
+        for name in group.in_flight:
+            self._in_flight[name] -= 1
+            if not self._in_flight[name]:
+                del self._in_flight[name]
+        group.in_flight = []
 
     def extend(self, sequences: Iterable[TokenSequence], tokens: Iterable[int]) -> None:
         """The host has the next tokens of sequences, which run or were preempted since the tokens' step."""
@@ -541,7 +541,7 @@ class Scheduler:
         while whole and reached % prompt.size:
             reached = reach_in_all(lookups, reached - reached % prompt.size)
         full = (reached + ahead) // prompt.size
-        if full < len(names) and self._promised[names[full]]:
+        if full < len(names) and self._in_flight[names[full]]:
             return None
         # What it attends to across is made anew.
         across = [Match([], [])] * (len(self.kv_groups) - len(self._growing))
@@ -580,8 +580,8 @@ class Scheduler:
         else:
             computed = self._adopt(draft, group, found)
         if self._shares(group) and computed is not None:
-            group.promised = group.names()[computed:]
-            self._promised.update(group.promised)
+            group.in_flight = group.names()[computed:]
+            self._in_flight.update(group.in_flight)
         for sequence in group.sequences:
             sequence.row = heappop(self._free_rows)
         group.status = Status.RUNNING

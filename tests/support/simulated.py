@@ -159,7 +159,7 @@ class Simulated:
     def submit(self, request: Request, beams: bool = False) -> SequenceGroup:
         assert request.number not in self.requests, f"a request number {request.number} has been here before"
         if beams:  # as an engine's
-            request = replace(request, steady=False)
+            request = replace(request, batchable=False)
         group = self.scheduler.submit(request)
         self.groups = [other for other in self.groups if other.status is not Status.FINISHED] + [group]
         self.requests[request.number] = request
@@ -317,5 +317,5 @@ class Simulated:
             kv_group.pool.held == 0 and (kv_group.host is None or kv_group.host.held == 0)
             for kv_group in self.scheduler.kv_groups
         )
-        assert not self.scheduler._promised
+        assert not self.scheduler._in_flight
         self.scheduler.check()

@@ -138,7 +138,7 @@ class Media:
         return [other if token in self.marks else token for token in self.ids]
 
 
-def taken(model: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+def media_arguments(model: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     """Take the media, and the keywords that describe them, out of a request's keywords, if the model accepts
     media.
     """

@@ -10,7 +10,7 @@ from typing import Any
 from ...blocks import OutOfBlocks
 from ...kv.upload import upload
 from ...scheduling import Swaps
-from ..forward_batch import Given, LastTokens
+from ..forward_batch import LastTokens, PromptInputs
 from ..model_check import ModelCheck
 from ..multimodal.media import Media
 from ..runner import Runner
@@ -120,7 +120,7 @@ class Follower:
         self._adapters.add(name, self._adapters.hold(layers), number)
         self.ranks.any(False)
 
-    def _take(self) -> Given:
+    def _take(self) -> PromptInputs:
         """What rank 0 gives: rows name it by its number."""
         number, sent = self.ranks.give()
         given = self._decoder.given[number] = on_device(sent, self.runner.eager.device)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ...scheduling import SequenceGroup, TokenSequence
-from ..forward_batch import PLAIN, ForwardBatch, Given, RowInputs, inputs_of
+from ..forward_batch import PLAIN, ForwardBatch, PromptInputs, RowInputs, inputs_of
 from ..multimodal.encoder import EncoderInput
 from ..multimodal.media import Media, put_on
 from ..requests.params import RequestParams
@@ -27,22 +27,22 @@ class GivenNumbers:
         """requests: those that wait or run and are more than token ids."""
         self._requests = requests
         self._next = itertools.count(1)
-        self._held: dict[int, Given] = {}
+        self._held: dict[int, PromptInputs] = {}
         self._last: dict[int, int] = {}
         """The last number of what is held, by its id()."""
 
-    def add(self, given: Given) -> int:
+    def add(self, given: PromptInputs) -> int:
         """A number for it. What has an older one was encoded anew."""
         number = next(self._next)
         self._held[number] = given
         self._last[id(given)] = number
         return number
 
-    def of(self, given: Given | None) -> int:
+    def of(self, given: PromptInputs | None) -> int:
         """Its last number; 0 if it has none."""
         return self._last.get(id(given), 0)
 
-    def missing(self, batch: ForwardBatch) -> list[Given]:
+    def missing(self, batch: ForwardBatch) -> list[PromptInputs]:
         """What the rows of a batch are given and the other ranks do not have. Media come when encoded."""
         found = {id(row.given): row.given for row in batch.inputs.values() if row.given is not None}
         return [each for each in found.values() if not isinstance(each, Media) and not self.of(each)]
@@ -61,7 +61,7 @@ class GivenNumbers:
         return gone
 
 
-def on_host(given: Given) -> Given:
+def on_host(given: PromptInputs) -> PromptInputs:
     """The same as it can be sent, without what was made of it."""
     cpu = torch.device("cpu")
     if isinstance(given, torch.Tensor):
@@ -72,7 +72,7 @@ def on_host(given: Given) -> Given:
     return sent
 
 
-def on_device(given: Given, device: torch.device) -> Given:
+def on_device(given: PromptInputs, device: torch.device) -> PromptInputs:
     """What was sent, where a forward takes it; media are moved when they are encoded."""
     if isinstance(given, EncoderInput):
         given.inputs = given.inputs.to(device)
@@ -114,7 +114,7 @@ class GivenRow(NamedTuple):
         out.extend((self.length, len(self.blocks), *self.blocks))
 
     @classmethod
-    def read(cls, read: Iterator[int], given: Mapping[int, Given], start: int, count: int) -> GivenRow:
+    def read(cls, read: Iterator[int], given: Mapping[int, PromptInputs], start: int, count: int) -> GivenRow:
         """What `write` has written, for `count` tokens from `start` on."""
         number = next(read)
         delta = next(read)

@@ -13,7 +13,7 @@ from ...model.adapters.lora import LowRank
 from ...scheduling import Names, SequenceGroup, StepPlan
 from ..adapters import EngineAdapters
 from ..check_policy import CheckPolicy
-from ..forward_batch import Answer, ForwardBatch, Given, LastTokens
+from ..forward_batch import Answer, ForwardBatch, LastTokens, PromptInputs
 from ..multimodal.media import Media
 from ..pools import Pools
 from ..requests.params import RequestParams
@@ -104,7 +104,7 @@ class Leader:
             self._give(media)
             show(media, names)
 
-    def _give(self, given: Given) -> None:
+    def _give(self, given: PromptInputs) -> None:
         self.ranks.give((self._given.add(given), on_host(given)))
 
     def _news(self) -> AdapterNews:

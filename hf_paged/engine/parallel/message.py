@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 from ...blocks import BlockPool, BlockTable, BlockTableArray, Copy
 from ...model.slots import CROSS
 from ...scheduling import ScheduledBatch, StepPlan, Swaps, TokenSequence
-from ..forward_batch import PLAIN, ForwardBatch, Given, LastTokens, RowInputs, Scored
+from ..forward_batch import PLAIN, ForwardBatch, LastTokens, PromptInputs, RowInputs, Scored
 from ..pools import Pools
 from .given import GivenNumbers, GivenRow
 
@@ -166,7 +166,7 @@ class StepDecoder:
         self._sequences: dict[int, _RankRow] = {}
         self._members: tuple[TokenSequence, ...] = ()
         self._adapters: tuple[int, ...] | None = None
-        self.given: dict[int, Given] = {}
+        self.given: dict[int, PromptInputs] = {}
         """What rows are given, by rank 0's numbers."""
 
     def decode(self, numbers: Sequence[int]) -> Received:

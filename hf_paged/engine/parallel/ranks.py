@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...model.symmetric_memory import let_go
+from ...model.symmetric_memory import release
 from ...model.tensor_parallel import mesh_of
 from .connections import Connections
 
@@ -247,7 +247,7 @@ class Ranks:
         for group in (self.model_group, self._group):
             _end_waiting(group, self.rank, self.size)
         if first:  # beside a thread that waits for the device
-            threading.Thread(target=let_go, args=(self.model_group,)).start()
+            threading.Thread(target=release, args=(self.model_group,)).start()
 
     # ---- the end
 

@@ -17,16 +17,16 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ...model.offloaded import input_device
 from ...model.slots import cross_layers
-from ..forward_batch import Given
+from ..forward_batch import PromptInputs
 from ..multimodal.cross import CrossMedia, cross_length
 from ..multimodal.embed import checked, names_of
 from ..multimodal.encoder import EncoderInput
-from ..multimodal.media import Media, marks_of, taken
+from ..multimodal.media import Media, marks_of, media_arguments
 from ..sampling.grammar import GrammarProcessor
 from ..sampling.rules import Recipe, recipe_of
 from ..sampling.warp import Warp
 from .options import Options, ends_of
-from .prompts import known, opened, prompt_tokens, short, words_of
+from .prompts import checked_ids, prompt_tokens, short, tokenize_prompt, words_of
 
 EXPECTED = {
     "_prepare_generation_config": ["generation_config"],
@@ -138,7 +138,7 @@ class RequestParams:
         return self.recipe is not None and self.grammar is None
 
     @property
-    def steady(self) -> bool:
+    def batchable(self) -> bool:
         """Whether its next token is sampled with the whole batch and has the expected position, and can only
         be the last one by its length or an end-of-sequence token.
         """
@@ -151,7 +151,7 @@ class RequestParams:
         return self.media.content if isinstance(self.media, CrossMedia) else b""
 
     @property
-    def told(self) -> tuple[int, ...]:
+    def caller_ids(self) -> tuple[int, ...]:
         """The ids of the prompt as the caller gave them."""
         return self.ids if self.source is None else self.source.ids
 
@@ -169,7 +169,7 @@ class RequestParams:
         return self.given is None
 
     @property
-    def given(self) -> Given | None:
+    def given(self) -> PromptInputs | None:
         """What the prompt is beside token ids."""
         return next((each for each in (self.media, self.embeds, self.source) if each is not None), None)
 
@@ -247,9 +247,9 @@ def read(
     options: Options,
 ) -> RequestParams:
     """Read a request as generate() would on that prompt alone; what the engine cannot do is refused."""
-    prompt, shown = opened(model, tokenizer, prompt, keywords)
+    prompt, shown = tokenize_prompt(model, tokenizer, prompt, keywords)
     tokenizer = words_of(tokenizer)
-    shown = taken(model, _beside(keywords, shown))
+    shown = media_arguments(model, _beside(keywords, shown))
     parts = {
         name: keywords.pop(name, None)
         for name in PROMPTS
@@ -379,7 +379,7 @@ def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_em
     if inputs_embeds is None:
         if prompt is None:
             raise ValueError("a request needs a prompt, or inputs_embeds")
-        tokens = known(prompt_tokens(prompt, tokenizer), model)
+        tokens = checked_ids(prompt_tokens(prompt, tokenizer), model)
         return ParsedPrompt(tokens, "input_ids", torch.tensor([tokens], device="cpu"))
     tokens = () if prompt is None else prompt_tokens(prompt, tokenizer)
     embeds = checked(model, inputs_embeds, tokens)
@@ -405,7 +405,7 @@ def _for_encoder(
     if name == "input_ids":
         if prompt is None:
             raise ValueError("a request needs a prompt")
-        ids = known(prompt_tokens(prompt, tokenizer), model.get_encoder())
+        ids = checked_ids(prompt_tokens(prompt, tokenizer), model.get_encoder())
         inputs = torch.tensor([ids], device="cpu")
     else:
         if prompt is not None or not isinstance(input_features, torch.Tensor):
@@ -423,7 +423,7 @@ def _for_encoder(
     )
     start = config._decoder_start_token_tensor.cpu()
     found, _ = model._prepare_decoder_input_ids_for_generation(1, name, begin, start, torch.device("cpu"))
-    begun = known(tuple(found[0].tolist()), model.get_decoder())
+    begun = checked_ids(tuple(found[0].tolist()), model.get_decoder())
     source = EncoderInput(inputs.to(input_device(model), non_blocking=True), ids)
     return ParsedPrompt(begun, name, inputs, source=source)
 

@@ -29,7 +29,7 @@ def words_of(tokenizer: Any) -> Any:
     return getattr(tokenizer, "tokenizer", tokenizer) if isinstance(tokenizer, ProcessorMixin) else tokenizer
 
 
-def opened(model: Any, tokenizer: Any, prompt: Any, keywords: dict[str, Any]) -> TokenizedPrompt:
+def tokenize_prompt(model: Any, tokenizer: Any, prompt: Any, keywords: dict[str, Any]) -> TokenizedPrompt:
     """A prompt whose ids may be among the keywords, as a processor answers, or are the processor's to
     make.
     """
@@ -105,7 +105,7 @@ def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
     return found
 
 
-def known(tokens: tuple[int, ...], module: Any) -> tuple[int, ...]:
+def checked_ids(tokens: tuple[int, ...], module: Any) -> tuple[int, ...]:
     """Token ids that the module has embeddings for: on a CUDA device any other would be the end of the
     process's device.
     """

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ...kv.upload import upload
-from ..numbers import gumbel
 from ..outputs.output import TokenLogprob
+from ..random_numbers import gumbel
 from .beams import BeamSearch, Continuations
 
 

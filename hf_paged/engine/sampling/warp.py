@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 from ...kv.ops import on, triton_package
 from ...kv.upload import upload
 from ...scheduling import UNKNOWN
-from ..numbers import uniform
+from ..random_numbers import uniform
 
 
 class Warp(NamedTuple):
