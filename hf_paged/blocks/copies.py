@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .pool import NOWHERE, OutOfBlocks
-from .table import BlockTable, Copy, _Row
+from .table import BlockTable, Copy, _TableRow
 
 
 def distinct(tables: Sequence[BlockTable]) -> int:
@@ -54,7 +54,7 @@ def move(
                 pool.share(images[block])
             blocks.append(images[block])
         target._become(
-            _Row(blocks, source.digests[:names], source.length, source.released, now, source.epoch)
+            _TableRow(blocks, source.digests[:names], source.length, source.released, now, source.epoch)
         )
         source.free()
     return copies

@@ -43,7 +43,7 @@ class BlockHolder(Protocol):
         """Raise AssertionError unless it holds exactly the blocks that its tokens need."""
 
 
-class _Name(NamedTuple):
+class _BlockName(NamedTuple):
     """What a block can be matched by: its digest, how many tokens the digest covers, the block's own tokens
     if kept, and its seat.
 
@@ -91,7 +91,7 @@ class BlockPool:
         """Cached blocks that tenants have lost within their shares (C43)."""
         self._evictor = Evictor()
         self._last_access = [0] * total
-        self._names: dict[int, _Name] = {}
+        self._names: dict[int, _BlockName] = {}
         self._block_of: dict[bytes, int] = {}
         self.partial_index = PartialBlockIndex()
         """Cached blocks by prefix and tokens: for prompts that continue with a part of a block."""
@@ -354,7 +354,7 @@ class BlockPool:
         if name is not None and name.digest != digest:
             return None
         if name is None or (tokens and not name.tokens):
-            self._names[block] = _Name(digest, covered, tokens, parent_key if tokens else b"")
+            self._names[block] = _BlockName(digest, covered, tokens, parent_key if tokens else b"")
             for log in self.logs:
                 log.renamed.add(block)
             if parent_key and tokens:

@@ -13,7 +13,7 @@ MOST_BYTES = 2**25
 """What the numbers of all blocks may take; the least recently used go first."""
 
 
-class _Scored(NamedTuple):
+class _BlockScores(NamedTuple):
     """The numbers of one block's tokens, `width` for each. naming: what the pool knew the block by."""
 
     naming: object
@@ -33,7 +33,7 @@ class PromptScores:
     def __init__(self, pool: BlockPool, most_bytes: int = MOST_BYTES) -> None:
         self._pool = pool
         self._most_bytes = most_bytes
-        self._entries: OrderedDict[bytes, _Scored] = OrderedDict()
+        self._entries: OrderedDict[bytes, _BlockScores] = OrderedDict()
         self.bytes = 0
 
     def known(self, digests: Sequence[bytes], width: int) -> int:
@@ -56,7 +56,7 @@ class PromptScores:
             return
         self._drop(digest)
         numbers = array("d", [number for row in rows for number in row])
-        self._entries[digest] = _Scored(naming, width, numbers)
+        self._entries[digest] = _BlockScores(naming, width, numbers)
         self.bytes += len(numbers) * numbers.itemsize
         while self.bytes > self._most_bytes:
             self._drop(next(iter(self._entries)))

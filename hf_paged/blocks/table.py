@@ -16,7 +16,7 @@ class Copy(NamedTuple):
     target: int
 
 
-class _Row(NamedTuple):
+class _TableRow(NamedTuple):
     """What a table names and how far it got: all that moves when rows are reordered."""
 
     blocks: list[int]
@@ -177,12 +177,12 @@ class BlockTable:
     def free(self) -> None:
         """Give back everything. The table is empty afterwards and may be used again."""
         self.pool.drop_several(self.blocks, self.stamp)
-        self._become(_Row([], [], 0, 0, self.stamp, self.epoch))
+        self._become(_TableRow([], [], 0, 0, self.stamp, self.epoch))
 
-    def _row(self) -> _Row:
-        return _Row(self.blocks, self.digests, self.length, self.released, self.stamp, self.epoch)
+    def _row(self) -> _TableRow:
+        return _TableRow(self.blocks, self.digests, self.length, self.released, self.stamp, self.epoch)
 
-    def _become(self, row: _Row) -> None:
+    def _become(self, row: _TableRow) -> None:
         self.blocks, self.digests, self.length, self.released, self.stamp, self.epoch = row
 
     def check(self) -> None:
@@ -261,7 +261,7 @@ def reorder(tables: Sequence[BlockTable], sources: Sequence[int]) -> list[BlockT
     heirs = _heirs(sources)
     # Of the rows that end: from which block on they are dropped.
     tails = {row: 0 for row in range(len(tables)) if row not in heirs}
-    moved: list[tuple[int, _Row]] = []
+    moved: list[tuple[int, _TableRow]] = []
     for new, old in enumerate(sources):
         if heirs[old] != new:
             moved.append((new, _second(tables, old, _ending(heirs, new), tails)))
@@ -278,7 +278,7 @@ def reorder(tables: Sequence[BlockTable], sources: Sequence[int]) -> list[BlockT
     for new, content in moved:
         answer[new]._become(content)
     for table in tables[len(sources) :]:
-        table._become(_Row([], [], 0, 0, table.stamp, table.epoch))
+        table._become(_TableRow([], [], 0, 0, table.stamp, table.epoch))
     return answer
 
 
@@ -315,7 +315,7 @@ def _ending(heirs: dict[int, int], new: int) -> int:
     return new
 
 
-def _second(tables: Sequence[BlockTable], old: int, ending: int, tails: dict[int, int]) -> _Row:
+def _second(tables: Sequence[BlockTable], old: int, ending: int, tails: dict[int, int]) -> _TableRow:
     """A second row like `old`, built on what it has in common with the row that ends."""
     table = tables[old]
     stamp = tables[old].stamp
@@ -328,7 +328,7 @@ def _second(tables: Sequence[BlockTable], old: int, ending: int, tails: dict[int
     for block in table.blocks[same:]:
         table.pool.share(block)
     blocks = blocks[:same] + table.blocks[same:]
-    return _Row(blocks, list(table.digests), table.length, table.released, stamp, table.epoch)
+    return _TableRow(blocks, list(table.digests), table.length, table.released, stamp, table.epoch)
 
 
 def _common(one: BlockTable, other: BlockTable) -> int:

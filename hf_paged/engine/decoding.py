@@ -51,7 +51,7 @@ HOLDERS: dict[Hashable, Sequence[Form]] = {form: FORMS[i:] for i, form in enumer
 """The forms that can hold a step of each form, its own first."""
 
 
-class _CapturedStep(CapturedStep):
+class _DecodeStep(CapturedStep):
     """One captured step, with the tensors that it reads and answers in."""
 
     def __init__(
@@ -163,7 +163,7 @@ class Decoding:
             return None
         state = self._state or self._check()
         step = self.captures.find(state, size, HOLDERS[size.form])
-        if not isinstance(step, _CapturedStep):
+        if not isinstance(step, _DecodeStep):
             return None
         self._load(step, batch)
         step.replay()
@@ -191,7 +191,7 @@ class Decoding:
             self._capture(state, source, Answer(logits))
 
     def _capture(
-        self, state: StateKey, source: _EngineSource, answer: Answer, stand_in: _CapturedStep | None = None
+        self, state: StateKey, source: _EngineSource, answer: Answer, stand_in: _DecodeStep | None = None
     ) -> None:
         self.eager.checks.mark_dirty()
         self.captures.capture_or_compare(state, source, answer, stand_in)
@@ -273,7 +273,7 @@ class Decoding:
             return "rows"
         return "spans" if pairs <= MOST_IN_TORCH else None
 
-    def _load(self, step: _CapturedStep, batch: ForwardBatch) -> None:
+    def _load(self, step: _DecodeStep, batch: ForwardBatch) -> None:
         """Enter a batch in a captured step's tensors; the tables have taken its tokens already."""
         if step.places is not None:
             batch = self._load_chunks(step, step.places, batch)
@@ -287,7 +287,7 @@ class Decoding:
         if step.shift is not None:
             step.shift[: len(ids)].copy_(upload(batch.rope_deltas(), step.shift.device))
 
-    def _load_adapters(self, step: _CapturedStep, slots: torch.Tensor, batch: ForwardBatch) -> None:
+    def _load_adapters(self, step: _DecodeStep, slots: torch.Tensor, batch: ForwardBatch) -> None:
         adapters = self.eager.adapters
         assert adapters is not None and batch.adapters is not None
         found = adapters.index(batch.spread_adapters())
@@ -295,7 +295,7 @@ class Decoding:
             slots[: len(found)].copy_(found)
             step.slots_of = found
 
-    def _load_chunks(self, step: _CapturedStep, places: torch.Tensor, batch: ForwardBatch) -> ForwardBatch:
+    def _load_chunks(self, step: _DecodeStep, places: torch.Tensor, batch: ForwardBatch) -> ForwardBatch:
         """Enter which tokens' logits are wanted: the batch in the order of the step's rows."""
         wanted = batch.wanted
         order = list(range(len(batch.rows)))
@@ -307,7 +307,7 @@ class Decoding:
         places[: len(last)].copy_(upload(last, places.device))
         return batch
 
-    def make(self, size: Size) -> _CapturedStep:
+    def make(self, size: Size) -> _DecodeStep:
         """Static tensors for steps of a size."""
         rows = size.rows
         device = self.eager.device
@@ -325,7 +325,7 @@ class Decoding:
         wanted = self._most if mixed else rows
         tables = self.eager.adapters.table.weights.tensors if size.adapters and self.eager.adapters else ()
         spans = size.form == "spans"
-        return _CapturedStep(
+        return _DecodeStep(
             ids, places, shift, batches, logits[:wanted], tokens[:, :wanted], spans, slots, tables
         )
 
@@ -336,7 +336,7 @@ class Decoding:
             StaticSpans(rows, self._most, *arguments) if form == "spans" else StaticBatch(rows, 1, *arguments)
         )
 
-    def _run(self, step: _CapturedStep) -> None:
+    def _run(self, step: _DecodeStep) -> None:
         eager = self.eager
         sequences = eager.cache.sequences
         sequences.static = step.batches
@@ -361,14 +361,14 @@ class Decoding:
             running.set(outer)
             sequences.static = None
 
-    def _with_adapters(self, step: _CapturedStep) -> AbstractContextManager[None]:
+    def _with_adapters(self, step: _DecodeStep) -> AbstractContextManager[None]:
         adapters = self.eager.adapters
         if adapters is None:
             return nullcontext()
         return adapters.applied(None if step.slots is None else AdapterBatch(adapters.table, step.slots))
 
 
-class _EngineSource(StepSource[_CapturedStep]):
+class _EngineSource(StepSource[_DecodeStep]):
     """A step of an engine."""
 
     def __init__(self, decoding: Decoding, size: Size, batch: ForwardBatch) -> None:
@@ -391,20 +391,20 @@ class _EngineSource(StepSource[_CapturedStep]):
     def snapshot(self) -> ModelSnapshot:
         return self._decoding.current()
 
-    def prepare(self) -> _CapturedStep:
+    def prepare(self) -> _DecodeStep:
         return self._decoding.make(self.size)
 
-    def load(self, step: _CapturedStep) -> None:
+    def load(self, step: _DecodeStep) -> None:
         self._decoding._load(step, self._batch)
 
-    def forward(self, step: _CapturedStep) -> None:
+    def forward(self, step: _DecodeStep) -> None:
         self._decoding.eager.plugged(partial(self._decoding._run, step))
 
     @property
     def comparable(self) -> bool:
         return bool(self._batch.wanted)
 
-    def agrees(self, step: _CapturedStep, answer: Any) -> bool:
+    def agrees(self, step: _DecodeStep, answer: Any) -> bool:
         logits = answer.logits
         dtype = self._decoding.eager.dtype
         return agree(step.logits[: len(logits)].to(dtype), logits.to(dtype))

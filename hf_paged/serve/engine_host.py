@@ -39,7 +39,7 @@ IDLE = 1.0
 
 
 @dataclass
-class _Request:
+class _HostedRequest:
     """A request of the server's."""
 
     handle: Handle
@@ -61,7 +61,7 @@ class EngineHost:
         self._engine = engine
         self._connection = connection
         self._processors = Processors(tokenizer, self.facts.scores, self.facts.ends, engine.model.dtype)
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _HostedRequest] = {}
         self._answers: deque[CallResult] = deque()
         self._submitting = threading.Lock()
         """Held from the submission of a request to its answer: what follows is sent behind it."""
@@ -142,7 +142,7 @@ class EngineHost:
                 self._ring()
                 return
             self._answers.append(CallResult(asked.ticket, handle.number))
-        self._requests[asked.ticket] = _Request(handle, "prompt_logprobs" in keywords)
+        self._requests[asked.ticket] = _HostedRequest(handle, "prompt_logprobs" in keywords)
         # The engine's thread calls it for each token: no line of Python runs there.
         note = partial(self._notes.put, asked.ticket)
         handle.watch(note, asked.each)
@@ -244,7 +244,7 @@ class EngineHost:
         return News(answers, tokens, progress, steps, lag, driven, _emptied(self._signals))
 
     def _progress(
-        self, ticket: int, request: _Request, new: list[NewTokens], output: Output | None
+        self, ticket: int, request: _HostedRequest, new: list[NewTokens], output: Output | None
     ) -> Progress:
         """What is new of a request beside a token."""
         scores = request.handle.prompt_logprobs if request.scored else None
@@ -263,7 +263,7 @@ def _tensors(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-def _plain(request: _Request, new: NewTokens) -> bool:
+def _plain(request: _HostedRequest, new: NewTokens) -> bool:
     """Whether new tokens are one, and there is nothing else to say about it."""
     return (
         len(new.token_ids) == 1 and new.finish_reason is None and new.logprobs is None and not request.scored

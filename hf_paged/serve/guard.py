@@ -52,7 +52,7 @@ class Guard:
         headers = Headers(scope=scope)
         context = Context(_request_id(headers), Tenant("unknown", None), lambda: self._slow(scope))
         scope[KEY] = context
-        answer = _Answer(send, context.request_id)
+        answer = _GuardedAnswer(send, context.request_id)
         begun = time.monotonic()
         try:
             context.tenant = self._admitted(scope, headers)
@@ -127,7 +127,7 @@ class Guard:
         log.log(level, "request", extra=facts)
 
 
-class _Answer:
+class _GuardedAnswer:
     """The response to a request as it goes out, with the request's number among its headers."""
 
     def __init__(self, send: Send, request_id: str) -> None:

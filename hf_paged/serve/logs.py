@@ -65,7 +65,7 @@ class _Aside(QueueHandler):
             self.queue.put_nowait(record)
 
 
-class _Writer(QueueListener):
+class _LogWriter(QueueListener):
     """Writes what waits in the queue. At the end of the process a reader that is stuck holds it up for
     LAST_SECONDS.
     """
@@ -87,7 +87,7 @@ def set_up(level: str, style: Style) -> Callable[[], None]:
     plain = style == "text" or (style == "auto" and sys.stderr.isatty())
     writer.setFormatter(LogFormatter() if plain else JsonLines())
     records: queue.Queue[logging.LogRecord] = queue.Queue(MOST_RECORDS)
-    listener = _Writer(records, writer)
+    listener = _LogWriter(records, writer)
     listener.start()
     atexit.register(listener.stop)
     handler = _Aside(records)

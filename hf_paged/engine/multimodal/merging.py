@@ -33,7 +33,7 @@ MOST = 4096
 PLAIN = (bool, int, float, str, type(None))
 
 
-class _Enough(BaseException):
+class _InputsSeen(BaseException):
     """Stops generate() at its call of the decoder."""
 
 
@@ -210,12 +210,12 @@ class Merger:
 
         def stop(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             found.update(dict(zip(names.parameters, args, strict=False)) | keywords)
-            raise _Enough
+            raise _InputsSeen
 
         hook = decoder.register_forward_pre_hook(stop, with_kwargs=True)
         try:
             self._generate(ids, inputs, max_new_tokens=1)
-        except _Enough:
+        except _InputsSeen:
             return found
         finally:
             hook.remove()

@@ -8,7 +8,7 @@ from .output import FinishReason, Increment, NewTokens, SequenceOutput, TokenLog
 from .text import Detokeniser
 
 
-class _End(NamedTuple):
+class _StreamEnd(NamedTuple):
     """How an answer ended, in one object: another thread may read it at any time."""
 
     tokens: list[int]
@@ -35,7 +35,7 @@ class Stream:
         self.score: float | None = None
         self.trouble: BaseException | None = None
         """Why there is no text, or no more of it."""
-        self._end: _End | None = None
+        self._end: _StreamEnd | None = None
         self._read = 0
         self._closed = False
         """Whether the last increment has been read."""
@@ -60,7 +60,7 @@ class Stream:
         if finish_reason is None:
             self.so_far += tokens
         else:
-            self._end = _End(self.so_far + tokens, finish_reason, not tokens)
+            self._end = _StreamEnd(self.so_far + tokens, finish_reason, not tokens)
 
     @property
     def unread(self) -> bool:

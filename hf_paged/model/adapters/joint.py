@@ -16,7 +16,7 @@ ONLY_VIEWS = frozenset({"view", "transpose", "reshape", "unflatten"})
 """Methods that make a view of a contiguous output, which later writes to it reach."""
 
 
-class _Place(NamedTuple):
+class _LayerUse(NamedTuple):
     """Where a layer is used: by which module, under which name, and its place in the model's order."""
 
     parent: weakref.ref[nn.Module]
@@ -24,7 +24,7 @@ class _Place(NamedTuple):
     number: int
 
 
-_places: weakref.WeakKeyDictionary[nn.Module, _Place] = weakref.WeakKeyDictionary()
+_places: weakref.WeakKeyDictionary[nn.Module, _LayerUse] = weakref.WeakKeyDictionary()
 
 
 def note_places(model: nn.Module) -> None:
@@ -33,7 +33,7 @@ def note_places(model: nn.Module) -> None:
         (parent, name, child) for parent in model.modules() for name, child in parent.named_children()
     )
     for number, (parent, name, child) in enumerate(children):
-        _places[child] = _Place(weakref.ref(parent), name, number)
+        _places[child] = _LayerUse(weakref.ref(parent), name, number)
 
 
 def in_order(layers: Iterable[nn.Module]) -> list[nn.Module]:
