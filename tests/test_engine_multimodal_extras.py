@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_paged.engine.multimodal.extras import DecoderExtras, beside_of, joined
+from hf_paged.engine.multimodal.extras import DecoderExtras, decoder_extras, joined_extras
 from hf_paged.engine.multimodal.media import Media, marks_of, media_arguments
 from hf_paged.engine.multimodal.merging import moved, same
 from hf_paged.scheduling import UNKNOWN
@@ -26,7 +26,7 @@ def media(
 
 def test_a_mask_and_lists_of_features() -> None:
     given = {"mask": MASK[None], "features": [ROWS, ROWS + 10], "others": (ROWS * 2,)}
-    found = beside_of(given, 7)
+    found = decoder_extras(given, 7)
     assert found is not None
     assert (found.name, sorted(found.features)) == ("mask", ["features", "others"])
     for wrong in (
@@ -40,7 +40,7 @@ def test_a_mask_and_lists_of_features() -> None:
         {**given, "features": [ROWS[:2]]},
         {**given, "features": [None]},
     ):
-        assert beside_of(wrong, 7) is None
+        assert decoder_extras(wrong, 7) is None
 
 
 def test_pieces_of_it_are_all_of_it() -> None:
@@ -50,7 +50,7 @@ def test_pieces_of_it_are_all_of_it() -> None:
     whole = DecoderExtras("mask", MASK, {"features": (ROWS, ROWS + 10)})
     for cut in range(1, 7):
         parts = [whole.part(0, cut), None, whole.part(cut, 9 - cut)]
-        found = joined(parts, [cut, 2, 9 - cut])
+        found = joined_extras(parts, [cut, 2, 9 - cut])
         assert torch.equal(
             found["mask"],
             torch.cat([MASK[:cut], torch.zeros(2, dtype=torch.bool), MASK[cut:], MASK.new_zeros(2)])[None],
@@ -58,7 +58,7 @@ def test_pieces_of_it_are_all_of_it() -> None:
         assert all(
             torch.equal(one, other) for one, other in zip(found["features"], (ROWS, ROWS + 10), strict=True)
         )
-    assert joined([None, whole.part(3, 2), whole.part(7, 1)], [1, 2, 1]) == {}
+    assert joined_extras([None, whole.part(3, 2), whole.part(7, 1)], [1, 2, 1]) == {}
 
 
 def test_names() -> None:
@@ -93,8 +93,8 @@ def test_where_tokens_stand() -> None:
     ids = (5, 9, 9, 6, 9, 7, 8)
     shown, text = media(ids), torch.arange(7).expand(3, 1, 7)
     here = torch.tensor([[0, 1, 1, 2, 3, 4, 5], [0, 1, 2, 2, 3, 4, 5], [0, 1, 1, 2, 3, 4, 5]])
-    shown.positions, shown.shift = moved(shown, here[:, None], text)
-    assert shown.shift == (-1, -1, -1)
+    shown.positions, shown.rope_deltas = moved(shown, here[:, None], text)
+    assert shown.rope_deltas == (-1, -1, -1)
     assert shown.where(0, 1) is None
     found = [shown.where(1, 3), shown.where(4, 4), shown.where(8, 1)]
     expected = [here[:, 1:4], torch.tensor([3, 4, 5, 6]).expand(3, -1), torch.tensor([7]).expand(3, -1)]

@@ -93,7 +93,7 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
             copy = on_host(media)
             assert isinstance(copy, Media)
             assert copy.made is None
-            copy.made, copy.beside = media.made, media.beside
+            copy.made, copy.extras = media.made, media.extras
             decoder.given[numbers.add(media)] = copy
 
         def watched(batch: ForwardBatch) -> Any:

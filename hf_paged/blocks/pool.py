@@ -45,10 +45,7 @@ class BlockHolder(Protocol):
 
 class _BlockName(NamedTuple):
     """What a block can be matched by: its digest, how many tokens the digest covers, the block's own tokens
-    if kept, and its seat.
-
-    The seat is the key of the prefix that the block follows. It is empty if the block must not be found by
-    its first tokens.
+    if kept, and the key of the prefix that it follows: empty if it must not be found by its first tokens.
     """
 
     digest: bytes
@@ -462,8 +459,8 @@ class BlockPool:
         first = self._state.find(FREE)
         expect(first < 0 or first >= self._lowest_free, f"block {first} is free below {self._lowest_free}")
         expect(len(self._block_of) == len(self._names), "digests and blocks are not one to one")
-        seats = sum(1 for name in self._names.values() if name.parent_key)
-        expect(len(self.partial_index) == seats, "seats and names disagree")
+        partial = sum(1 for name in self._names.values() if name.parent_key)
+        expect(len(self.partial_index) == partial, "the partial blocks and the names disagree")
         cached = Counter(self.owners.get(block, "") for block in self._names if self._state[block] == CACHED)
         expect(self.cached_by_tenant == cached, "the evictor counts other blocks for tenants")
         expect(all(self._state[block] != FREE for block in self.owners), "a free block has a tenant")

@@ -58,7 +58,7 @@ class _DecodeStep(CapturedStep):
         self,
         ids: torch.Tensor,
         places: torch.Tensor | None,
-        shift: torch.Tensor | None,
+        rope_delta: torch.Tensor | None,
         batches: dict[LayerKind, StaticBatch],
         logits: torch.Tensor,
         best: torch.Tensor,
@@ -68,9 +68,9 @@ class _DecodeStep(CapturedStep):
     ) -> None:
         self.ids = ids
         self.places = places
-        self.shift = shift
+        self.rope_delta = rope_delta
         self.batches = batches
-        """ids [rows, 1]. places [most sequences]: the rows whose logits are wanted; None if all are. shift
+        """ids [rows, 1]. places [most sequences]: the rows whose logits are wanted; None if all are. rope_delta
         [rows]: the RoPE delta of each token, where any may have one.
         """
         self.logits = logits
@@ -89,7 +89,7 @@ class _DecodeStep(CapturedStep):
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         yield self.ids
-        yield from (each for each in (self.places, self.shift, self.slots) if each is not None)
+        yield from (each for each in (self.places, self.rope_delta, self.slots) if each is not None)
         for batch in self.batches.values():
             yield from batch.tensors
 
@@ -104,7 +104,7 @@ class Decoding:
     def __init__(self, eager: EagerModel, is_ready: Callable[[Size], bool]) -> None:
         self.eager = eager
         self.compilation = Compilation() if eager.pools.config.compile else None
-        self.moves = False
+        self.has_rope_deltas = False
         """Whether tokens may have a RoPE delta, which captured steps are then given."""
         self._most = bucket_of(eager.pools.config.limits().sequences)
         """Rows whose logits may be wanted in one step."""
@@ -284,8 +284,8 @@ class Decoding:
         step.ids[: len(ids), 0].copy_(ids)
         if step.slots is not None:
             self._load_adapters(step, step.slots, batch)
-        if step.shift is not None:
-            step.shift[: len(ids)].copy_(upload(batch.rope_deltas(), step.shift.device))
+        if step.rope_delta is not None:
+            step.rope_delta[: len(ids)].copy_(upload(batch.rope_deltas(), step.rope_delta.device))
 
     def _load_adapters(self, step: _DecodeStep, slots: torch.Tensor, batch: ForwardBatch) -> None:
         adapters = self.eager.adapters
@@ -316,7 +316,7 @@ class Decoding:
         with torch.inference_mode(False):
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
             places = torch.zeros(self._most, dtype=torch.long, device=device) if mixed else None
-            shift = torch.zeros(rows, dtype=torch.long, device=device) if self.moves else None
+            rope_delta = torch.zeros(rows, dtype=torch.long, device=device) if self.has_rope_deltas else None
             slots = torch.full((rows,), -1, dtype=torch.int32, device=device) if size.adapters else None
             if self._answer is None:
                 logits = torch.empty(self._most, self._vocabulary, dtype=torch.float32, device=device)
@@ -326,7 +326,7 @@ class Decoding:
         tables = self.eager.adapters.table.weights.tensors if size.adapters and self.eager.adapters else ()
         spans = size.form == "spans"
         return _DecodeStep(
-            ids, places, shift, batches, logits[:wanted], tokens[:, :wanted], spans, slots, tables
+            ids, places, rope_delta, batches, logits[:wanted], tokens[:, :wanted], spans, slots, tables
         )
 
     def _batch(self, size: Size, group: LayerGroup) -> StaticBatch:
@@ -346,7 +346,7 @@ class Decoding:
             for kind, batch in step.batches.items():
                 batch.begin(eager.pools.groups[kind].captured_ops.advance)
             seen = next(iter(step.batches.values())).seen
-            positions = seen.long() - 1 if step.shift is None else seen.long() - 1 + step.shift
+            positions = seen.long() - 1 if step.rope_delta is None else seen.long() - 1 + step.rope_delta
             arguments = {"input_ids": step.ids, "position_ids": positions.clamp(min=0)[:, None]}
             if eager.keeps_some:
                 arguments["logits_to_keep"] = 1  # type: ignore[assignment]  # a number among tensors

@@ -27,7 +27,7 @@ from .cache import StepCache
 from .check_policy import CheckPolicy
 from .forward_batch import PLAIN, Answer, ForwardBatch, Scored
 from .multimodal.encoder import Encoder, EncoderInput
-from .multimodal.extras import given, joined
+from .multimodal.extras import given, joined_extras
 from .pools import Pools
 from .sampling.scores import scores_of
 from .support import Unservable
@@ -244,7 +244,7 @@ class EagerModel:
     def _extras(self, batch: ForwardBatch) -> dict[str, Any]:
         """What the decoder is given beside its inputs."""
         counts = batch.rows.counts
-        extras = joined([batch.inputs.get(i, PLAIN).extras for i in range(len(counts))], counts)
+        extras = joined_extras([batch.inputs.get(i, PLAIN).extras for i in range(len(counts))], counts)
         for row in batch.inputs.values():
             extras |= {} if row.across is None else row.across.arguments
         return extras

@@ -308,7 +308,7 @@ class StepLoop:
             media = None if params is None else params.media
             if media is None:
                 continue
-            if media.shift is None:
+            if media.rope_deltas is None:
                 self.runner.merger.recall(media)  # another request may have encoded the same media by now
             if media.due(start, count, sequence.begun):
                 names = sequence.group.request.adapter
@@ -316,7 +316,7 @@ class StepLoop:
                     self.runner.show(media, names)
                 else:
                     self.leader.show(media, names, self.runner.show)
-            if media.shift:
+            if media.rope_deltas:
                 sequence.group.leave_decode_batch()
             if media.spent(start, count):
                 done.append(media)

@@ -172,8 +172,8 @@ class Runner:
         adapters = self.eager.adapters
         with nullcontext() if adapters is None else adapters.applied(adapters.of_request(names)):
             self.merger.run(media)
-        if media.shift and self.decoding is not None and not self.decoding.moves:
-            self.decoding.moves = True
+        if media.rope_deltas and self.decoding is not None and not self.decoding.has_rope_deltas:
+            self.decoding.has_rope_deltas = True
             self.decoding.forget()
 
     def look(self) -> None:

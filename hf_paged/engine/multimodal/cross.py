@@ -61,7 +61,7 @@ class CrossMedia(Media):
         self.across: CrossInputs | None = None
         """The decoder's cross-attention inputs; states are dropped once keys and values are in the pages."""
         super().__init__(inputs, ids, (), key)
-        self.shift = ()
+        self.rope_deltas = ()
 
     def _name_tokens(self, key: bytes) -> None:
         mask = self.inputs.get(MASK)

@@ -36,7 +36,7 @@ class DecoderExtras(NamedTuple):
         )
 
 
-def beside_of(given: Mapping[str, Any], tokens: int) -> DecoderExtras | None:
+def decoder_extras(given: Mapping[str, Any], tokens: int) -> DecoderExtras | None:
     """The extras among a decoder's arguments: a mask of tokens [1, tokens] and lists of features for these;
     None if the arguments have another form.
     """
@@ -57,7 +57,7 @@ def beside_of(given: Mapping[str, Any], tokens: int) -> DecoderExtras | None:
     return DecoderExtras(name, mask[0], {name: tuple(value) for name, value in lists.items()})
 
 
-def joined(parts: Sequence[DecoderExtras | None], counts: Sequence[int]) -> dict[str, Any]:
+def joined_extras(parts: Sequence[DecoderExtras | None], counts: Sequence[int]) -> dict[str, Any]:
     """The decoder's arguments for pieces of these lengths in one row; empty if no piece has extras."""
     some = [part for part in parts if part is not None and bool(part.mask.any())]
     if not some:

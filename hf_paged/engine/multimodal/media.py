@@ -52,15 +52,15 @@ class Media:
         self._name_tokens(key)
         self.made: torch.Tensor | None = None
         """[tokens, hidden]: the embeddings of the whole prompt."""
-        self.beside: DecoderExtras | None = None
+        self.extras: DecoderExtras | None = None
         """Extra decoder inputs for some of its tokens, kept as long as the embeddings."""
         self.positions: torch.Tensor | None = None
         """[axes, tokens] on the host: the prompt's RoPE positions, if these are not consecutive."""
-        self.shift: tuple[int, ...] | None = None
+        self.rope_deltas: tuple[int, ...] | None = None
         """RoPE position delta per axis for tokens after the prompt; () if positions are plain, None until
         computed.
         """
-        self.alike = False
+        self.one_delta = False
         """Whether one delta serves all axes that matter to the model, so captured steps can apply it."""
 
     def _name_tokens(self, key: bytes) -> None:
@@ -81,7 +81,7 @@ class Media:
 
     def due(self, start: int, count: int, begun: bool) -> bool:
         """Whether the media must be encoded before these tokens are computed."""
-        return self.made is None and (self.shift is None or self.concerns(start, count))
+        return self.made is None and (self.rope_deltas is None or self.concerns(start, count))
 
     def spent(self, start: int, count: int) -> bool:
         """Whether encoder output can be dropped after these tokens."""
@@ -95,10 +95,11 @@ class Media:
         """[axes, count]: the RoPE positions of `count` tokens from `start` on; None if these are
         consecutive.
         """
-        if not self.shift or start + count <= self.place.start:
+        if not self.rope_deltas or start + count <= self.place.start:
             return None
         found = (
-            torch.arange(start, start + count, device="cpu") + torch.tensor(self.shift, device="cpu")[:, None]
+            torch.arange(start, start + count, device="cpu")
+            + torch.tensor(self.rope_deltas, device="cpu")[:, None]
         )
         if start < self.place.stop:
             assert self.positions is not None
@@ -108,20 +109,20 @@ class Media:
 
     def moved_by(self, start: int) -> int | None:
         """The RoPE delta of tokens from `start` on, if a single number is known."""
-        if not self.shift or not self.alike or start < self.place.stop:
+        if not self.rope_deltas or not self.one_delta or start < self.place.stop:
             return None
-        delta = self.shift[-1]  # recordings may have positions between whole numbers
+        delta = self.rope_deltas[-1]  # recordings may have positions between whole numbers
         return int(delta) if delta == int(delta) else None
 
     def near(self, start: int, count: int) -> DecoderExtras | None:
         """The extra decoder inputs of `count` tokens from `start` on."""
         return (
-            None if self.beside is None or not self.concerns(start, count) else self.beside.part(start, count)
+            None if self.extras is None or not self.concerns(start, count) else self.extras.part(start, count)
         )
 
     def forget(self) -> None:
         """Drop the embeddings, which are not needed any more or not valid any more."""
-        self.made = self.beside = None
+        self.made = self.extras = None
 
     def drop(self) -> None:
         """The prompt will not be computed again: drop the media, even if the answer is kept."""

@@ -19,7 +19,7 @@ from ..eager import EagerModel
 from ..probe import distance, far
 from ..support import Unservable, longest
 from .cross import CrossInputs, CrossMedia, cross_inputs_of
-from .extras import beside_of, given, joined
+from .extras import decoder_extras, given, joined_extras
 from .media import Media, put_on
 
 TOKENS = ("input_ids", "inputs_embeds")
@@ -42,7 +42,7 @@ class Merger:
 
     generate() is started on the prompt and stopped where it calls the decoder. The arguments of that call
     must be those of a text prompt, except for embeddings (equal to the prompt's own for all text), positions
-    (`moved`) and features of tokens (`beside_of`). Otherwise the model does more with media than the engine
+    (`moved`) and features of tokens (`decoder_extras`). Otherwise the model does more with media than the engine
     supports, and the request ends with an error that says so. The first prompt of a kind is also compared
     with the first tokens of generate() itself.
     """
@@ -51,11 +51,11 @@ class Merger:
         self._eager = eager
         self._model: Any = eager.model
         self._held: set[frozenset[str]] = set()
-        self._alike: set[frozenset[str]] = set()
+        self._one_delta: set[frozenset[str]] = set()
         """Kinds of media after which one RoPE delta serves all axes."""
         self.why_not: dict[frozenset[str], str] = {}
         """Why media of a kind are refused."""
-        self._shifts: OrderedDict[tuple[bytes, tuple[int, ...]], tuple[int, ...]] = OrderedDict()
+        self._rope_deltas: OrderedDict[tuple[bytes, tuple[int, ...]], tuple[int, ...]] = OrderedDict()
         """The RoPE deltas after prompts that were encoded lately."""
 
     def require(self, media: Media) -> None:
@@ -68,8 +68,8 @@ class Merger:
         """Set a prompt's RoPE delta, if one with this content was encoded."""
         if isinstance(media, CrossMedia):
             return  # it moves nothing
-        media.shift = self._shifts.get((media.content, media.ids))
-        media.alike = media.kind in self._alike
+        media.rope_deltas = self._rope_deltas.get((media.content, media.ids))
+        media.one_delta = media.kind in self._one_delta
 
     def run(self, media: Media) -> None:
         """Make a prompt's embeddings, which are kept with it."""
@@ -88,10 +88,10 @@ class Merger:
         device = self._eager.device
         shown = self._handed(list(media.ids), put_on(media.inputs, device))
         plain = self._handed(media.plain, {})
-        media.positions, media.shift = moved(media, shown.get(POSITIONS), plain.get(POSITIONS))
+        media.positions, media.rope_deltas = moved(media, shown.get(POSITIONS), plain.get(POSITIONS))
         others = self._others(media, shown, plain)
-        media.beside = beside_of({each: shown.get(each) for each in others}, len(media.ids))
-        if others and (media.beside is None or any(plain.get(each) is not None for each in others)):
+        media.extras = decoder_extras({each: shown.get(each) for each in others}, len(media.ids))
+        if others and (media.extras is None or any(plain.get(each) is not None for each in others)):
             raise Unservable(
                 f"{name} gives its decoder {others} of their own beside {sorted(media.kind)}; use generate()"
             )
@@ -116,10 +116,10 @@ class Merger:
         if media.kind not in self._held:
             self._hold(media, merged)
             self._held.add(media.kind)
-        media.alike = media.kind in self._alike
-        self._shifts[media.content, media.ids] = media.shift
-        if len(self._shifts) > MOST:
-            self._shifts.popitem(last=False)
+        media.one_delta = media.kind in self._one_delta
+        self._rope_deltas[media.content, media.ids] = media.rope_deltas
+        if len(self._rope_deltas) > MOST:
+            self._rope_deltas.popitem(last=False)
         return merged[0]
 
     def _across(self, media: CrossMedia) -> CrossInputs:
@@ -234,7 +234,7 @@ class Merger:
             for name in {**shown, **plain}
             if name not in TOKENS and (name in known or name not in media.inputs)
         ]
-        if media.shift:
+        if media.rope_deltas:
             names.remove(POSITIONS)
         return [name for name in names if not same(shown.get(name), plain.get(name))]
 
@@ -248,14 +248,19 @@ class Merger:
         count = embeds.shape[1]
         new = len(right)
         where = media.where(0, count)
-        beside = joined([media.near(0, count)], [count])
-        with given(self._model, beside):
+        extras = joined_extras([media.near(0, count)], [count])
+        with given(self._model, extras):
             self._require_near(media, right, embeds, where)
             behind = count - media.place.stop
-            if where is not None and behind and media.shift is not None and len(set(media.shift[1:])) == 1:
+            if (
+                where is not None
+                and behind
+                and media.rope_deltas is not None
+                and len(set(media.rope_deltas[1:])) == 1
+            ):
                 where[:, media.place.stop :] = where[-1:, media.place.stop :].clone()
                 if far(right, eager.logits_of(embeds, new, where), eager.dtype, lambda: 0.0) is None:
-                    self._alike.add(media.kind)
+                    self._one_delta.add(media.kind)
 
 
 def moved(media: Media, shown: Any, plain: Any) -> tuple[torch.Tensor | None, tuple[int, ...]]:

@@ -142,7 +142,7 @@ class RequestParams:
         """Whether its next token is sampled with the whole batch and has the expected position, and can only
         be the last one by its length or an end-of-sequence token.
         """
-        moved = self.media is not None and self.media.shift
+        moved = self.media is not None and self.media.rope_deltas
         return self.on_device and not self.criteria and not moved
 
     @property

@@ -190,14 +190,14 @@ class Graph(CapturedStep):
             for name in value.path:
                 found = found[name]
             return found
-        if isinstance(value, _OutputWithPlaces):
+        if isinstance(value, _PlacedOutput):
             return value.kind(**{name: self._hand_out(part, step) for name, part in value.parts.items()})
         if isinstance(value, (tuple, list)):
             return type(value)(self._hand_out(part, step) for part in value)
         return value
 
 
-class _OutputWithPlaces(NamedTuple):
+class _PlacedOutput(NamedTuple):
     """A ModelOutput with places in it."""
 
     kind: type[ModelOutput]
@@ -210,9 +210,7 @@ def _with_places(value: Any, owners: dict[int, Path]) -> Any:
     if isinstance(value, torch.Tensor):
         return _FromCaller(owners[id(value)]) if id(value) in owners else value
     if isinstance(value, ModelOutput):
-        return _OutputWithPlaces(
-            type(value), {name: _with_places(part, owners) for name, part in value.items()}
-        )
+        return _PlacedOutput(type(value), {name: _with_places(part, owners) for name, part in value.items()})
     if isinstance(value, (tuple, list)):
         return type(value)(_with_places(part, owners) for part in value)
     return value
