@@ -70,8 +70,8 @@ class _DecodeStep(CapturedStep):
         self.places = places
         self.rope_delta = rope_delta
         self.batches = batches
-        """ids [rows, 1]. places [most sequences]: the rows whose logits are wanted; None if all are. rope_delta
-        [rows]: the RoPE delta of each token, where any may have one.
+        """ids [rows, 1]. places [most sequences]: the rows whose logits are wanted; None if all are.
+        rope_delta [rows]: of each token, where any may have one.
         """
         self.logits = logits
         self.best = best

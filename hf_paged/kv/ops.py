@@ -227,11 +227,11 @@ class TritonOps(Ops):
         plan = self._plan(packed[:few], keys, values, window, batch, batch.alone[:few])
         self.kernels.decode(packed[:few], keys, values, batch.blocks[:few], plan, out=out[:few], **options)
         key = (query.shape, query.dtype, query.device, values.shape[2:], invariant.get())
-
-        def make() -> Any:
-            return self.kernels.Spans(packed, keys, values, batch.most, least=2)
-
-        spans = _kept(batch, "spans", key, make, lambda spans: spans.update(batch.borders))
+        spans = _kept(
+            batch, "spans", key,
+            lambda: self.kernels.Spans(packed, keys, values, batch.most, least=2),
+            lambda spans: spans.update(batch.borders),
+        )  # fmt: skip
         self.kernels.prefill(
             packed,
             keys,

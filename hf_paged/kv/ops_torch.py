@@ -16,7 +16,7 @@ from .static import StaticBatch
 class LaneViews(Protocol):
     """A store, as far as the pages of its layers ask it."""
 
-    def strided_views(
+    def views(
         self, strided: StridedView, rows: int, first: int, end: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of each layer keys and values [rows, heads, end - first, dim] as views, where rows lie at one
@@ -38,9 +38,7 @@ class Pages(NamedTuple):
     place: int = 0
     """The layer's place in the store."""
 
-    def strided_views(
-        self, strided: StridedView | None, first: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def views(self, strided: StridedView | None, first: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of the columns from `first` on as views [rows, heads, columns - first, dim].
 
         None without a `strided`: where the rows do not lie side by side.
@@ -48,7 +46,7 @@ class Pages(NamedTuple):
         if self.store is None or strided is None:
             return None
         batch = self.batch
-        return self.store.strided_views(strided, batch.rows, first, batch.columns)[self.place]
+        return self.store.views(strided, batch.rows, first, batch.columns)[self.place]
 
 
 class Seen(NamedTuple):
@@ -95,13 +93,13 @@ class Ops:
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put a step's keys [rows, heads, new, key_dim] and values into their slots."""
         batch = pages.batch
-        strided_views = pages.strided_views(batch.new_strided, batch.columns - batch.new)
-        if strided_views is None:
+        views = pages.views(batch.new_strided, batch.columns - batch.new)
+        if views is None:
             reference.write(pages.keys, pages.batch, keys)
             reference.write(pages.values, pages.batch, values)
             return
-        strided_views[0].copy_(keys)
-        strided_views[1].copy_(values)
+        views[0].copy_(keys)
+        views[1].copy_(values)
 
     def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
         """pool[:, targets[i]] = pool[:, sources[i]] for every pool [layers, blocks, ...]; no target is a
@@ -118,11 +116,11 @@ class Ops:
 
     def read(self, pages: Pages, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the columns from `first` on, as `gather` answers them."""
-        strided_views = pages.strided_views(pages.batch.strided, first)
-        if strided_views is None:
+        views = pages.views(pages.batch.strided, first)
+        if views is None:
             return self.gather(pages.keys, pages.batch, first), self.gather(pages.values, pages.batch, first)
         pages.batch.check()
-        return strided_views
+        return views
 
     def attend(
         self,

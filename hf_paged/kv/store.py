@@ -49,9 +49,7 @@ class Store:
             # They lie side by side: one view of all costs half as much as two.
             both = keys.as_strided((2 * self.layers, *keys.shape[1:]), keys.stride())
             self._parts = (both,)
-        self._strided_views: dict[
-            tuple[StridedView, int, int, int], list[tuple[torch.Tensor, torch.Tensor]]
-        ] = {}
+        self._views: dict[tuple[StridedView, int, int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def pages(self, place: int, batch: Batch | StaticBatch, captured: bool = False) -> Pages:
         """What the attention of the layer at `place` reads in a step."""
@@ -63,23 +61,21 @@ class Store:
         captured = captured or (invariant.get() and keys.is_cuda)
         return Pages(keys, values, batch, self.captured if captured else self.ops, self, place)
 
-    def strided_views(
+    def views(
         self, strided: StridedView, rows: int, first: int, end: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of each layer keys and values [rows, heads, end - first, dim], where rows lie at one distance from
         each other. The views of a step's writes and reads are kept for its other layers.
         """
         key = (strided, rows, first, end)
-        found = self._strided_views.get(key)
+        found = self._views.get(key)
         if found is None:
-            if len(self._strided_views) > 1:
-                self._strided_views.clear()
+            if len(self._views) > 1:
+                self._views.clear()
             views: list[torch.Tensor] = []
             for part in self._parts:
                 views += strided.view(part, rows, first, end).unbind()
-            found = self._strided_views[key] = list(
-                zip(views[: self.layers], views[self.layers :], strict=True)
-            )
+            found = self._views[key] = list(zip(views[: self.layers], views[self.layers :], strict=True))
         return found
 
     @property

@@ -97,10 +97,8 @@ class Media:
         """
         if not self.rope_deltas or start + count <= self.place.start:
             return None
-        found = (
-            torch.arange(start, start + count, device="cpu")
-            + torch.tensor(self.rope_deltas, device="cpu")[:, None]
-        )
+        deltas = torch.tensor(self.rope_deltas, device="cpu")[:, None]
+        found = torch.arange(start, start + count, device="cpu") + deltas
         if start < self.place.stop:
             assert self.positions is not None
             own = self.positions[:, start : start + count]

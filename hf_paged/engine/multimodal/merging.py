@@ -42,8 +42,8 @@ class Merger:
 
     generate() is started on the prompt and stopped where it calls the decoder. The arguments of that call
     must be those of a text prompt, except for embeddings (equal to the prompt's own for all text), positions
-    (`moved`) and features of tokens (`decoder_extras`). Otherwise the model does more with media than the engine
-    supports, and the request ends with an error that says so. The first prompt of a kind is also compared
+    (`moved`) and features of tokens (`decoder_extras`). Otherwise the model does more with media than the
+    engine supports, and the request ends with an error that says so. The first prompt of a kind is also compared
     with the first tokens of generate() itself.
     """
 
@@ -252,12 +252,8 @@ class Merger:
         with given(self._model, extras):
             self._require_near(media, right, embeds, where)
             behind = count - media.place.stop
-            if (
-                where is not None
-                and behind
-                and media.rope_deltas is not None
-                and len(set(media.rope_deltas[1:])) == 1
-            ):
+            one_delta = media.rope_deltas is not None and len(set(media.rope_deltas[1:])) == 1
+            if where is not None and behind and one_delta:
                 where[:, media.place.stop :] = where[-1:, media.place.stop :].clone()
                 if far(right, eager.logits_of(embeds, new, where), eager.dtype, lambda: 0.0) is None:
                     self._one_delta.add(media.kind)
