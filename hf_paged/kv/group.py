@@ -44,8 +44,7 @@ class Observer(Protocol):
         """The stores of a group move, or go."""
 
 
-GroupKey = tuple[LayerKind, CacheConfig, object | None]
-"""Kind, options and owner."""
+GroupKey = tuple[LayerKind, CacheConfig, object | None]  # the last one is the owner
 
 
 class LayerGroup:

@@ -43,8 +43,8 @@ class Merger:
     generate() is started on the prompt and stopped where it calls the decoder. The arguments of that call
     must be those of a text prompt, except for embeddings (equal to the prompt's own for all text), positions
     (`moved`) and features of tokens (`decoder_extras`). Otherwise the model does more with media than the
-    engine supports, and the request ends with an error that says so. The first prompt of a kind is also compared
-    with the first tokens of generate() itself.
+    engine supports, and the request ends with an error that says so. The first prompt of a kind is also
+    compared with the first tokens of generate() itself.
     """
 
     def __init__(self, eager: EagerModel) -> None:
