@@ -16,6 +16,7 @@ from tape import record
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_paged.engine import Engine
+from hf_paged.engine.sampling import input_batch
 from hf_paged.engine.sampling.histories import FIRST_ROWS, Histories
 from hf_paged.engine.sampling.warp import penalised
 from hf_paged.model.capture.rehearsal import RECORDERS
@@ -66,6 +67,23 @@ KINDS: list[dict[str, Any]] = [
     {"do_sample": True, "seed": 3, "num_return_sequences": 2, "repetition_penalty": 0.7, "top_k": 30},
     {"do_sample": False, "repetition_penalty": 1.2, "logprobs": 2},
 ]
+
+
+def test_long_rows_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long row does not pad all others."""
+    assert list(input_batch.parts_of([3, 5, 9])) == [slice(0, 3)]
+    monkeypatch.setattr(input_batch, "MOST_IDS", 16)
+    assert list(input_batch.parts_of([3, 5, 9, 40, 50])) == [
+        slice(0, 2),
+        slice(2, 3),
+        slice(3, 4),
+        slice(4, 5),
+    ]
+    model = build(BY_NAME["llama"])
+    options = {"do_sample": False, "repetition_penalty": 1.7, "max_new_tokens": 8}
+    with Engine(model, num_blocks=200) as engine:
+        found = [answers(output) for output in engine.generate(PROMPTS[:4], **options)]
+    assert found == [alone(model, prompt, **options) for prompt in PROMPTS[:4]]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

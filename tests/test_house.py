@@ -48,7 +48,7 @@ BUDGETS = {
     "hf_paged/engine/outputs": 560,
     "hf_paged/engine/parallel": 1345,
     "hf_paged/engine/requests": 1350,
-    "hf_paged/engine/sampling": 1700,
+    "hf_paged/engine/sampling": 1725,
     "hf_paged/generate": 2330,
     "hf_paged/kv": 4010,
     "hf_paged/model": 4165,

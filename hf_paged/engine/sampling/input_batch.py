@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -12,6 +12,19 @@ from ..job import Job
 from .histories import Histories, Owner
 from .rules import Recipe, Rule, processed
 from .warp import Warp, best_now, cut, draw, mend, penalised, scaled
+
+MOST_IDS = 1 << 22
+"""Ids that penalties read at once, padding included: 32 MB, and as much again for each operation on them."""
+
+
+def parts_of(lengths: Sequence[int]) -> Iterator[slice]:
+    """Rows of ascending lengths, in parts of at most MOST_IDS ids where they are padded to their longest."""
+    begin = 0
+    for end, length in enumerate(lengths):
+        if end > begin and (end - begin + 1) * length > MOST_IDS:
+            yield slice(begin, end)
+            begin = end
+    yield slice(begin, len(lengths))
 
 
 class InputBatch:
@@ -100,11 +113,21 @@ class InputBatch:
 
     def _penalised(self, scores: torch.Tensor, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows with a repetition penalty, and their scores under it."""
-        places = list(self._penalties)
+        places = sorted(
+            self._penalties, key=lambda place: self.jobs[place].params.seen_length(positions[place])
+        )
         owners, lengths = self._seen(places, positions)
         rows = upload(places, scores.device)
-        ids = self._histories.whole(owners, lengths, UNKNOWN)
-        return rows, penalised(scores[rows], ids, list(self._penalties.values()))
+        penalties = [self._penalties[place] for place in places]
+        parts = [
+            penalised(
+                scores[rows[part]],
+                self._histories.whole(owners[part], lengths[part], UNKNOWN),
+                penalties[part],
+            )
+            for part in parts_of(lengths)
+        ]
+        return rows, torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _seen(self, places: Sequence[int], positions: Sequence[int]) -> tuple[list[Owner], list[int]]:
         """The owners of these places, and how many ids their processors see."""
