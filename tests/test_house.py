@@ -52,11 +52,11 @@ BUDGETS = {
     "hf_paged/generate": 2330,
     "hf_paged/kv": 4010,
     "hf_paged/model": 4165,
-    "hf_paged/model/adapters": 1470,
+    "hf_paged/model/adapters": 1465,
     "hf_paged/model/capture": 2335,
     "hf_paged/model/invariant": 895,
     "hf_paged/ray": 1250,
-    "hf_paged/scheduling": 2435,
+    "hf_paged/scheduling": 2420,
     "hf_paged/serve": 8045,
 }
 """The most lines of each folder."""

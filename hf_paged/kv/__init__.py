@@ -1,6 +1,4 @@
-"""The tensors: pools of keys and values, and the index tensors of a step. No policy beyond the size of a
-pool.
-"""
+"""The tensors: pools of keys and values, and the index tensors of a step. No policy beyond their size."""
 
 from .batch import Batch
 from .flat import FlatBatch

@@ -22,9 +22,7 @@ PLANS = "native"
 
 
 class StridedView(NamedTuple):
-    """Rows at equal distances: token t of row i is in slot first + i * stride + t, so the batch is one
-    strided view.
-    """
+    """Rows at equal distances: token t of row i is in slot first + i * stride + t: one strided view."""
 
     first: int
     stride: int

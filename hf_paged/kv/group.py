@@ -30,9 +30,7 @@ AFFORDABLE = 0.5
 
 
 class Holder(Protocol):
-    """Something that holds blocks or pools and can give them back: the rows of a cache, the pools of an
-    engine.
-    """
+    """Holds blocks or pools and can give them back: the rows of a cache, the pools of an engine."""
 
     def free(self) -> None: ...
 
@@ -393,9 +391,7 @@ class Memory:
             observer.drop(group)
 
     def queue(self) -> None:
-        """Let this step wait, on the device, for what another stream was given to do with the pools
-        before.
-        """
+        """Let this step wait, on the device, for what another stream was given to do with the pools."""
         for group in self.groups.values():
             for device in group.devices:
                 if device.type != "cuda":

@@ -15,9 +15,7 @@ class LayerKind(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The layout of a layer's keys and values, read off the tensors themselves (tensor parallel, MLA, device
-    maps).
-    """
+    """The layout of a layer's keys and values, read off the tensors (tensor parallel, MLA, device maps)."""
 
     device: torch.device
     dtype: torch.dtype

@@ -1,6 +1,4 @@
-"""Operations on pages, behind one interface: plain torch, Triton or C++. Chosen once, when the pages are
-allocated.
-"""
+"""Operations on pages, behind one interface: plain torch, Triton or C++. Chosen when pages are allocated."""
 
 from __future__ import annotations
 
@@ -354,9 +352,7 @@ class NativeOps(Ops):
 
     @staticmethod
     def _table(batch: Batch | StaticBatch) -> torch.Tensor:
-        """The batch's table; where rows lie side by side it is counted out instead of being put together from
-        lists.
-        """
+        """The batch's table; where rows lie side by side it is counted out, not put together from lists."""
         device = torch.device("cpu")
         if not isinstance(batch, Batch) or batch.strided is None or isinstance(batch, FlatBatch):
             return batch.table(device)
