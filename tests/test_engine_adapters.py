@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from adapter_answers import NEW, alone, ask, first, prompt, tokens
 from adapters import adapted, lora
 from families import BY_NAME, build
 from hypothesis import HealthCheck, given, settings
@@ -23,27 +24,6 @@ from hf_paged import Engine
 from hf_paged.engine import Unservable
 from hf_paged.engine.check_policy import WeightsChanged
 
-NEW = 6
-
-
-def prompt(seed: int, length: int = 9) -> list[int]:
-    return torch.randint(3, 90, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def alone(model: Any, ids: list[int], adapter: Any, **options: Any) -> list[int]:
-    """The answer of peft alone on an adapter."""
-    call = {"input_ids": torch.tensor([ids]), "max_new_tokens": NEW, "do_sample": False, **options}
-    call["attention_mask"] = torch.ones_like(call["input_ids"])
-    before = model.base_model.active_adapters if hasattr(model.base_model, "active_adapters") else None
-    if adapter is None:
-        with model.disable_adapter():
-            out = model.generate(**call)
-    else:
-        model.base_model.set_adapter([adapter] if isinstance(adapter, str) else list(adapter))
-        out = model.generate(**call)
-        model.base_model.set_adapter(list(before))
-    return list(out[0, len(ids) :].tolist())
-
 
 @pytest.fixture
 def model() -> Any:
@@ -56,20 +36,6 @@ def engine(model: Any) -> Iterator[Engine]:
     yield made
     made.check()
     made.close()
-
-
-def ask(engine: Engine, ids: list[int] | None = None, **options: Any) -> list[int]:
-    call = {"max_new_tokens": NEW, "do_sample": False, **options}
-    return first(engine.submit(ids, **call).result())
-
-
-def first(output: Any) -> list[int]:
-    """The tokens of a request's first answer."""
-    return list(output.sequences[0].token_ids)
-
-
-def tokens(handle: Any) -> list[int]:
-    return first(handle.result())
 
 
 def test_each_request_has_its_own(model: Any, engine: Engine) -> None:

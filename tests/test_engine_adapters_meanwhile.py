@@ -9,9 +9,9 @@ from typing import Any
 import peft
 import pytest
 import torch
+from adapter_answers import NEW, alone, ask, first, prompt, tokens
 from adapters import adapted, lora
 from families import BY_NAME, build
-from test_engine_adapters import NEW, alone, ask, first, prompt, tokens
 
 from hf_paged import Engine
 from hf_paged.engine.check_policy import WeightsChanged

@@ -11,6 +11,8 @@ from runpy import run_path
 
 import pytest
 
+import hf_paged
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_paged"
 
@@ -100,8 +102,29 @@ def test_imports_point_downwards(file: Path) -> None:
 
 
 FIGURES = run_path(str(ROOT / "scripts" / "figures"))
-MOST_PRIVATE = 59
+MOST_PRIVATE = 57
 """Places in tests that read or write a private attribute of the code."""
+MOST_PUBLIC = 24
+"""Names in `hf_paged.__all__`."""
+MOST_CLASSES = 304
+"""Classes of the code, as `scripts/figures` counts them."""
+
+
+def test_tests_share_by_the_support_folder() -> None:
+    """A test file imports no other one."""
+    between = FIGURES["imports_between_tests"]
+    assert [file.name for file in sorted((ROOT / "tests").rglob("*.py")) if between(file)] == []
+
+
+def test_public_names_are_few() -> None:
+    """What a user meets with `import hf_paged`."""
+    assert len(hf_paged.__all__) <= MOST_PUBLIC, sorted(hf_paged.__all__)
+
+
+def test_classes_are_counted() -> None:
+    """Beside values, shapes and errors: a new one needs a reason, in the commit that raises the number."""
+    trees = {file: ast.parse(file.read_text()) for file in FIGURES["sources"](FIGURES["CODE"])}
+    assert len(FIGURES["counted"](FIGURES["classes_of"](trees))) <= MOST_CLASSES
 
 
 def test_no_modules_import_each_other() -> None:
