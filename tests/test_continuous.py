@@ -386,6 +386,12 @@ def test_an_engine_stays_with_its_model_between_calls(model: Any) -> None:
     assert all(len(each.generated_tokens) == NEW for each in found.values())
 
 
+def test_more_requests_at_once_than_a_step_has_tokens_by_default(model: Any) -> None:
+    config = ContinuousBatchingConfig(max_requests_per_batch=4096)
+    found = model.generate_batch(PROMPTS[1:2], greedy(), config)
+    assert found["req_0"].generated_tokens == alone(model, PROMPTS[1])
+
+
 def test_active_dropout_is_off_while_the_manager_runs(model: Any) -> None:
     """As transformers' own manager calls eval(); the modes come back."""
     expected = alone(model, PROMPTS[1])

@@ -14,7 +14,7 @@ from tiny import config_class
 
 from hf_paged.engine.forward_batch import ForwardBatch, LastTokens
 from hf_paged.engine.multimodal.media import Media
-from hf_paged.engine.parallel.given import GivenNumbers, on_device, on_host
+from hf_paged.engine.parallel.given import SharedInputs, on_device, on_host
 from hf_paged.engine.parallel.message import AdapterNews, StepDecoder, StepEncoder
 
 
@@ -25,7 +25,7 @@ def test_a_batch_is_the_same_on_the_other_side(
 ) -> None:
     """Rows, tables and ids of every step, with chunks, samples, preemption and requests that come and go."""
     with small_engine(_model(name), num_blocks=30, run_ahead=ahead) as engine:
-        encoder = StepEncoder(GivenNumbers({}))
+        encoder = StepEncoder(SharedInputs({}))
         decoder = StepDecoder(engine.pools, LastTokens(6, engine.runner.eager.device))
         groups = len(engine.pools.groups)
         run = engine.runner.run
@@ -82,8 +82,9 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
     elif name == "llama":
         prompts[0] = {"inputs_embeds": torch.randn(17, model.config.hidden_size)}
     with small_engine(model) as engine:
-        numbers = GivenNumbers(engine._loop.given)
-        encoder = StepEncoder(numbers)
+        requests = engine._loop.given
+        shared = SharedInputs(requests)
+        encoder = StepEncoder(shared)
         decoder = StepDecoder(engine.pools, LastTokens(6, engine.runner.eager.device))
         run, show = engine.runner.run, engine.runner.show
         most = 0
@@ -94,12 +95,13 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
             assert isinstance(copy, Media)
             assert copy.made is None
             copy.made, copy.extras = media.made, media.extras
-            decoder.given[numbers.add(media)] = copy
+            group = next(group for group, params in requests.items() if params.media is media)
+            decoder.given[shared.add(group)] = copy
 
         def watched(batch: ForwardBatch) -> Any:
             nonlocal most
-            for each in numbers.missing(batch):
-                decoder.given[numbers.add(each)] = on_device(on_host(each), engine.runner.eager.device)
+            for group, each in shared.missing(batch).items():
+                decoder.given[shared.add(group)] = on_device(on_host(each), engine.runner.eager.device)
             sent, _ = encoder.encode(batch, [], [7] * len(engine.pools.groups), True, AdapterNews())
             found = decoder.decode(sent).batch
             most = max(most, len(decoder.given))

@@ -79,12 +79,17 @@ def _padded(tokens: int, options: dict[str, Any]) -> int:
     return (-(-tokens // size) + 1) * size
 
 
-def _made(model: Any, options: dict[str, Any], need: WorkloadNeed | None, tokens: int) -> Engine:
+def with_budgets(options: dict[str, Any], need: WorkloadNeed | None) -> dict[str, Any]:
+    """The options, and the budgets of a step for the need where there are none."""
     options = dict(options)
     if need is not None:
-        rows = min(need.requests, MOST_SEQUENCES)
-        options.setdefault("max_batch_sequences", rows)
+        options.setdefault("max_batch_sequences", min(need.requests, MOST_SEQUENCES))
         options.setdefault("max_batch_tokens", max(2048, 2 * options["max_batch_sequences"]))
+    return options
+
+
+def _made(model: Any, options: dict[str, Any], need: WorkloadNeed | None, tokens: int) -> Engine:
+    options = with_budgets(options, need)
     if need is None or "num_blocks" in options:
         return Engine(model, **options)
     size = options.get("block_size", BLOCK_SIZE)

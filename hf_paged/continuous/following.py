@@ -25,6 +25,7 @@ class FollowingBatchingManager(EngineBatchingManager):
         self.is_tp_driver = False
         self._stopped = False
         """Whether rank 0's manager has stopped."""
+        self._pause_lock = threading.Lock()
         self._paused = threading.Semaphore(0)
         self._resumed = threading.Semaphore(0)
 
@@ -42,7 +43,7 @@ class FollowingBatchingManager(EngineBatchingManager):
     def pause(self) -> Iterator[None]:
         """Wait for rank 0's pause, and hold this rank's part of the requests meanwhile."""
         self._require_running()
-        with self._request_lock:
+        with self._pause_lock:
             if not self._pausing:
                 while not self._paused.acquire(timeout=1):
                     self._require_running()
@@ -50,7 +51,7 @@ class FollowingBatchingManager(EngineBatchingManager):
         try:
             yield
         finally:
-            with self._request_lock:
+            with self._pause_lock:
                 self._pausing.remove(threading.get_ident())
                 if not self._pausing:
                     self._resumed.release()

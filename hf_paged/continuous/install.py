@@ -17,9 +17,10 @@ from ..generate import install as word
 from ..model.registry import base_model
 from ..model.support import FallbackWarning
 from ..model.tensor_parallel import mesh_of
+from .engines import with_budgets
 from .following import FollowingBatchingManager
 from .manager import EngineBatchingManager
-from .options import engine_options
+from .options import WorkloadNeed, engine_options
 
 METHOD = "init_continuous_batching"
 CACHED = "_cached_continuous_batching_manager"
@@ -76,15 +77,20 @@ def _wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
         generation = self.generation_config if generation_config is None else generation_config
         config = continuous_batching_config or getattr(generation, "continuous_batching_config", None)
         config = ContinuousBatchingConfig() if config is None else config
-        reason = why_not_on_ranks(base_model(self), EngineConfig.of(None, engine_options(config)))
+        mesh = mesh_of(self)
+        reason = None if mesh is None else _why_not_on_ranks(self, config, workload_hints)
         if reason is not None:
             words = f"install(generate_batch=True): {reason}; transformers' own manager is used"
             warnings.warn(words, FallbackWarning, stacklevel=4)
             return stock(self, generation_config, continuous_batching_config, workload_hints)
-        mesh = mesh_of(self)
         follows = mesh is not None and mesh.get_local_rank() > 0
         manager = FollowingBatchingManager if follows else EngineBatchingManager
         return manager(base_model(self), generation, config, workload_hints)
 
     init_continuous_batching.hf_paged_original = stock  # type: ignore[attr-defined]  # a mark of ours
     return init_continuous_batching
+
+
+def _why_not_on_ranks(model: Any, config: ContinuousBatchingConfig, hints: Any) -> str | None:
+    options = with_budgets(engine_options(config), WorkloadNeed.of(hints))
+    return why_not_on_ranks(base_model(model), EngineConfig.of(None, options))

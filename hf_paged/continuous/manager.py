@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers.generation.continuous_batching.continuous_api import (
     BackgroundThreadStatus,
@@ -30,6 +30,7 @@ from .engines import drop_engine, engine_for, holds
 from .options import ManagerProcessors, WorkloadNeed, engine_options, host_bytes
 from .requests import BatchProcessor, BatchRequest, output_id
 
+T = TypeVar("T")
 logger = logging.getLogger("hf_paged")
 
 POLL = 0.1
@@ -41,9 +42,9 @@ PAGED = "paged|"
 
 
 @in_turn
-def _between_steps(engine: Engine, act: Callable[[], None]) -> None:
-    """Call `act`; the engine takes no step meanwhile."""
-    act()
+def _between_steps(engine: Engine, act: Callable[[], T]) -> T:
+    """What `act` answers; the engine takes no step meanwhile."""
+    return act()
 
 
 class EngineBatchingManager(ContinuousBatchingManager):
@@ -181,20 +182,27 @@ class EngineBatchingManager(ContinuousBatchingManager):
         """Hold the requests while the caller changes the weights in place: their tokens stay, and their keys
         and values are computed again with the new weights.
         """
-        self._require_running()
-        self._pausing.append(threading.get_ident())
+        me = threading.get_ident()
+
+        def begin() -> None:
+            self._require_running()
+            self.engine.pause()
+            self._pausing.append(me)
+
+        def end() -> None:
+            self._pausing.remove(me)
+            if not self._pausing:
+                self.engine.resume()
+
+        _between_steps(self.engine, begin)
         try:
-            with self._request_lock:
-                self.engine.pause()
             yield
         finally:
-            with self._request_lock:
-                self._pausing.remove(threading.get_ident())
-                if not self._pausing:
-                    self.engine.resume()
+            _between_steps(self.engine, end)
 
     def _require_running(self) -> None:
-        if not self.is_running():
+        status = self.background_thread_status
+        if not self.is_running() or status.local_status == status.STOPPED:
             reason = "cannot pause while no generation loop is running; call start() first"
             raise RuntimeError(reason) from self.background_thread_status.fatal_error
 
@@ -343,6 +351,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
                 self._broadcast()
                 with contextlib.suppress(queue.Empty):
                     self._deliver(self._ready.get(timeout=POLL))
+                    for _ in range(self._ready.qsize()):  # other ranks get them together
+                        self._deliver(self._ready.get_nowait())
                 idle = self._ready.empty() and not (self._requests or self._pausing)
                 if idle and status.local_status == status.FLUSH_AND_STOP:
                     break
@@ -377,12 +387,15 @@ class EngineBatchingManager(ContinuousBatchingManager):
 
     def _broadcast(self) -> None:
         """Let the managers of other ranks deliver what was delivered here, unless they are paused."""
-        with self._request_lock:
-            outputs: list[GenerationOutput] = []
-            while not (self._pausing or self._unsent.empty()):
-                outputs += self._unsent.get()
-            if outputs:
-                self.engine.broadcast(outputs)
+        if not self._unsent.empty():
+            _between_steps(self.engine, self._send_unsent)
+
+    def _send_unsent(self) -> None:
+        outputs: list[GenerationOutput] = []
+        while not (self._pausing or self._unsent.empty()):
+            outputs += self._unsent.get()
+        if outputs:
+            self.engine.broadcast(outputs)
 
     def _fail(
         self, request_id: str, prompt: list[int], error: BaseException, so_far: Iterable[list[int]] = ()
@@ -410,11 +423,20 @@ class EngineBatchingManager(ContinuousBatchingManager):
             request.handle.cancel()
             self._fail(request_id, request.prompt, reason, request.tokens_of(request_id))
         self.engine.stop()
-        if self._broadcasts:
-            try:
-                self._broadcast()
-                self.engine.broadcast(None)  # the managers of other ranks stop
-                self.engine.pause()
-            except RuntimeError as broken:  # ranks have failed, which all of them know
-                self.background_thread_status.record_fatal_error(broken)
+        try:
+            while not _between_steps(self.engine, self._end_session):
+                time.sleep(POLL)
+        except RuntimeError as broken:  # ranks have failed, which all of them know
+            self.background_thread_status.record_fatal_error(broken)
         self._give_back()
+
+    def _end_session(self) -> bool:
+        """Let no pause begin any more, and the managers of other ranks stop; not while a pause lasts."""
+        if self._pausing:
+            return False
+        self.background_thread_status.mark_as_stopped()
+        if self._broadcasts:
+            self._send_unsent()
+            self.engine.broadcast(None)
+            self.engine.pause()
+        return True

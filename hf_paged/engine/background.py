@@ -16,6 +16,12 @@ from .outputs.queue import OutputQueue, Wake
 from .protocol import EngineCore
 
 
+def use_device(device: torch.device) -> None:
+    """Let the calling thread compute on a device: every thread has its own."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class Background:
     """The thread: it steps while there is work, sleeps when there is none, and ends with its engine.
 
@@ -79,8 +85,7 @@ class Background:
 
     def _run(self) -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # every thread has its own
+            use_device(self._device)
             while not self.halted:
                 self._awake.get()
                 while not self._awake.empty():

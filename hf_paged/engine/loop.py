@@ -311,11 +311,11 @@ class StepLoop:
             if media.rope_deltas is None:
                 self.runner.merger.recall(media)  # another request may have encoded the same media by now
             if media.due(start, count, sequence.begun):
-                names = sequence.group.request.adapter
+                group = sequence.group
                 if self.leader is None:
-                    self.runner.show(media, names)
+                    self.runner.show(media, group.request.adapter)
                 else:
-                    self.leader.show(media, names, self.runner.show)
+                    self.leader.show(media, group, self.runner.show)
             if media.rope_deltas:
                 sequence.group.leave_decode_batch()
             if media.spent(start, count):

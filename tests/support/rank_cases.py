@@ -16,8 +16,11 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -58,7 +61,8 @@ from transformers.generation.continuous_batching import RequestStatus
 import hf_paged
 from hf_paged.engine import Engine, RankError
 from hf_paged.engine.parallel import Ranks
-from hf_paged.engine.parallel.leader import MessageKind
+from hf_paged.engine.parallel.message import MessageKind
+from hf_paged.engine.runner import Runner
 from hf_paged.kv import budget
 from hf_paged.model.adapters.loading import load_adapter
 from hf_paged.model.capture.rehearsal import RECORDERS
@@ -438,6 +442,10 @@ def wrong_uses(rank: int) -> None:
         if rank == 0:
             raises(RuntimeError, "leads", engine.follow)
             engine.broadcast({"words": [1, 2]})
+            raises((AttributeError, pickle.PicklingError), "local", lambda: engine.broadcast(lambda: 1))
+            for dtype in (torch.float32, torch.bfloat16, torch.bool):
+                engine.broadcast([torch.arange(40000).to(dtype), "large"])
+            engine.broadcast(torch.arange(3))
         else:
             raises(RuntimeError, "rank 1 .*rank 0; call engine.follow", lambda: engine.submit([5, 6]))
             raises(RuntimeError, "rank 1", engine.step)
@@ -446,14 +454,22 @@ def wrong_uses(rank: int) -> None:
             raises(RuntimeError, "rank 1 .*rank 0", lambda: engine.broadcast(1))
             received: list[Any] = []
             assert not engine.follow(received.append)
-            assert received == [{"words": [1, 2]}]
+            assert received[0] == {"words": [1, 2]}
+            for dtype, (tensor, word) in zip(
+                (torch.float32, torch.bfloat16, torch.bool), received[1:4], strict=True
+            ):
+                assert torch.equal(tensor, torch.arange(40000).to(dtype))
+                assert word == "large"
+            assert received[4].tolist() == [0, 1, 2]
             raises(RuntimeError, "closed", engine.follow)
     raises(ValueError, "different options", lambda: Engine(model, block_size=4 << rank))
     raises(ValueError, "compile=True", lambda: Engine(model, compile=True))
     raises(ValueError, "lm_head_fp32=True is for one", lambda: Engine(model, lm_head_fp32=True))
 
 
-def raises(kind: type[BaseException], words: str, act: Callable[[], Any]) -> None:
+def raises(
+    kind: type[BaseException] | tuple[type[BaseException], ...], words: str, act: Callable[[], Any]
+) -> None:
     with pytest.raises(kind, match=f"(?s){words}"):
         act()
 
@@ -467,8 +483,78 @@ def words_of_rank_0(rank: int) -> None:
                 raise LookupError("no prompts")
         except LookupError:
             return
-    with Engine(model, **SMALL) as engine:
+    with Engine(model, **SMALL) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "ended", lambda ranks: None)  # as if the store's process were gone
         raises(RankError, "rank 0 raised LookupError: no prompts", engine.follow)
+
+
+def broadcasts_from_within_a_step(rank: int) -> None:
+    """A processor may broadcast; a signal handler in the middle of a forward gets an error."""
+    model = loaded("llama")
+    forward = model.model.layers[1].mlp.forward
+    refused: list[str] = []
+
+    def handle(*_: Any) -> None:
+        try:
+            engine.broadcast("from a handler")
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    def interrupted(states: torch.Tensor) -> torch.Tensor:
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return forward(states)
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        engine.broadcast(ids.shape[1])
+        return scores
+
+    with Engine(model, **SMALL) as engine:
+        if rank:
+            received: list[int] = []
+            assert not engine.follow(received.append)
+            length = len(PROMPTS[1])
+            assert received == list(range(length, length + NEW)), received
+            return
+        found = answers(engine.submit(PROMPTS[1], logits_processor=[processor], **GREEDY).result())
+        assert found == alone(whole("llama"), PROMPTS[1], **GREEDY)
+        before = signal.signal(signal.SIGUSR1, handle)
+        model.model.layers[1].mlp.forward = interrupted
+        assert answers(engine.submit(PROMPTS[2], **GREEDY).result())
+        signal.signal(signal.SIGUSR1, before)
+        assert refused
+        assert set(refused) == {refused[0]}
+        assert "middle of a forward" in refused[0]
+
+
+def inputs_that_take_long_to_read(rank: int) -> None:
+    """Rank 0 computes with a request's inputs when all ranks have read them: errors of all come together."""
+
+    def act(engine: Engine) -> None:
+        given = shown_to("llava")[0]
+        assert isinstance(engine.submit(**given, **GREEDY).result().error, ZeroDivisionError)
+        found = answers(engine.submit(**given, **GREEDY).result())
+        assert found == alone_with_media(whole("llava"), given, **GREEDY)
+
+    read, show = Ranks.broadcast_object, Runner.show
+    pauses = itertools.chain([1.2 * rank], itertools.repeat(0))
+    errors = itertools.chain([1], itertools.repeat(0))
+
+    def slowly(ranks: Ranks, *value: Any) -> Any:
+        found = read(ranks, *value)
+        time.sleep(next(pauses))
+        return found
+
+    def broken(*given: Any) -> None:
+        if next(errors):
+            raise ZeroDivisionError("on all ranks")
+        show(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "broadcast_object", slowly)
+        patch.setattr(Runner, "show", broken)
+        patch.setattr("hf_paged.engine.parallel.ranks.GRACE", 0.8)
+        led(rank, loaded("llava"), act)
 
 
 def other_families(rank: int) -> None:
@@ -884,8 +970,11 @@ def generate_batch(rank: int) -> None:
     )
     expected = [alone(whole("llama"), each, **GREEDY) for each in PROMPTS[:4]]
     with batches_on_pages():
-        for several in (PROMPTS[:4], PROMPTS[:2]):
-            found = model.generate_batch(several, config)
+        many = tf.ContinuousBatchingConfig(
+            max_requests_per_batch=4096
+        )  # above the default of max_batch_tokens
+        for several, batching in ((PROMPTS[:4], None), (PROMPTS[:2], None), (PROMPTS[:3], many)):
+            found = model.generate_batch(several, config, batching)
             assert [[each.generated_tokens] for each in found.values()] == expected[: len(several)]
         seeded = tf.ContinuousBatchingConfig(seed=3)
         outputs = [
@@ -938,6 +1027,68 @@ def a_manager_of_batches(rank: int) -> None:
             manager.stop(timeout=20, hard_stop=True)
             assert manager.get_result(timeout=20).status == RequestStatus.FAILED
             assert not manager.is_running()
+        manager.destroy()
+
+
+def requests_of_a_processor(rank: int) -> None:
+    """A processor may add requests, as a tool's call would, while outputs go to the other ranks."""
+    model = loaded("llama")
+    config = tf.GenerationConfig(eos_token_id=-1, pad_token_id=0, do_sample=False, max_new_tokens=20)
+    batching = tf.ContinuousBatchingConfig(
+        num_blocks=400, max_batch_tokens=512, max_requests_per_batch=16, per_request_processors=True
+    )
+    with batches_on_pages():
+        manager = model.init_continuous_batching(config, batching)
+        manager.start()
+
+        def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if ids.shape[1] % 4 == 0:
+                time.sleep(0.03)  # outputs of the step before are on their way
+                manager.add_request(PROMPTS[2], max_new_tokens=2)
+            return scores
+
+        for given in ([processor], None, None, None):
+            manager.add_request(PROMPTS[1], streaming=True, logits_processor=given)
+        found = [manager.get_result(timeout=20) for _ in range(4 * 20 + 5)]
+        assert None not in found
+        manager.stop(timeout=20)
+        assert not manager.is_running()
+        manager.destroy()
+
+
+def a_pause_beside_a_stop(rank: int) -> None:
+    """One thread enters a pause while another stops the manager: the pause ends first, then all ranks stop."""
+    model = loaded("llama")
+    stop = Engine.stop
+    entered = threading.Event()
+    with batches_on_pages(), pytest.MonkeyPatch.context() as patch:
+        manager = model.init_continuous_batching(
+            tf.GenerationConfig(eos_token_id=-1, pad_token_id=0, **GREEDY),
+            tf.ContinuousBatchingConfig(num_blocks=60),
+        )
+        manager.start()
+
+        def hold() -> None:
+            with manager.pause():
+                entered.set()
+                time.sleep(0.3)
+
+        holding = threading.Thread(target=hold)
+
+        def while_a_pause_begins(engine: Engine) -> None:
+            if not entered.is_set():
+                holding.start()
+                entered.wait()
+            stop(engine)
+
+        if rank == 0:
+            patch.setattr(Engine, "stop", while_a_pause_begins)
+        else:
+            holding.start()
+        manager.stop(timeout=10)
+        assert not manager.is_running()
+        assert manager.background_thread_status.fatal_error is None
+        holding.join()
         manager.destroy()
 
 
@@ -1107,7 +1258,7 @@ def _full(*_: Any) -> Any:
 
 def a_rank_that_hangs(rank: int) -> None:
     begin_again(1)
-    _broken(rank, lambda: time.sleep(4), "rank_timeout=1 seconds", 8.0, rank_timeout=1)
+    _broken(rank, lambda: time.sleep(4), "rank_timeout=1 seconds: rank 1 hangs", 8.0, rank_timeout=1)
 
 
 def a_rank_that_dies(rank: int) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 from ...blocks import OutOfBlocks
 from ...kv.upload import upload
 from ...scheduling import Swaps
+from ..background import use_device
 from ..forward_batch import LastTokens, PromptInputs
 from ..model_check import ModelCheck
 from ..multimodal.media import Media
 from ..runner import Runner
 from .given import on_device
-from .leader import MessageKind
-from .message import AdapterNews, Received, StepDecoder
+from .message import AdapterNews, MessageKind, Received, StepDecoder
 from .ranks import RankError, Ranks
 
 logger = logging.getLogger("hf_paged")
@@ -58,34 +58,33 @@ class Follower:
 
         receive: called with what rank 0 broadcasts.
         """
+        use_device(self.runner.eager.device)
         self._hold()
         while True:
             numbers = self._next()
-            kind = MessageKind(numbers[0]) if numbers else MessageKind.CLOSE
+            kind = MessageKind(numbers[0])
             if kind is MessageKind.PAUSE:
                 self.free()
                 return True
             if kind is MessageKind.CLOSE:
                 self._decoder.given.clear()
-                if numbers[1:] == [False]:  # in order, and its process may be gone
-                    return False
-                words = self.ranks.ended()
+                words = "".join(map(chr, numbers[1:]))
                 if words:
                     self.ranks.reason = words
-                self.ranks.require_whole()
-                return False
+                    raise RankError(words)
+                return False  # in order; its process may be gone
             try:
                 with self.ranks.together():
                     if kind is MessageKind.CHECK:
                         self._check()
                     elif kind is MessageKind.ADAPTER:
                         self._add_adapter(AdapterNews.read(iter(numbers[1:])))
-                    elif kind is MessageKind.GIVEN:
-                        self._take()
-                    elif kind is MessageKind.SHOW:
-                        self._show(numbers[1:])
+                    elif kind is MessageKind.INPUTS:
+                        self._take_inputs(numbers[1])
+                    elif kind is MessageKind.ENCODE:
+                        self._encode(numbers[1:])
                     elif kind is MessageKind.BROADCAST:
-                        receive(self.ranks.give())
+                        receive(self.ranks.broadcast_object())
                     else:
                         self._carry_out(self._decoder.decode(numbers[1:]))
             except RankError:
@@ -94,14 +93,17 @@ class Follower:
                 logger.info("a forward failed on all ranks: %s: %s", type(error).__name__, error)
 
     def _next(self) -> list[int]:
-        """Rank 0's next message, however late; none if it has closed."""
+        """Rank 0's next message, however late: the last one if it has closed."""
         self.ranks.require_whole()
-        try:
-            return [] if self.ranks.ended() is not None else self.ranks.receive()
-        except RuntimeError as error:
-            if self.ranks.ended() is not None:
-                return []
-            raise self.ranks.lost(0) from error
+        ended = self.ranks.ended()
+        if ended is None:
+            try:
+                return self.ranks.receive()
+            except RuntimeError as error:
+                ended = self.ranks.ended()
+                if ended is None:
+                    raise self.ranks.lost(0) from error
+        return [MessageKind.CLOSE, *map(ord, ended)]
 
     def _check(self) -> None:
         """No request runs: check the model, and know of the other ranks whether theirs has changed."""
@@ -116,22 +118,24 @@ class Follower:
     def _add_adapter(self, news: AdapterNews) -> None:
         """Take this rank's part of an adapter that rank 0 was given."""
         self._note(news)
-        name, number, layers = self.ranks.give()
+        name, number, layers = self.ranks.broadcast_object()
         self._adapters.add(name, self._adapters.hold(layers), number)
         self.ranks.any(False)
 
-    def _take(self) -> PromptInputs:
-        """What rank 0 gives: rows name it by its number."""
-        number, sent = self.ranks.give()
+    def _take_inputs(self, number: int) -> PromptInputs:
+        """What a request is beside token ids: rows name it by its number."""
+        sent = self.ranks.broadcast_object()
         given = self._decoder.given[number] = on_device(sent, self.runner.eager.device)
+        self.ranks.any(False)
         return given
 
-    def _show(self, numbers: Sequence[int]) -> None:
+    def _encode(self, numbers: Sequence[int]) -> None:
         """Encode pictures or recordings, with the adapters of their request."""
         read = iter(numbers)
+        number = next(read)
         self._note(AdapterNews.read(read))
         names = {number: name for name, number in self._adapters.numbered().items()}
-        media = self._take()
+        media = self._take_inputs(number)
         assert isinstance(media, Media)
         self.runner.show(media, tuple([names[number] for number in read]))
         media.inputs = {}

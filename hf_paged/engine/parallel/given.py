@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,47 +18,51 @@ from ..requests.params import RequestParams
 
 NO_DELTA = -(2**31)
 """In the place of a RoPE delta that is no single number."""
+UNCHANGED = -1
+"""In the place of the number of blocks of a table that the other ranks know."""
 
 
-class GivenNumbers:
-    """Rank 0's numbers of what the other ranks have."""
+class SharedInputs:
+    """What the other ranks have of requests beside token ids, by rank 0's numbers."""
 
     def __init__(self, requests: Mapping[SequenceGroup, RequestParams]) -> None:
         """requests: those that wait or run and are more than token ids."""
         self._requests = requests
         self._next = itertools.count(1)
-        self._held: dict[int, PromptInputs] = {}
-        self._last: dict[int, int] = {}
-        """The last number of what is held, by its id()."""
+        self._numbers: dict[SequenceGroup, int] = {}
+        self._gone: list[int] = []
 
-    def add(self, given: PromptInputs) -> int:
-        """A number for it. What has an older one was encoded anew."""
-        number = next(self._next)
-        self._held[number] = given
-        self._last[id(given)] = number
+    def add(self, group: SequenceGroup) -> int:
+        """A number for what a request is. Media that were encoded before are encoded anew."""
+        if group in self._numbers:
+            self._gone.append(self._numbers[group])
+        number = self._numbers[group] = next(self._next)
         return number
 
-    def of(self, given: PromptInputs | None) -> int:
-        """Its last number; 0 if it has none."""
-        return self._last.get(id(given), 0)
+    def of(self, group: SequenceGroup) -> int:
+        """A request's number; 0 if it has none."""
+        return self._numbers.get(group, 0)
 
-    def missing(self, batch: ForwardBatch) -> list[PromptInputs]:
-        """What the rows of a batch are given and the other ranks do not have. Media come when encoded."""
-        found = {id(row.given): row.given for row in batch.inputs.values() if row.given is not None}
-        return [each for each in found.values() if not isinstance(each, Media) and not self.of(each)]
+    def missing(self, batch: ForwardBatch) -> dict[SequenceGroup, PromptInputs]:
+        """What the rows of a batch are and the other ranks do not have. Media come when encoded."""
+        groups = {batch.rows.sequences[i].group: row.given for i, row in batch.inputs.items()}
+        return {
+            group: given
+            for group, given in groups.items()
+            if given is not None and not isinstance(given, Media) and not self.of(group)
+        }
 
     def take_gone(self) -> list[int]:
         """The numbers of what no step needs any more."""
-        if not self._held:
-            return []
-        known = (params.given for params in self._requests.values())
-        needed = {self.of(each) for each in known if not isinstance(each, Media) or each.made is not None}
-        gone = [number for number in self._held if number not in needed]
-        for number in gone:
-            given = self._held.pop(number)
-            if self.of(given) == number:
-                del self._last[id(given)]
+        for group in [group for group in self._numbers if not self._needed(group)]:
+            self._gone.append(self._numbers.pop(group))
+        gone = self._gone
+        self._gone = []
         return gone
+
+    def _needed(self, group: SequenceGroup) -> bool:
+        params = self._requests.get(group)
+        return params is not None and (params.media is None or params.media.made is not None)
 
 
 def on_host(given: PromptInputs) -> PromptInputs:
@@ -85,8 +89,8 @@ class GivenRow(NamedTuple):
     inputs: RowInputs = PLAIN
     length: int = 0
     """The tokens that it attends to across."""
-    blocks: tuple[int, ...] = ()
-    """Where these are."""
+    blocks: Sequence[int] | None = ()
+    """Where these are; None if that is as in the row's step before."""
 
     @classmethod
     def of(cls, inputs: RowInputs, sequence: TokenSequence) -> GivenRow:
@@ -94,7 +98,7 @@ class GivenRow(NamedTuple):
         if inputs.source is None:
             return cls(inputs)
         table = sequence.tables[-1]
-        return cls(inputs, table.length, tuple(table.blocks))
+        return cls(inputs, table.length, table.blocks)
 
     def write(self, out: array[int], number: int) -> None:
         """Append this as numbers; number: of what the row is given."""
@@ -111,7 +115,12 @@ class GivenRow(NamedTuple):
         else:
             out.append(len(positions))
             out.extend(positions.flatten().tolist())
-        out.extend((self.length, len(self.blocks), *self.blocks))
+        out.append(self.length)
+        if self.blocks is None:
+            out.append(UNCHANGED)
+        else:
+            out.append(len(self.blocks))
+            out.extend(self.blocks)
 
     @classmethod
     def read(cls, read: Iterator[int], given: Mapping[int, PromptInputs], start: int, count: int) -> GivenRow:
@@ -121,7 +130,8 @@ class GivenRow(NamedTuple):
         axes = next(read)
         numbers = list(itertools.islice(read, abs(axes) * count))
         length = next(read)
-        blocks = tuple(itertools.islice(read, next(read)))
+        count_of_blocks = next(read)
+        blocks = None if count_of_blocks == UNCHANGED else list(itertools.islice(read, count_of_blocks))
         inputs = inputs_of(given[number], start, count, False) if number else PLAIN
         if number and inputs.given is None:
             raise RuntimeError("this rank does not have what a row is given; report this")

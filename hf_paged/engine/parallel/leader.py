@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -13,26 +12,14 @@ from ...model.adapters.lora import LowRank
 from ...scheduling import Names, SequenceGroup, StepPlan
 from ..adapters import EngineAdapters
 from ..check_policy import CheckPolicy
-from ..forward_batch import Answer, ForwardBatch, LastTokens, PromptInputs
+from ..forward_batch import Answer, ForwardBatch, LastTokens
 from ..multimodal.media import Media
 from ..pools import Pools
 from ..requests.params import RequestParams
-from .given import GivenNumbers, on_host
-from .message import AdapterNews, Preparation, StepEncoder
+from .given import SharedInputs, on_host
+from .message import AdapterNews, MessageKind, Preparation, StepEncoder
+from .packed import Packed
 from .ranks import Ranks
-
-
-class MessageKind(IntEnum):
-    """What the first number of a message says."""
-
-    STEP = 0
-    CHECK = 1
-    PAUSE = 2
-    CLOSE = 3
-    ADAPTER = 4
-    GIVEN = 5
-    SHOW = 6
-    BROADCAST = 7
 
 
 class Leader:
@@ -48,9 +35,9 @@ class Leader:
         adapters: EngineAdapters,
         checks: CheckPolicy,
         last_tokens: LastTokens,
-        given: Mapping[SequenceGroup, RequestParams],
+        requests: Mapping[SequenceGroup, RequestParams],
     ) -> None:
-        """given: the requests that are more than token ids."""
+        """requests: those that are more than token ids."""
         self.ranks = ranks
         self._pools = pools
         self._adapters = adapters
@@ -63,8 +50,8 @@ class Leader:
         """Those that came while they did not follow."""
         self._checks = checks
         self._last_tokens = last_tokens
-        self._given = GivenNumbers(given)
-        self._encoder = StepEncoder(self._given)
+        self._inputs = SharedInputs(requests)
+        self._encoder = StepEncoder(self._inputs)
         self._preparations: list[Preparation] = []
 
     def prepare(self, plan: StepPlan) -> None:
@@ -78,10 +65,11 @@ class Leader:
 
     def run(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Answer]) -> Answer:
         """Compute a batch on all ranks: rank 0's answer."""
-        for given in self._given.missing(batch):
+        for group, given in self._inputs.missing(batch).items():
+            packed = Packed(on_host(given))
             with self.ranks.together():
-                self.ranks.send(array("i", [MessageKind.GIVEN]))
-                self._give(given)
+                self.ranks.send(array("i", [MessageKind.INPUTS, self._inputs.add(group)]))
+                self._send_inputs(packed)
         with self.ranks.together():
             tops = [group.pool.top for group in self._pools.groups.values()]
             numbers, shares = self._encoder.encode(
@@ -93,19 +81,22 @@ class Leader:
                 self.ranks.share(self._last_tokens.tokens)
             return run(batch)
 
-    def show(self, media: Media, names: Names, show: Callable[[Media, Names], None]) -> None:
-        """Encode pictures or recordings on all ranks, each of which keeps the embeddings."""
+    def show(self, media: Media, group: SequenceGroup, show: Callable[[Media, Names], None]) -> None:
+        """Encode a request's pictures or recordings on all ranks, each of which keeps the embeddings."""
+        names = group.request.adapter
+        packed = Packed(on_host(media))
         with self.ranks.together():
-            message = array("i", [MessageKind.SHOW])
+            message = array("i", [MessageKind.ENCODE, self._inputs.add(group)])
             self._news().write(message)
             numbers = self._adapters.numbered() if names else {}
             message.extend([numbers[name] for name in names])
             self.ranks.send(message)
-            self._give(media)
+            self._send_inputs(packed)
             show(media, names)
 
-    def _give(self, given: PromptInputs) -> None:
-        self.ranks.give((self._given.add(given), on_host(given)))
+    def _send_inputs(self, packed: Packed) -> None:
+        self.ranks.broadcast_object(packed)
+        self.ranks.any(False)  # all of them have read it, which takes time
 
     def _news(self) -> AdapterNews:
         """What the other ranks do not know of adapters."""
@@ -139,11 +130,12 @@ class Leader:
             name, layers = self._untold.pop(number)
             if self._adapters.numbers.get(name) != number:
                 continue  # it was removed before anything needed it
+            packed = Packed((name, number, layers))
             with self.ranks.together():
                 message = array("i", [MessageKind.ADAPTER])
                 self._news().write(message)
                 self.ranks.send(message)
-                self.ranks.give((name, number, layers))
+                self.ranks.broadcast_object(packed)
                 self._numbers.add(number)
                 self.ranks.any(False)  # all of them have it
 
@@ -167,9 +159,15 @@ class Leader:
 
     def broadcast(self, value: Any) -> None:
         """Send a value to the callers of the other ranks' `follow()`."""
+        if self.ranks.meeting:
+            raise RuntimeError(
+                "the ranks are in the middle of a forward: a signal handler must not broadcast then; note the "
+                "value there and call broadcast() between two steps"
+            )
+        packed = Packed(value)
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.BROADCAST]))
-            self.ranks.give(value)
+            self.ranks.broadcast_object(packed)
 
     def pause(self) -> None:
         """Let the other ranks' `follow()` return: their models may change."""

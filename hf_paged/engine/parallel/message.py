@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
 from typing import NamedTuple, cast
 
 from ...blocks import BlockPool, BlockTable, BlockTableArray, Copy
@@ -11,10 +12,25 @@ from ...model.slots import CROSS
 from ...scheduling import ScheduledBatch, StepPlan, Swaps, TokenSequence
 from ..forward_batch import PLAIN, ForwardBatch, LastTokens, PromptInputs, RowInputs, Scored
 from ..pools import Pools
-from .given import GivenNumbers, GivenRow
+from .given import GivenRow, SharedInputs
 
 UNSEEN = -1
 """In the place of a token that only rank 0's device has."""
+
+
+class MessageKind(IntEnum):
+    """What the first number of a message says."""
+
+    STEP = 0
+    CHECK = 1
+    PAUSE = 2
+    CLOSE = 3
+    ADAPTER = 4
+    INPUTS = 5
+    """What prompts are beside token ids."""
+    ENCODE = 6
+    """The same of pictures or recordings, which are encoded at once."""
+    BROADCAST = 7
 
 
 class Preparation(NamedTuple):
@@ -74,8 +90,10 @@ class StepEncoder:
     new.
     """
 
-    def __init__(self, given: GivenNumbers) -> None:
-        self._given = given
+    def __init__(self, shared: SharedInputs) -> None:
+        self._shared = shared
+        self._across: dict[int, tuple[int, list[int]]] = {}
+        """By row the length and the blocks of the last table across that was written."""
         self._tables: tuple[BlockTableArray, ...] = ()
         self._columns: tuple[array[int], ...] = ()
         self._rows: tuple[TokenSequence, ...] = ()
@@ -118,15 +136,21 @@ class StepEncoder:
 
     def _write_given(self, out: array[int], batch: ForwardBatch) -> None:
         """What rows behind the decode batch are beside token ids, if any is."""
-        gone = self._given.take_gone()
+        gone = self._shared.take_gone()
         out.append(len(gone))
         out.extend(gone)
         some = any(row.given is not None or row.positions is not None for row in batch.inputs.values())
         out.append(some)
+        if not some:
+            self._across.clear()
         for i in range(batch.rows.decodes, len(batch.rows)) if some else ():
-            inputs = batch.inputs.get(i, PLAIN)
-            row = GivenRow.of(inputs, batch.rows.sequences[i])
-            row.write(out, self._given.of(inputs.given))
+            sequence = batch.rows.sequences[i]
+            row = GivenRow.of(batch.inputs.get(i, PLAIN), sequence)
+            across = row.length, list(row.blocks or ())
+            if across == self._across.get(sequence.row):
+                row = row._replace(blocks=None)
+            self._across[sequence.row] = across
+            row.write(out, 0 if row.inputs.given is None else self._shared.of(sequence.group))
 
     def _write_adapters(self, out: array[int], batch: ForwardBatch, news: AdapterNews) -> None:
         """The slots of rows, if they are others than in the step before."""
@@ -238,7 +262,8 @@ class StepDecoder:
             read = GivenRow()
             if given is not None:
                 read = GivenRow.read(given, self.given, row.start, rows.counts[i])
-            row.across = [self._across(read)] if read.length else []
+            if read.blocks is not None:
+                row.across = [self._across(read.blocks, read.length)] if read.length else []
             # Which tokens are scored is rank 0's; how many makes the shape of what all ranks compute.
             scores = Scored([0] * count, 0) if count else None
             inputs[i] = read.inputs._replace(ids=known, scored=scores)
@@ -256,8 +281,8 @@ class StepDecoder:
         blocks = self._tables[number].read(row.row, released, pool.blocks_for(row.end) - released)
         return _read_only(pool, blocks.tolist(), row.end, released)
 
-    def _across(self, row: GivenRow) -> BlockTable:
-        return _read_only(self._pools.groups[CROSS].pool, list(row.blocks), row.length)
+    def _across(self, blocks: Sequence[int], length: int) -> BlockTable:
+        return _read_only(self._pools.groups[CROSS].pool, list(blocks), length)
 
 
 class _RankRow(TokenSequence):

@@ -22,6 +22,7 @@ from torch import nn
 from ...model.symmetric_memory import release
 from ...model.tensor_parallel import mesh_of
 from .connections import Connections
+from .packed import Packed, unpack
 
 HEAD = 1024
 """Numbers of a message that are sent at once; longer ones come in two parts."""
@@ -72,6 +73,8 @@ class Ranks:
         self._since: float | None = None
         self._point = 0
         """How often the ranks have met: they do so in one order, so equal numbers are one meeting."""
+        self._noted = -1
+        """The collectives begun here that the others know of."""
         self._sending: list[Any] = []
         """The message before, if it may be on its way."""
         self._head = torch.zeros(HEAD, dtype=torch.int32, device="cpu")
@@ -86,6 +89,11 @@ class Ranks:
     def leads(self) -> bool:
         """Whether this rank schedules and samples."""
         return self.rank == 0
+
+    @property
+    def meeting(self) -> bool:
+        """Whether this rank waits for others, or they for it."""
+        return self._since is not None
 
     # ---- messages
 
@@ -106,20 +114,29 @@ class Ranks:
     def receive(self) -> list[int]:
         """The next numbers of rank 0, whenever they come."""
         head = self._head
-        dist.broadcast(head, self._first, group=self._group)
+        self._broadcast(head)
         count = int(head[0])
         found: list[int] = head[1 : 1 + min(count, HEAD - 1)].tolist()
         if count > len(found):
             rest = torch.zeros(count - len(found), dtype=torch.int32, device="cpu")
-            dist.broadcast(rest, self._first, group=self._group)
+            self._broadcast(rest)
             found += rest.tolist()
         return found
 
-    def give(self, value: Any = None) -> Any:
-        """Rank 0's value, on all ranks; for what is rare."""
-        found = [value]
-        dist.broadcast_object_list(found, self._first, self._group, device=torch.device("cpu"))
-        return found[0]
+    def broadcast_object(self, packed: Packed | None = None) -> Any:
+        """Rank 0's value, on the other ranks; for what is rare."""
+        size = torch.tensor([0 if packed is None else len(packed.pickled)], device="cpu")
+        self._broadcast(size)
+        if packed is not None:
+            for part in (packed.pickled, *packed.tensors):
+                self._broadcast(part)
+            return None
+        pickled = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        self._broadcast(pickled)
+        return unpack(pickled, self._broadcast)
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        dist.broadcast(tensor, self._first, group=self._group)
 
     def share(self, tensor: torch.Tensor) -> None:
         """Give rank 0's tensor to all, in the order of the device's work."""
@@ -227,6 +244,7 @@ class Ranks:
         if self.reason is not None:
             return
         try:
+            self._note_collectives()
             if self._store.check([FAULT]):
                 self._break_off(self._store.get(FAULT).decode())
         except RuntimeError:
@@ -238,7 +256,26 @@ class Ranks:
             self.fail(f"rank {rank} has ended")
         since = self._since
         if since is not None and time.monotonic() - since > self.timeout:
-            self.fail(f"a step has taken more than rank_timeout={self.timeout:g} seconds: a rank hangs")
+            self.fail(
+                f"a step has taken more than rank_timeout={self.timeout:g} seconds: {self._behind()} hangs"
+            )
+
+    def _note_collectives(self) -> None:
+        """Let the others know how many collectives this rank has begun."""
+        count = sum(group._get_sequence_number_for_group() for group in (self.model_group, self._group))
+        if count != self._noted:
+            self._noted = count
+            self._store.set(f"collectives/{self.rank}", str(count))
+
+    def _behind(self) -> str:
+        """The ranks that have begun fewer collectives than others, for which these wait."""
+        with suppress(RuntimeError):  # the store's process may be gone
+            keys = [f"collectives/{rank}" for rank in range(self.size)]
+            counts = [int(self._store.get(key)) if self._store.check([key]) else 0 for key in keys]
+            behind = [str(rank) for rank, count in enumerate(counts) if count < max(counts)]
+            if behind:
+                return f"rank {', '.join(behind)}"
+        return "a rank"
 
     def _break_off(self, reason: str) -> None:
         """Let no thread of this process wait for another rank any more."""
@@ -265,14 +302,15 @@ class Ranks:
     def announce_end(self, numbers: array[int]) -> None:
         """Rank 0 ends, with an error if it handles one: give the others its last message, if they take it.
 
-        Its last number says whether there is an error.
+        The words of the error are added to it, and stay in the store for ranks that do not take it.
         """
         if self.reason is not None or self._over.is_set():
             return
         error = sys.exception() or getattr(sys, "last_value", None)
-        numbers.append(error is not None)
+        words = "" if error is None else f"rank 0 raised {_described(error)}"[: HEAD - 1 - len(numbers)]
+        numbers.extend(map(ord, words))
         with suppress(RuntimeError):
-            self._store.set(CLOSED, "" if error is None else f"rank 0 raised {_described(error)}")
+            self._store.set(CLOSED, words)
             head = torch.zeros_like(self._head)
             head[0] = len(numbers)
             head[1 : 1 + len(numbers)] = torch.frombuffer(numbers, dtype=torch.int32)
