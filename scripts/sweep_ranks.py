@@ -148,6 +148,7 @@ def on_rank(folder: Path, rank: int, options: argparse.Namespace) -> None:
         model = options.model_class.from_pretrained(folder / "model", **plan).eval()
     except Exception as error:
         note("load", f"{type(error).__name__}: {error}"[:160])
+        note("end", SAME)
         return
     for name, way in WAYS.items():
         note(f"transformers {name}", attempt(lambda way=way: generated(model, way, given), expected[name]))
@@ -158,6 +159,7 @@ def on_rank(folder: Path, rank: int, options: argparse.Namespace) -> None:
             attempt(lambda way=way, paged=paged: generated(model, way, given, **paged), expected[name]),
         )
     note("engine", attempt(lambda: engine_answers(model, rank, given), expected["alone"]))
+    note("end", SAME)
 
 
 def fork(act: Callable[[], None], log: Path) -> int:
@@ -193,11 +195,22 @@ def prepare(folder: Path, config_class: Any, kind: str) -> None:
     """The model, and what one process answers."""
     model = build(kind, config_class).float().eval()
     model.save_pretrained(folder / "model")
-    whole = type(model).from_pretrained(folder / "model").eval()
+    whole, report = type(model).from_pretrained(folder / "model", output_loading_info=True)
+    if report["missing_keys"]:
+        raise ValueError(
+            f"transformers does not load what it has saved: {sorted(report['missing_keys'])[:3]}"
+        )
+    whole.eval()
     given = {} if kind == "causal" else shown(whole, kind)
     torch.save(given, folder / "given.pt")
     expected = {name: generated(whole, way, given) for name, way in WAYS.items()}
     (folder / "expected.json").write_text(json.dumps(expected | {"alone": alone(whole, given)}))
+
+
+def last_line(log: Path) -> str:
+    """The last words of a process."""
+    lines = log.read_text().strip().splitlines() if log.exists() else []
+    return lines[-1][:160] if lines else ""
 
 
 def has_plan(model_class: Any, config_class: Any, experts: bool) -> bool:
@@ -217,8 +230,7 @@ def run_family(config_class: Any, options: argparse.Namespace) -> dict[str, str]
             [fork(lambda: prepare(folder, config_class, options.kind), folder / "log")], options.seconds
         )
         if not done or not (folder / "expected.json").exists():
-            last = (folder / "log").read_text().strip().splitlines()
-            return {"one process": last[-1][:160] if last else "too slow"}
+            return {"one process": last_line(folder / "log") or "too slow"}
         ranks = [
             fork(lambda rank=rank: on_rank(folder, rank, options), folder / f"log-{rank}")
             for rank in range(options.ranks)
@@ -227,8 +239,8 @@ def run_family(config_class: Any, options: argparse.Namespace) -> dict[str, str]
         row: dict[str, str] = {}
         for rank in range(options.ranks):
             file = folder / f"found-{rank}.json"
-            found = json.loads(file.read_text()) if file.exists() else {"load": "nothing"}
-            for way, result in found.items():
+            found = json.loads(file.read_text()) if file.exists() else {}
+            for way, result in ({"end": f"CRASHED: {last_line(folder / f'log-{rank}')}"} | found).items():
                 if way not in row or row[way] == SAME:
                     row[way] = result
         if not done:
@@ -262,9 +274,9 @@ def main() -> int:
         row = rows[kind] = run_family(config_class, options)
         ours = [result for way, result in row.items() if way == "engine" or way.startswith("paged")]
         theirs = [result for way, result in row.items() if way.startswith("transformers")]
-        wrong = any("DIFFERENT" in each or "HANGS" in each for each in [*ours, row.get("end", "")])
+        wrong = any("DIFFERENT" in each for each in ours) or row.get("end", SAME) != SAME
         bad += wrong
-        if ours and all(each == SAME for each in ours):
+        if ours and not wrong and all(each == SAME for each in ours):
             counts["right"] += 1
             words = "right" + ("" if all(each == SAME for each in theirs) else f", transformers: {theirs}")
         else:

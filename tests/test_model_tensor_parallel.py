@@ -32,3 +32,15 @@ def test_weights_that_loading_cuts_after_ranks_have_their_part(
     assert tensor_parallel.why_not_divided(ocr) is None or ranks == 3
     heads = llama.config.num_attention_heads
     assert (tensor_parallel.why_not_divided(llama) is None) == (heads % ranks == 0)
+
+
+@pytest.mark.parametrize(("kind", "wrong"), [("step3p7", True), ("minimax_m3_vl", False)])
+def test_weights_that_loading_joins_after_ranks_have_their_part(
+    kind: str, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C41: of Step3.7 the stacked weights of experts; those of MiniMax M3 are stacked expert by expert."""
+    monkeypatch.setattr(tensor_parallel, "mesh_of", lambda model: SimpleNamespace(size=lambda: 2))
+    if kind not in [each.model_type for each in tiny.mappings()["image"]]:
+        pytest.skip(f"this release of transformers has no {kind}")
+    reason = tensor_parallel.why_not_divided(tiny.build("image", tiny.config_class("image", kind)))
+    assert ("as if each were both" in (reason or "")) == wrong, reason

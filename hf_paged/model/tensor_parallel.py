@@ -42,24 +42,43 @@ def why_not_divided(model: nn.Module) -> str | None:
     if mesh is None:
         return None
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
-    fused = _cut_after_dividing(model, plan)
-    if fused is not None:
-        return (
-            f"transformers divides {fused!r} of {type(model).__name__} among ranks before it cuts it into "
-            "projections, so that each rank has parts of the wrong ones"
-        )
+    name = type(model).__name__
+    config: Any = model.config
+    for conversion in get_checkpoint_conversion_mapping(config.model_type) or ():
+        if _is_cut_after_dividing(conversion, model):
+            return (
+                f"transformers divides {conversion.source_patterns[0]!r} of {name} among ranks before it cuts "
+                "it into projections, so that each rank has parts of the wrong ones"
+            )
+        if _is_joined_after_dividing(conversion, model):
+            return (
+                f"transformers divides {' and '.join(conversion.source_patterns)} of {name} among ranks as if "
+                "each were both, so that a rank's parts are not those that its down_proj takes"
+            )
     return _why_heads_not_divided(model, plan, mesh.size())
 
 
-def _cut_after_dividing(model: nn.Module, plan: dict[str, str]) -> str | None:
-    """A weight of a checkpoint that loading cuts into several which the plan divides."""
-    config: Any = model.config
-    divided = [f".{key}" for key in plan]
-    for conversion in get_checkpoint_conversion_mapping(config.model_type) or ():
-        made = tuple(["." + target.removesuffix(".weight") for target in conversion.target_patterns])
-        if len(made) > 1 and any(key.endswith(made) for key in divided):
-            return str(conversion.source_patterns[0])
-    return None
+def _is_cut_after_dividing(conversion: Any, model: nn.Module) -> bool:
+    """Whether loading cuts a weight into several which the plan divides."""
+    return len(conversion.target_patterns) > 1 and bool(_styles_of(conversion, model))
+
+
+def _is_joined_after_dividing(conversion: Any, model: nn.Module) -> bool:
+    """Whether loading joins whole weights into one which the plan divides as two: each of them is divided so.
+    Weights of single experts, which are stacked first, are not.
+    """
+    steps = [type(each).__name__ for each in getattr(conversion, "operations", None) or ()]
+    joins = len(conversion.source_patterns) > 1 and steps[:1] == ["Concatenate"]
+    return joins and "packed_colwise" in _styles_of(conversion, model)
+
+
+def _styles_of(conversion: Any, model: nn.Module) -> set[str]:
+    """How the plan divides what loading makes."""
+    made = tuple(["." + target.lstrip(".") for target in conversion.target_patterns])
+    names = [name.replace(".base_layer", "") for name, _ in model.named_parameters()]  # peft's name
+    found = [name for name in names if f".{name}".endswith(made)]
+    styles = [style_of(model, name) or style_of(model, name.removesuffix(".weight")) for name in found]
+    return {style for style in styles if style is not None}
 
 
 def _why_heads_not_divided(model: nn.Module, plan: dict[str, str], size: int) -> str | None:

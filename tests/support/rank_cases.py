@@ -970,9 +970,7 @@ def generate_batch(rank: int) -> None:
     )
     expected = [alone(whole("llama"), each, **GREEDY) for each in PROMPTS[:4]]
     with batches_on_pages():
-        many = tf.ContinuousBatchingConfig(
-            max_requests_per_batch=4096
-        )  # above the default of max_batch_tokens
+        many = tf.ContinuousBatchingConfig(max_requests_per_batch=4096)  # more than max_batch_tokens
         for several, batching in ((PROMPTS[:4], None), (PROMPTS[:2], None), (PROMPTS[:3], many)):
             found = model.generate_batch(several, config, batching)
             assert [[each.generated_tokens] for each in found.values()] == expected[: len(several)]

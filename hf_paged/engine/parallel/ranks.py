@@ -262,7 +262,8 @@ class Ranks:
 
     def _note_collectives(self) -> None:
         """Let the others know how many collectives this rank has begun."""
-        count = sum(group._get_sequence_number_for_group() for group in (self.model_group, self._group))
+        groups: tuple[Any, ...] = (self.model_group, self._group)
+        count = sum(group._get_sequence_number_for_group() for group in groups)
         if count != self._noted:
             self._noted = count
             self._store.set(f"collectives/{self.rank}", str(count))
