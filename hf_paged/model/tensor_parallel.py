@@ -47,13 +47,13 @@ def why_not_divided(model: nn.Module) -> str | None:
     for conversion in get_checkpoint_conversion_mapping(config.model_type) or ():
         if _is_cut_after_dividing(conversion, model):
             return (
-                f"transformers divides {conversion.source_patterns[0]!r} of {name} among ranks before it cuts "
-                "it into projections, so that each rank has parts of the wrong ones"
+                f"transformers divides {conversion.source_patterns[0]!r} of {name} among ranks before it "
+                "cuts it into projections, so that each rank has parts of the wrong ones"
             )
         if _is_joined_after_dividing(conversion, model):
             return (
-                f"transformers divides {' and '.join(conversion.source_patterns)} of {name} among ranks as if "
-                "each were both, so that a rank's parts are not those that its down_proj takes"
+                f"transformers divides {' and '.join(conversion.source_patterns)} of {name} among ranks as "
+                "if each were both, so that a rank's parts are not those that its down_proj takes"
             )
     return _why_heads_not_divided(model, plan, mesh.size())
 

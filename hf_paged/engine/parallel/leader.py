@@ -161,8 +161,8 @@ class Leader:
         """Send a value to the callers of the other ranks' `follow()`."""
         if self.ranks.meeting:
             raise RuntimeError(
-                "the ranks are in the middle of a forward: a signal handler must not broadcast then; note the "
-                "value there and call broadcast() between two steps"
+                "the ranks are in the middle of a forward: a signal handler must not broadcast now; note "
+                "the value there and call broadcast() between two steps"
             )
         packed = Packed(value)
         with self.ranks.together():
