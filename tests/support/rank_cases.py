@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -48,6 +49,7 @@ from engine_answers import (
     right,
 )
 from families import BY_NAME, build
+from modes import MODES as MODES_BY_NAME
 from pictures import with_pictures, with_recordings
 from rank_models import DIVIDED, SHOWN
 from rank_names import CASES
@@ -56,6 +58,7 @@ from tape import record
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
 from transformers.generation.continuous_batching import RequestStatus
 
 import hf_paged
@@ -961,6 +964,113 @@ def generate(rank: int) -> None:
             assert found == generated(whole(name), mode), (name, mode)
 
 
+CALLS = ("assisted", "prompt-lookup", "chunks", "beam-sample", "everything", "everything-beams")
+
+
+def modes_of_generate(rank: int) -> None:
+    """Drafts, chunked prompts, sampled beams, and outputs with scores and states."""
+    model, one = loaded("llama"), whole("llama")
+    for each in (model, one):
+        each.assistant = build(BY_NAME["llama"]).to(each.device)
+        with torch.no_grad():
+            each.assistant.lm_head.weight[::3].mul_(0.8)  # it is often right, and sometimes not
+    ids = torch.tensor([PROMPTS[1][:5], PROMPTS[2][:5], PROMPTS[3][:5]], device=model.device)
+    for name in CALLS:
+        found = []
+        for each, word in ((one, {}), (model, {"cache_implementation": "paged"})):
+            torch.manual_seed(5)
+            found.append(each.generate(**{"input_ids": ids, **MODES_BY_NAME[name](each, ids)}, **word))
+        expected, answer = found
+        if isinstance(expected, torch.Tensor):
+            assert answer.tolist() == expected.tolist(), name
+            continue
+        assert answer.sequences.tolist() == expected.sequences.tolist(), name
+        assert answer.keys() == expected.keys(), name
+        for own, other in zip(answer.logits, expected.logits, strict=True):
+            torch.testing.assert_close(own, other, atol=1e-4, rtol=1e-3)
+
+
+def experts_divided(rank: int) -> None:
+    """Each rank has some of the experts, whole."""
+    try:
+        plan = DistributedConfig(tp_plan="auto", ep_size=2)
+    except TypeError:
+        return  # this release of transformers has another option
+    model = loaded("qwen3-moe", distributed_config=plan)
+    for mode in MODES[:2]:
+        assert generated(model, mode, cache_implementation="paged") == generated(whole("qwen3-moe"), mode)
+
+    def act(engine: Engine) -> None:
+        assert asked(engine, FEW) == [right("qwen3-moe", p, k, NEW) for p, k in FEW]
+
+    led(rank, model, act)
+
+
+def requests_at_random(rank: int) -> None:
+    """Requests of all kinds that come, are cancelled and paused at any time: each has its answer, or none."""
+    draw = random.Random(7)
+
+    def act(engine: Engine) -> None:
+        handles: dict[Any, tuple[int, int]] = {}
+        for _ in range(60):
+            what = draw.random()
+            if what < 0.4:
+                p, k = draw.randrange(len(PROMPTS)), draw.randrange(len(KINDS))
+                handle = engine.submit(PROMPTS[p], max_new_tokens=NEW, seed=p, **KINDS[k])
+                handles[handle] = p, k
+            elif what < 0.5 and handles:
+                draw.choice(list(handles)).cancel()
+            elif what < 0.55 and pauses:
+                pauses.pop()
+                engine.pause()
+                engine.resume()
+            else:
+                engine.step()
+        for handle, (p, k) in handles.items():
+            output = handle.result()
+            if output.finish_reason != "abort":
+                assert answers(output) == right("llama", p, k, NEW), (p, k)
+        while pauses:
+            pauses.pop()
+            engine.pause()
+            engine.resume()
+        engine.check()
+
+    pauses = [1, 2, 3]
+    options = {**SMALL, "num_blocks": 30, "max_batch_sequences": 8, "run_ahead": True}
+    with Engine(loaded("llama"), **options) as engine:
+        if rank == 0:
+            act(engine)
+        else:
+            for _ in pauses:
+                assert engine.follow()
+            assert not engine.follow()
+
+
+def a_capture_that_fails_on_one_rank(rank: int) -> None:
+    """Then no rank replays, and all answer as before."""
+    device = "cuda" if CUDA else "cpu"
+    recorder = RECORDERS.get(device)
+
+    own = recorder or record
+
+    def broken(*given: Any) -> Any:
+        own(*given)  # a tape computes, with the other rank
+        raise RuntimeError("no capture on this rank")
+
+    RECORDERS[device] = broken if rank else own
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            stats = compare("llama", rank, FEW, run_ahead=True)
+    finally:
+        RECORDERS.pop(device)
+        if recorder is not None:
+            RECORDERS[device] = recorder
+    if rank == 0:
+        assert not stats["graphs"].get("replayed"), stats["graphs"]
+
+
 def generate_batch(rank: int) -> None:
     """All ranks call it, and all have the tokens; the engine stays from call to call."""
     model = loaded("llama")
@@ -1261,7 +1371,7 @@ def a_rank_that_hangs(rank: int) -> None:
 
 def a_rank_that_dies(rank: int) -> None:
     begin_again(2)
-    _broken(rank, lambda: os._exit(0), "rank 1 has ended", 8.0)
+    _broken(rank, lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 has ended", 8.0)
 
 
 def rank_0_that_ends_at_once(rank: int) -> None:

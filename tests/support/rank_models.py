@@ -21,7 +21,10 @@ OWN = [
     Family("llama-5", lambda: _llama(10, 5)),
     Family("olmo2", lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**SMALL, **TOKENS, **LONG))),
 ]
-DIVIDED = ["llama", "qwen2-window", "qwen3", "mixtral", "qwen3-moe", "gpt-oss", *(each.name for each in OWN)]
+DIVIDED = [
+    *("llama", "qwen2-window", "qwen3", "mixtral", "qwen3-moe", "gpt-oss", "gemma3_text", "deepseek_v3"),
+    *(each.name for each in OWN),
+]
 SHOWN = {"llava": "image", "qwen2_vl": "image", "llama4": "image", "qwen3_asr": "audio", "t5gemma": "seq2seq"}
 """Families whose prompts are more than token ids, and of which kind each is."""
 
@@ -31,6 +34,7 @@ def _tiny(kind: str, name: str) -> Family:
 
 
 OTHERS = [_tiny(kind, name) for name, kind in SHOWN.items()]
+OTHERS += [_tiny("causal", name) for name in ("gemma3_text", "deepseek_v3")]
 BY_NAME |= {family.name: family for family in (*FAMILIES, *OWN, *OTHERS)}
 
 

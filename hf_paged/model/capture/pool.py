@@ -249,7 +249,7 @@ class CapturePool:
         agreed = False
         try:
             if step is None:
-                step = self._capture(key, source)
+                step = self._capture_alike(key, source)
                 if stand_in is not None:
                     stand_in.padded = 0
             if source.comparable:
@@ -258,8 +258,7 @@ class CapturePool:
             trouble = error
         finally:
             self.seconds += time.perf_counter() - begin
-        if self._least is not None and not self._least(trouble is None):
-            trouble = trouble or NotCapturable("another rank could not capture it")
+        trouble = self._of_any_rank(trouble)
         if trouble is not None:
             self._drop_failed(key, trouble)
         elif step is not None and agreed:
@@ -313,6 +312,24 @@ class CapturePool:
             if len(self._proven) > MOST_REASONS:
                 self._proven.clear()
             self._proven.add(code)
+
+    def _of_any_rank(self, trouble: Exception | None) -> Exception | None:
+        """What has failed on this rank or, if there are several, on any."""
+        if self._least is not None and not self._least(trouble is None):
+            return trouble or NotCapturable("another rank could not capture it")
+        return trouble
+
+    def _capture_alike(self, key: _Key, source: StepSource[Any]) -> CapturedStep:
+        """Capture a step on all ranks: none replays what another one does not have."""
+        try:
+            step = self._capture(key, source)
+        except Exception as error:
+            self._of_any_rank(error)
+            raise
+        trouble = self._of_any_rank(None)
+        if trouble is not None:
+            raise trouble
+        return step
 
     def _capture(self, key: _Key, source: StepSource[Any]) -> CapturedStep:
         """Capture a step that has its answer already."""
