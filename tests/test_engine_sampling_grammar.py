@@ -218,4 +218,4 @@ def test_trouble_of_one_grammar_is_its_own(grammars: Grammars, engine: Engine, t
     assert matches("choice", tokenizer.decode(good.result().sequences[0].token_ids, skip_special_tokens=True))
     assert long.result().error is not None
     with pytest.raises(GrammarError, match="no end of sequence"):
-        Grammars(tokenizer, 848, [])
+        Grammars(tokenizer, 848, []).compiled(grammar)

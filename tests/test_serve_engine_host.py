@@ -148,3 +148,13 @@ def test_what_fails_is_an_answer() -> None:
         assert "temperatur" in failures[1].message
         assert "none" in failures[2].message
         assert failures[3] is None
+
+
+def test_a_request_compiles_no_grammar_in_the_thread_that_reads() -> None:
+    """The server has it compiled before; one that is gone since is not waited for by all other requests."""
+    with hosted() as (_, connection):
+        asked = Submit(0, (5, 6), {"max_new_tokens": 4, "grammar": "any"}, True)
+        connection.sendall(frame(asked))
+        answers = next(message.answers for message in news(connection) if message.answers)
+        assert answers[0].failure.kind == "NotCompiled"
+        assert "send the request again" in answers[0].failure.message

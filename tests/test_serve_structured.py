@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,9 @@ pytest.importorskip("openai")
 
 import openai
 from pydantic import BaseModel
-from serving import Served, generated, serving, text
+from serving import Served, generated, serving, text, until
+
+from hf_paged.serve.structured import AT_ONCE
 
 CHAT = [{"role": "user", "content": "Tell me a story"}]
 SCHEMA = {
@@ -168,3 +172,44 @@ def test_large_grammars_are_refused(served: Served) -> None:
     assert response.status_code == 413
     schema = {"enum": [f"value {i}" for i in range(500)]}
     assert served.post("/v1/completions", {"prompt": "a", "guided_json": schema}).status_code == 413
+
+
+def test_a_hostile_grammar_stops_nothing_else() -> None:
+    """While it is tried, grammars of other tenants, other requests and /metrics are answered. It is refused."""
+    with serving(api_keys=("red", "blue")) as served:
+        served.complete(guided_regex="[a-z]{3}", max_tokens=9)
+        refused: list[Any] = []
+
+        def ask(number: int) -> None:
+            body = {"prompt": "The fox", "guided_json": {"type": "integer", "multipleOf": number}}
+            refused.append(served.post("/v1/completions", body))
+
+        threads = [threading.Thread(target=ask, args=(99999900 + i,)) for i in range(AT_ONCE + 1)]
+        for each in threads:
+            each.start()
+        until(lambda: served.service.admission.in_flight == len(threads))
+        begun = time.monotonic()
+        assert served.client.get("/metrics").status_code == 200
+        assert served.complete("The fox", max_tokens=5)["choices"][0]["text"]
+        found = served.post(
+            "/v1/completions",
+            {"prompt": "The fox", "guided_regex": "[a-z]{5}", "max_tokens": 9},
+            headers={"authorization": "Bearer blue"},
+        )
+        assert found.json()["choices"][0]["finish_reason"] == "stop"
+        assert time.monotonic() - begun < 3
+        assert not refused
+        for each in threads:
+            each.join(60)
+        assert [each.status_code for each in refused] == [400] * len(threads)
+        assert "multipleOf" in refused[0].json()["error"]["message"]
+        assert served.complete(guided_regex="[a-z]{4}", max_tokens=9)["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_form_that_cannot_be_followed_is_the_clients_error(served: Served) -> None:
+    fields = {"guided_grammar": "start: /a{1,5000}/ start", "max_tokens": 20}
+    response = served.post("/v1/completions", {"prompt": "The fox", **fields})
+    assert response.status_code == 400
+    assert "too complex" in response.json()["error"]["message"]
+    *_, last = served.stream(prompt="The fox", **fields)
+    assert last["error"]["type"] == "invalid_request_error"

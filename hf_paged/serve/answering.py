@@ -148,7 +148,7 @@ async def _answered(
         given = await read()
         stack.enter_context(service.tokenizer.images.held(given))
         prompts = [each.ids for each in given]
-        grammar = await service.structured.grammar(request)
+        grammar = await service.structured.grammar(request, call.context.tenant.name)
         submissions = _submissions(call, given, asked, default, adapter, grammar)
         form = form_of(kind + call.context.request_id, prompts)
         form.with_logprobs = request.alternatives is not None

@@ -30,8 +30,8 @@ EVERY = 0.1
 """The least seconds between two changes of the map."""
 MOST_STEPS = 64
 """Steps of the map that wait for a server which does not read. With one more its map begins anew."""
-CALLERS = 4
-"""Calls that run at once. Some wait for a step."""
+CALLERS = {"": 4, "grammar": 4, "pause": 64}
+"""Calls that run at once. Some wait for a step; the named ones take longer and have their own threads."""
 OTHER = -1
 """No ticket."""
 IDLE = 1.0
@@ -93,7 +93,7 @@ class EngineHost:
     def run(self) -> None:
         """Serve until the other end closes the connection; then close the engine."""
         writer = threading.Thread(target=self._write, name="hf_paged news", daemon=True)
-        callers = ThreadPoolExecutor(CALLERS, thread_name_prefix="hf_paged calls")
+        callers = {name: ThreadPoolExecutor(most, f"hf_paged calls {name}") for name, most in CALLERS.items()}
         try:
             self._engine.start()
             self._connection.sendall(frame(self.facts))
@@ -105,7 +105,8 @@ class EngineHost:
         finally:
             self._over = True
             self._ring()
-            callers.shutdown(wait=False, cancel_futures=True)
+            for each in callers.values():
+                each.shutdown(wait=False, cancel_futures=True)
             self._engine.close()
             self._connection.close()
 
@@ -116,7 +117,7 @@ class EngineHost:
 
     # ---- what the server asks
 
-    def _take(self, message: Any, callers: ThreadPoolExecutor) -> None:
+    def _take(self, message: Any, callers: dict[str, ThreadPoolExecutor]) -> None:
         if isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, Cancel):
@@ -124,7 +125,7 @@ class EngineHost:
             if request is not None:
                 request.handle.cancel()
         else:
-            callers.submit(self._call, message)
+            callers.get(message.name, callers[""]).submit(self._call, message)
 
     def _submit(self, asked: Submit) -> None:
         with self._submitting:

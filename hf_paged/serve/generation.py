@@ -170,6 +170,8 @@ class Generation:
                 raise invalid(str(error), "max_tokens", "context_length_exceeded") from error
             if error.wrong:
                 raise invalid(str(error)) from error
+            if error.kind == "NotCompiled":
+                raise unavailable(str(error)) from error
             raise
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
@@ -284,6 +286,8 @@ class Generation:
 
 
 def _failed(failure: Failure) -> ApiError:
+    if failure.kind == "GrammarError":  # some trouble shows only while a grammar is followed
+        return invalid(f"the answer's form is too complex: {failure.message:.500}; simplify it")
     return ApiError(
         500,
         f"the request ended with {failure.kind}: {failure.message:.500}; the others are not affected",

@@ -41,6 +41,10 @@ class AnswerStops(StoppingCriteria):
         return stopped
 
 
+class NotCompiled(RuntimeError):
+    """A grammar that must be compiled again."""
+
+
 class Processors:
     """Makes them, and keeps what is the same for many requests."""
 
@@ -50,10 +54,8 @@ class Processors:
         """
         self._tokenizer = tokenizer
         self._dtype = dtype
-        self._scores = scores
-        self._ends = ends
         self._stops = StopLists()
-        self._grammars: Grammars | None = None
+        self._grammars = Grammars(tokenizer, scores, ends)
 
     def prepare(self) -> None:
         """Make once what requests with stop strings need of the vocabulary."""
@@ -62,12 +64,7 @@ class Processors:
 
     def compile(self, grammar: str) -> None:
         """Compile a grammar, and keep it for the request that comes; raises for one that is impossible."""
-        self._compiled(grammar)
-
-    def _compiled(self, grammar: str) -> Any:
-        if self._grammars is None:
-            self._grammars = Grammars(self._tokenizer, self._scores, self._ends)
-        return self._grammars.compiled(grammar)
+        self._grammars.compiled(grammar)
 
     def keywords(self, given: dict[str, Any], prompt: int) -> dict[str, Any]:
         """The keywords of `submit()`, where `penalties`, `stop`, `grammar` and `media` are plain
@@ -82,7 +79,10 @@ class Processors:
             processors.append(Penalties(prompt, *penalties))
         grammar = found.pop("grammar", None)
         if grammar is not None:
-            processors.append(self._compiled(grammar).processor(prompt))
+            compiled = self._grammars.kept(grammar)
+            if compiled is None:
+                raise NotCompiled("too many grammars have come since this one; send the request again")
+            processors.append(compiled.processor(prompt))
         if processors:
             found["logits_processor"] = processors
         stop = found.pop("stop", None)

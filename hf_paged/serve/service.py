@@ -83,7 +83,7 @@ class Service:
             Turns(BODIES),
             LiveMap(engine, metrics, limits.viewers),
             Adapters(engine, options.names, limits.adapters),
-            StructuredOutput(engine, limits.grammar_chars),
+            StructuredOutput(engine, limits),
             Replies(response_template or facts.response_template),
             longest,
         )

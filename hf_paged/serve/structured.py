@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ..engine.sampling.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
 from .engine_client import CallError, EngineClient
-from .errors import invalid, too_large
+from .errors import ApiError, invalid, too_large
+from .options import ServerLimits
 from .protocol import ChatRequest, Generating, NamedTool, StructuredOutputs
 from .turns import aside
 
 WHITESPACE = r"[ \n\r\t]{0,32}"
 """Between the words of JSON. Without a bound a model may write blanks to the end of its answer."""
+AT_ONCE = 2
+"""Grammars of one tenant that are compiled at once: it holds up its own others, and nobody else's."""
 MOST_CALLS = 16
 """Calls of tools in one answer, where calls are required."""
 Making = Callable[[], str]
@@ -26,17 +31,18 @@ class StructuredOutput:
     them.
     """
 
-    def __init__(self, engine: EngineClient, most_chars: int) -> None:
+    def __init__(self, engine: EngineClient, limits: ServerLimits) -> None:
         self._engine = engine
-        self._most_chars = most_chars
+        self._limits = limits
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_paged grammars")
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def grammar(self, request: Generating) -> str | None:
-        """The grammar that a request's answers follow, or 400 for one that is impossible."""
+    async def grammar(self, request: Generating, tenant: str) -> str | None:
+        """The grammar that a request's answers follow, or 400 for one that is impossible or too expensive."""
         asked = self._asked(request)
         if not asked:
             return None
@@ -46,10 +52,16 @@ class StructuredOutput:
         [(name, make)] = asked.items()
         if request.ignore_eos or request.min_tokens:
             raise invalid(f"{name} decides where the answer ends; leave ignore_eos and min_tokens out", name)
+        turn = self._turns.setdefault(tenant, asyncio.Semaphore(AT_ONCE))
         try:
-            grammar = await aside(self._thread, make)
-            await self._engine.call("grammar", grammar)
+            async with asyncio.timeout(self._limits.request_seconds), turn:
+                grammar = await aside(self._thread, make)
+                await self._engine.call("grammar", grammar)
             return grammar
+        except TimeoutError:
+            raise ApiError(
+                504, f"{name} waited too long for others; send it again later", name, "timeout"
+            ) from None
         except CallError as error:
             if not error.wrong:
                 raise
@@ -130,10 +142,10 @@ class StructuredOutput:
         return partial(choice_grammar, choices)
 
     def _require_short(self, name: str, length: int) -> None:
-        if length > self._most_chars:
+        most = self._limits.grammar_chars
+        if length > most:
             raise too_large(
-                f"{name} has {length} characters of grammar and the limit is {self._most_chars}; shorten it",
-                name,
+                f"{name} has {length} characters of grammar and the limit is {most}; shorten it", name
             )
 
 

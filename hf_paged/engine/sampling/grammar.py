@@ -6,6 +6,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,17 +15,14 @@ from transformers import LogitsProcessor
 
 from ...kv import in_forked_process
 from ...kv.upload import upload
+from .grammar_trials import GrammarError, GrammarTrials, compile_grammar, trouble_of, with_deep_stack
 
 KEPT = 64
-"""Compiled grammars that are kept for further requests."""
-STACK = 256 * 2**20
-"""Bytes of the stack of a thread that compiles: llguidance recurses as deep as a grammar is long."""
+"""Grammars that are kept for further requests."""
+KEPT_BYTES = 2**30
+"""What they may take together."""
 WORD = 32
 """Bits of a word of a mask."""
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be read, or that no text matches."""
 
 
 def json_grammar(schema: Mapping[str, Any] | bool, **options: Any) -> str:
@@ -62,11 +60,13 @@ class Grammar(NamedTuple):
     """A compiled grammar.
 
     start: the matcher at its beginning. vocabulary: how many tokens it knows. ends: those that end an answer.
+    size: in bytes.
     """
 
     start: Any
     vocabulary: int
     ends: frozenset[int]
+    size: int
 
     def processor(self, prompt: int) -> GrammarProcessor:
         """A logits processor for one request. prompt: the length of its prompt, which is no answer."""
@@ -74,78 +74,86 @@ class Grammar(NamedTuple):
 
 
 class Grammars:
-    """Compiles grammars for a tokenizer. The last ones are kept."""
+    """Compiles grammars for a tokenizer. The last ones are kept, and why the last refused ones were.
+
+    Each is tried in another process first, so what it takes is bounded; other threads wait for none of it.
+    """
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Collection[int]) -> None:
         """vocabulary: how many tokens the model has scores for. ends: its ends of sequence, by which answers
         end where the grammar does.
         """
-        if not ends:
-            raise GrammarError("the model has no end of sequence, with which an answer could end")
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._ends = sorted(ends)
-        self._known: Any = None
-        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._kept: OrderedDict[str, Grammar | GrammarError] = OrderedDict()
         self._lock = threading.Lock()
+        self._preparing = threading.Lock()
+        self._made: tuple[Any, GrammarTrials] | None = None
 
     def compiled(self, grammar: str) -> Grammar:
-        """A grammar for these tokens; raises GrammarError if no text can be made by it."""
+        """A grammar for these tokens; raises GrammarError if no text can be made by it, or it takes too
+        much.
+        """
+        found = self.kept(grammar)
+        if found is None:
+            try:
+                found = self._compile(grammar)
+            except GrammarError as error:
+                self._keep(grammar, error)
+                raise
+            self._keep(grammar, found)
+        return found
+
+    def kept(self, grammar: str) -> Grammar | None:
+        """A grammar that was compiled lately. This waits for no compilation."""
         with self._lock:
-            if grammar in self._kept:
+            found = self._kept.get(grammar)
+            if found is not None:
                 self._kept.move_to_end(grammar)
-                return self._kept[grammar]
-            start = _with_deep_stack(lambda: self._compile(grammar))
-            found = Grammar(start, self._vocabulary, frozenset(self._ends))
+        if isinstance(found, GrammarError):
+            raise GrammarError(str(found))
+        return found
+
+    def _keep(self, grammar: str, found: Grammar | GrammarError) -> None:
+        with self._lock:
             self._kept[grammar] = found
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-            return found
+            total = sum(each.size for each in self._kept.values() if isinstance(each, Grammar))
+            while len(self._kept) > KEPT or (total > KEPT_BYTES and len(self._kept) > 1):
+                _, oldest = self._kept.popitem(last=False)
+                total -= oldest.size if isinstance(oldest, Grammar) else 0
 
-    def _compile(self, grammar: str) -> Any:
-        library = _library()
-        if self._known is None:
-            from llguidance.hf import from_tokenizer
+    def _compile(self, grammar: str) -> Grammar:
+        known, trials = self._prepared()
+        size = trials.cost(grammar)
+        start = with_deep_stack(lambda: compile_grammar(known, grammar))
+        return Grammar(start, self._vocabulary, frozenset(self._ends), size)
 
-            self._known = from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends)
-        limits = library.LLParserLimits(verbose_errors=False)
-        matcher = library.LLMatcher(self._known, grammar, log_level=0, limits=limits)
-        for each in (matcher, matcher.deep_copy()):
-            if each.is_error():
-                raise GrammarError(f"the grammar cannot be used: {_trouble(each)}")
-            # Some trouble shows with the first mask. The matcher that is kept stays at its beginning.
-            if not any(each.compute_bitmask()) and not each.is_error():
-                raise GrammarError("no token of the model can begin an answer that matches the grammar")
-            if each.is_error():
-                raise GrammarError(f"the grammar cannot be used: {_trouble(each)}")
-        return matcher
-
-
-def _trouble(matcher: Any) -> str:
-    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:500]
+    def _prepared(self) -> tuple[Any, GrammarTrials]:
+        """llguidance's tokenizer, and the trials; made once."""
+        if not self._ends:
+            raise GrammarError("the model has no end of sequence, with which an answer could end")
+        with self._preparing:
+            if self._made is None:
+                library = _library()
+                text = _in_json(self._tokenizer)
+                known = library.LLTokenizer(text, n_vocab=self._vocabulary, eos_token=self._ends)
+                self._made = known, GrammarTrials(text, self._vocabulary, self._ends)
+            return self._made
 
 
-def _with_deep_stack(act: Any) -> Any:
-    """What `act` returns or raises, called in a thread with a large stack."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append((act(), None))
-        except BaseException as error:
-            found.append((None, error))
-
-    before = threading.stack_size(STACK)
-    try:
-        thread = threading.Thread(target=run, name="hf_paged grammar")
-        thread.start()
-    finally:
-        threading.stack_size(before)
-    thread.join()
-    value, error = found[0]
-    if error is not None:
-        raise error
-    return value
+def _in_json(tokenizer: Any) -> str:
+    """A tokenizer as tokenizers writes it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"structured output needs a fast tokenizer, got {type(tokenizer).__name__}; load one with "
+            "AutoTokenizer"
+        )
+    found = copy(backend)
+    found.no_padding()
+    found.no_truncation()
+    return str(found.to_str())
 
 
 class GrammarState:
@@ -213,7 +221,7 @@ class GrammarProcessor(LogitsProcessor):
 
 def unfollowed(matcher: Any) -> GrammarError:
     """Why a matcher is of no more use: it has met a token that it forbids, or a limit."""
-    return GrammarError(f"the grammar cannot be followed further: {_trouble(matcher)}")
+    return GrammarError(f"the grammar cannot be followed further: {trouble_of(matcher)}")
 
 
 def filled(matchers: Sequence[Any], vocabulary: int, device: torch.device) -> torch.Tensor:
