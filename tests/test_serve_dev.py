@@ -127,3 +127,57 @@ def test_the_requests_of_trl_are_answered_in_the_form_that_it_reads() -> None:
         assert [each["token_ids"] for each in greedy["choices"]] == [
             generated(each, max_new_tokens=6)[0] for each in ("The fox", "The owl")
         ]
+
+
+def test_options_that_a_route_does_not_know_are_refused_and_change_nothing() -> None:
+    with serving(dev=True) as served:
+        for path, body, *said in (
+            ("/pause", {"mode": "keep"}, "'mode (in the body)'", "?mode=... in its query"),
+            ("/pause?Mode=keep", {}, "'Mode'", "?mode=..."),
+            ("/pause?mode=never", {}, "mode: Input should be 'abort', 'wait', 'keep' or 'recompute'"),
+            ("/resume?mode=keep", {}, "'mode'", "/resume takes no options"),
+            ("/sleep", {"level": 2}, "'level (in the body)'", "?level=..."),
+        ):
+            found = str(post(served, path, 400, **body))
+            for each in said:
+                assert each in found.replace('\\"', "'").replace('"', "'")
+        assert served.client.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_pauses_that_wait_hold_up_no_other_calls() -> None:
+    """As many as there are threads for other calls: /metrics and /resume are answered."""
+    with serving(dev=True) as served:
+        body = {"prompt": "The fox", "max_tokens": 1000, "ignore_eos": True}
+        threads = [threading.Thread(target=served.post, args=("/v1/completions", body))]
+        threads += [threading.Thread(target=served.post, args=("/pause?mode=wait", {})) for _ in range(5)]
+        threads[0].start()
+        until(lambda: served.engine.stats()["running"])
+        for each in threads[1:]:
+            each.start()
+        threads[1].join(0.2)
+        assert served.client.get("/metrics").status_code == 200
+        post(served, "/resume")
+        assert threads[0].is_alive()
+        for each in threads:
+            each.join(60)
+        post(served, "/resume")
+
+
+def test_files_that_are_no_weights_are_the_clients_error_and_change_nothing(tmp_path: Path) -> None:
+    weights = {name: each.detach() * 1.5 for name, each in demo.model().named_parameters() if "norm" in name}
+    save_file(weights, tmp_path / "a.safetensors")
+    with serving(dev=True, api_keys=("k",), admin_api_keys=("a",)) as served:
+        admin = {"authorization": "Bearer a"}
+        before = served.complete("The fox", max_tokens=8)["choices"]
+        for content in (b"", b"x" * 99):
+            (tmp_path / "b.safetensors").write_bytes(content)
+            found = served.post("/load_weights", {"path": str(tmp_path)}, headers=admin)
+            assert found.status_code == 400
+            assert "b.safetensors is not in the form of safetensors" in found.json()["error"]["message"]
+        assert served.complete("The fox", max_tokens=8)["choices"] == before
+        for path, status in (("a" * 4000, 404), ("a" * 5000, 400), ("", 400)):
+            assert served.post("/load_weights", {"path": path}, headers=admin).status_code == status
+        # Other keys do not learn which files there are.
+        assert {
+            served.post("/load_weights", {"path": each}).status_code for each in ("/none", str(tmp_path))
+        } == {403}

@@ -156,3 +156,26 @@ def test_every_allowed_extreme_is_answered(served: Served, body: dict[str, Any],
     else:
         assert response.status_code == 200, response.text
     assert '"error"' not in response.text or response.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("responses", '"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"minimum": [1e400]}}]', "tools.0"),
+        ("responses", '"input": "a", "text": {"format": {"type": "json_schema", "name": "f", "schema": {"minimum": -1e400}}}', "text.format"),
+        ("chat/completions", '"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": 1e999}', "chat_template_kwargs"),
+        ("completions", '"prompt": "a", "guided_json": {"minimum": 1e400}', "guided_json"),
+    ],
+)  # fmt: skip
+def test_numbers_that_json_cannot_carry_again_are_refused(
+    served: Served, path: str, fields: str, param: str
+) -> None:
+    """1e400 is read as infinity, also in objects whose fields are not checked."""
+    for stream in ("true", "false"):
+        response = served.client.post(
+            f"/v1/{path}", content=f'{{{fields}, "stream": {stream}}}', headers={"content-type": "application/json"}
+        )  # fmt: skip
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["param"].startswith(param)
+        assert "beyond 1e308" in error["message"]

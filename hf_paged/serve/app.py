@@ -385,8 +385,11 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _wrong_path(request: Request, error: Exception) -> Response:
-    """What a path has in the place of a number; bodies are read by their own code."""
-    wrong = invalid("a part of the path is not what it must be; GET /openapi.json has its form")
+    """A part of a path or a query that is not what it must be; bodies are read by their own code."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    wrong = invalid(f"{name}: {first['msg']}; GET /openapi.json has the form of paths and queries", name)
     return JSONResponse(wrong.body, wrong.status, headers=wrong.headers)
 
 

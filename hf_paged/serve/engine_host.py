@@ -8,14 +8,14 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ..engine import Engine, Handle, Output
 from ..engine.outputs.output import NewTokens
@@ -257,11 +257,19 @@ class EngineHost:
 
 
 def _tensors(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of files by their names, one after the other."""
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # it is no mapping
-                yield name, opened.get_tensor(name)
+    """The tensors of files by their names, one after the other. All files are opened before the first."""
+    with ExitStack() as stack:
+        opened = []
+        for file in files:
+            try:
+                opened.append(stack.enter_context(safe_open(file, "pt")))
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{file} is not in the form of safetensors: {error}; save it again"
+                ) from error
+        for each in opened:
+            for name in each.keys():  # noqa: SIM118  # it is no mapping
+                yield name, each.get_tensor(name)
 
 
 def _plain(request: _HostedRequest, new: NewTokens) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -70,6 +72,15 @@ def _prompts(value: Any) -> Any:
     raise ValueError("a prompt is a text, a list of texts, a list of token ids, or a list of such lists")
 
 
+def _finite(value: dict[str, Any]) -> dict[str, Any]:
+    """An object, which JSON can carry again: 1e400 is read as infinity."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ValueError("a number in it is beyond 1e308; give a smaller one") from None
+    return value
+
+
 IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 TEXTS = {"type": "array", "items": {"type": "string"}}
 PROMPT_SCHEMA = {
@@ -85,6 +96,7 @@ Prompts = Annotated[list[Any], BeforeValidator(_prompts), WithJsonSchema(PROMPT_
 Stops = Annotated[list[str] | None, BeforeValidator(_listed), WithJsonSchema(STOP_SCHEMA)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Names = Annotated[str, Field(max_length=256)]
+Object = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 
 class Part(BaseModel):
@@ -107,7 +119,7 @@ class StreamOptions(Part):
     include_obfuscation: Literal[False] | None = None
 
 
-Schema = dict[str, Any] | bool
+Schema = Object | bool
 
 
 class JsonSchema(Part):
@@ -314,7 +326,7 @@ class ToolFunction(Part):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
     strict: bool | None = None
 
 
@@ -344,7 +356,7 @@ class ChatFields(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
     add_special_tokens: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None

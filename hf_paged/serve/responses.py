@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from .errors import invalid
-from .protocol import OF_CHATS, ChatRequest, Common, NamedFunction, Names, Part, ToolFunction, parsed
+from .protocol import OF_CHATS, ChatRequest, Common, NamedFunction, Names, Object, Part, ToolFunction, parsed
 
 UNSTORED = "nothing is stored; send the whole conversation as input"
 OF_RESPONSES: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -105,7 +105,7 @@ class TextFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     name: Names | None = None
     description: str | None = None
-    fits: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    fits: Annotated[Object | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -136,7 +136,7 @@ class ResponsesRequest(Common):
     reasoning: ReasoningOptions | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
 
     def chat(self) -> ChatRequest:
         """The same as a request for a chat."""
