@@ -110,7 +110,7 @@ def test_keys_do_not_find_each_others_prefixes(served: Served) -> None:
 def test_c43_a_key_keeps_its_share_of_the_cache() -> None:
     """C43: what one key floods the server with evicts its own prefixes; also if each request has a salt."""
     shares = {"key-1": 2.0}
-    with serving({"num_blocks": 64, "cache_shares": shares}, api_keys=("loud", "quiet")) as served:
+    with serving({"num_blocks": 64, "cache_shares": shares}, api_keys=("loud", "quiet"), admin_api_keys=("boss",)) as served:  # fmt: skip
 
         def ask(key: str, prompt: list[int], **more: object) -> int:
             body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
@@ -123,14 +123,15 @@ def test_c43_a_key_keeps_its_share_of_the_cache() -> None:
         for i in range(30):
             ask("loud", [100 + i, *range(20, 119)], cache_salt=str(i))
         assert [ask("quiet", prompt) for prompt in mine] == [79] * 3
-        metrics = served.client.get("/metrics", headers=asking("loud")).text
+        assert "tenant" not in served.client.get("/metrics", headers=asking("loud")).text
+        metrics = served.client.get("/metrics", headers=asking("boss")).text
         assert 'hf_paged:prefix_cache_blocks{model_name="demo",tenant="key-1"} 30' in metrics
         assert 'hf_paged:prefix_cache_lost_blocks_total{model_name="demo",tenant="key-1"}' not in metrics
 
 
 def test_c43_the_servers_own_answers_have_no_share() -> None:
     """C43: two keys divide the pool. What the server computes before it is ready is nobody's."""
-    with serving({"num_blocks": 64}, api_keys=("loud", "quiet")) as served:
+    with serving({"num_blocks": 64}, api_keys=("loud", "quiet"), admin_api_keys=("boss",)) as served:
 
         def ask(key: str, first: int, new: int) -> int:
             body = {
@@ -149,7 +150,8 @@ def test_c43_the_servers_own_answers_have_no_share() -> None:
         ) as clients:  # answers that grow into all that they may have, while they run
             list(clients.map(lambda i: ask("loud", 100 + i, 60), range(16)))
         assert [ask("quiet", 10 + i, 1) for i in range(3)] == [79] * 3
-        metrics = served.client.get("/metrics", headers=asking("loud")).text
+        metrics = served.client.get("/metrics", headers=asking("boss")).text
+        assert 'prefix_cache_blocks{model_name="demo",tenant="key-1"} 30' in metrics
         assert 'prefix_cache_blocks{model_name="demo",tenant=""}' not in metrics
 
 

@@ -110,6 +110,25 @@ def test_numbers_add_up(served: Served) -> None:
     assert after['hf_paged:num_requests_running{model_name="demo"}'] == 0
 
 
+def test_every_answer_of_a_client_that_leaves_counts(served: Served) -> None:
+    """Four answers to one prompt are four ends."""
+    aborted = 'hf_paged:request_success_total{model_name="demo",finished_reason="abort"}'
+    before = values(served).get(aborted, 0.0)
+    body = {
+        "prompt": "The fox",
+        "n": 4,
+        "temperature": 1,
+        "max_tokens": 900,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    for _ in range(2):
+        with served.client.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+    until(lambda: not served.service.admission.in_flight)
+    assert values(served)[aborted] - before == 8
+
+
 def test_histograms() -> None:
     histogram = Histogram("h", "", (1.0, 2.0))
     for value, times in ((0.5, 1), (1.0, 2), (1.5, 1), (9.0, 1)):

@@ -191,10 +191,11 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         return _model(service, service.model(name))
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": openapi.TEXT}})
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         stats = await service.engine.call("stats")
         infos = service.adapters.shown(await service.engine.call("adapters"))
-        text = service.metrics.exposition(stats, service.admission.in_flight, infos)
+        tenant = Context.of(request.scope).tenant
+        text = service.metrics.exposition(stats, service.admission.in_flight, infos, tenant.sees_all)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 

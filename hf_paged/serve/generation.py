@@ -264,7 +264,8 @@ class Generation:
                 continue
             each.noted = True
             self._engine.forget(each.handle)
-            self._metrics.success.add(finished_reason="abort", model_name=self._model)
+            for reason in each.reasons:
+                self._metrics.success.add(finished_reason=reason or "abort", model_name=self._model)
             each.cancel()
 
     def prompt_notes(self, prompt: int) -> list[TokenLogprob | None]:

@@ -115,9 +115,15 @@ class Metrics:
         ]
 
     def exposition(
-        self, stats: Mapping[str, Any], in_flight: int, adapters: Mapping[str, Any] | None = None
+        self,
+        stats: Mapping[str, Any],
+        in_flight: int,
+        adapters: Mapping[str, Any] | None = None,
+        tenants: bool = True,
     ) -> str:
-        """All metrics as text, with the values of `engine.stats()` and the infos of adapters."""
+        """All metrics as text, with the values of `engine.stats()` and the infos of adapters. tenants: with
+        the families that tell tenants apart.
+        """
         lines: list[str] = []
         for prefix in self._prefixes:
             for family in self._families:
@@ -125,7 +131,7 @@ class Metrics:
             for name, (kind, text, value) in engine_values(stats, in_flight).items():
                 shown = f"{name}_total" if kind == "counter" else name
                 lines += self._lines(prefix, name, kind, text, [(shown, (), value)])
-            for (name, kind, text), key in BY_TENANT.items():
+            for (name, kind, text), key in BY_TENANT.items() if tenants else ():
                 shown = f"{name}_total" if kind == "counter" else name
                 lines += self._lines(prefix, name, kind, text, _by_tenant(stats, shown, key))
             if adapters:
