@@ -148,3 +148,13 @@ def test_tokenize_and_back(served: Served) -> None:
     assert chats == tokenizer()(rendered(CHAT), add_special_tokens=False)["input_ids"]
     assert served.post("/detokenize", {"tokens": [10**6]}).status_code == 400
     assert served.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+def test_a_call_of_a_tool_without_content_is_taken(served: Served) -> None:
+    """openai-python's own form of an assistant's message: its content is left out, or null."""
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said: dict[str, Any] = {"role": "assistant", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "x", "content": "5"}
+    for message in (said, {**said, "content": None}):
+        messages = [CHAT[1], message, result]
+        assert chat(served, messages=messages, max_tokens=3)["usage"]["completion_tokens"] == 3

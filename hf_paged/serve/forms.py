@@ -330,8 +330,8 @@ class ChatForm(Form):
         }
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.token(token)
-        return {"token": self.name(token), "logprob": _finite(logprob), "bytes": list(text.encode())}
+        shown = list(self._tokenizer.bytes(token))
+        return {"token": self.name(token), "logprob": _finite(logprob), "bytes": shown}
 
 
 def _candidates(note: TokenLogprob) -> list[tuple[int, float]]:

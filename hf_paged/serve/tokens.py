@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
@@ -15,6 +16,7 @@ from .images import ChatPrompt, Images
 from .protocol import ChatFields, ImagePart, Message, TextPart
 from .replies import shown_tools
 from .text import Decoder
+from .token_bytes import TokenBytes, text_of
 from .turns import aside
 
 T = TypeVar("T")
@@ -57,8 +59,8 @@ class Tokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_paged tokenizer")
         self.shown = Decoder(tokenizer)
         self.whole = Decoder(tokenizer, skip_special_tokens=False)
-        self._names: dict[int, str] = {}
-        """How tokens read that were asked for: at most one text for each entry of the vocabulary."""
+        self.bytes = cache(TokenBytes(tokenizer, self.whole).of)
+        """The bytes of a token: kept, at most one for each entry of the vocabulary."""
 
     def close(self) -> None:
         """End the thread."""
@@ -131,9 +133,7 @@ class Tokenizer:
 
     def token(self, token: int) -> str:
         """How one token reads by itself."""
-        if token not in self._names:
-            self._names[token] = self.whole.decode([token])
-        return self._names[token]
+        return text_of(self.bytes(token))
 
     def offsets(self, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
         """Where in the text of ids each of them begins."""
@@ -216,7 +216,9 @@ def _shown(message: Message, in_parts: bool) -> dict[str, Any]:
     """
     found = message.model_dump(exclude_none=True, exclude={"content"})
     content = message.content
-    if content is not None:
+    if content is None:  # beside calls of tools; templates read it all the same
+        found["content"] = ""
+    else:
         parts = [TextPart(type="text", text=content)] if isinstance(content, str) else content
         if in_parts:
             shown = [
