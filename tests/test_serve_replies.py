@@ -161,6 +161,31 @@ def test_required_calls_need_no_response_template() -> None:
         assert "--response-template" in refused["message"]
 
 
+@pytest.mark.parametrize(
+    ("schema", "fits"),
+    [
+        ({"$ref": "#/definitions/X", "definitions": {"X": {"const": 5}}}, lambda found: found == 5),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/a-b"}}, "required": ["a"], "additionalProperties": False, "$defs": {"a-b": {"enum": ["x"]}}}, lambda found: found == {"a": "x"}),
+        ({"type": "array", "maxItems": 1, "items": {"$ref": "#"}}, lambda found: str(found).strip("[]") == ""),
+        ({"const": {"$ref": "#/x"}}, lambda found: found == {"$ref": "#/x"}),
+    ],
+)  # fmt: skip
+def test_references_of_tools_mean_their_own_schemas(served: Served, schema: Any, fits: Any) -> None:
+    """Where the answer is a list of calls as where it is the arguments of one."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    other = {"type": "function", "function": {"name": "g", "parameters": {"const": 7}}}
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        for seed in range(2):
+            body = {
+                "messages": CHAT, "max_tokens": 400, "temperature": 1, "seed": seed, "tools": [other, tool], "tool_choice": choice, "parallel_tool_calls": False,
+            }  # fmt: skip
+            found = served.post("/v1/chat/completions", body)
+            assert found.status_code == 200, found.text
+            for call in found.json()["choices"][0]["message"].get("tool_calls", ()):
+                arguments = json.loads(call["function"]["arguments"])
+                assert fits(arguments) if call["function"]["name"] == "f" else arguments == 7
+
+
 def test_tools_and_their_results_reach_the_template(served: Served) -> None:
     """A whole turn as openai-python sends it: the answer's message back, then the tool's result."""
     call = {

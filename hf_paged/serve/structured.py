@@ -23,6 +23,8 @@ AT_ONCE = 2
 """Grammars of one tenant that are compiled at once: it holds up its own others, and nobody else's."""
 MOST_CALLS = 16
 """Calls of tools in one answer, where calls are required."""
+VALUES = frozenset({"const", "default", "enum", "examples"})
+"""What has values in a schema, which are no schemas."""
 Making = Callable[[], str]
 
 
@@ -160,21 +162,30 @@ def _schema_of_calls(request: ChatRequest) -> dict[str, Any]:
     schemas = {each.function.name: each.function.parameters or anything for each in request.offered}
     if isinstance(request.tool_choice, NamedTool):
         return schemas[request.tool_choice.function.name]
-    definitions: dict[str, Any] = {}
-    for name, schema in schemas.items():
-        if "$defs" in schema:  # they are looked for at the root
-            moved = json.loads(json.dumps(schema).replace('"#/$defs/', f'"#/$defs/{name}/'))
-            definitions[name] = moved.pop("$defs")
-            schemas[name] = moved
+    # References count from the root: each tool's schema lies there under a name of its own.
+    definitions = {str(i): _moved(each, f"#/$defs/{i}") for i, each in enumerate(schemas.values())}
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "arguments": schema},
+            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for name, schema in schemas.items()
+        for i, name in enumerate(schemas)
     ]
     most = 1 if request.parallel_tool_calls is False else MOST_CALLS
     found = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": calls}}
-    return {"$defs": definitions, **found} if definitions else found
+    return {"$defs": definitions, **found}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema whose references to its own parts are right where it lies at `root` of another one."""
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: each if key in VALUES else _moved(each, root) for key, each in schema.items()}
+    target = found.get("$ref")
+    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
+        found["$ref"] = root + target[1:]
+    return found
