@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ import peft
 import torch
 from serving import Served, events, generated, serving, text, tokenizer, until
 
-from hf_paged import demo
+from hf_paged import Engine, demo
 
 KEY, ADMIN = "a-key", "the-operator's-key"
 NEW = 10
@@ -265,3 +267,27 @@ def test_one_model_answers_as_generate_does(served: Served) -> None:
     assert served.complete(PROMPT, max_tokens=NEW)["choices"][0]["text"] == text(
         generated(PROMPT, max_new_tokens=NEW)[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"r": -1}, "weights of rank 8 for .*, and its config r=-1"),
+        ({"r": "x"}, "its config r='x'"),
+        ({"rank_pattern": {"v_proj": 4}}, "its config r=4"),
+        ({"target_modules": ["zzz"]}, r"its config target_modules=.*zzz"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan for .*; expected a finite number"),
+        ({"alpha_pattern": {"v_proj": float("inf")}}, "lora_alpha=inf"),
+    ],
+)
+def test_configs_that_do_not_fit_their_weights_are_refused(
+    folders: dict[str, str], tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    """Before any request has the adapter."""
+    shutil.copytree(folders["poet"], tmp_path / "odd")
+    file = tmp_path / "odd" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with Engine(demo.model(), block_size=8, num_blocks=50) as engine:
+        with pytest.raises(ValueError, match=said):
+            engine.add_adapter("odd", str(tmp_path / "odd"))
+        engine.add_adapter("poet", folders["poet"])

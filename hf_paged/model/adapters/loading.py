@@ -253,6 +253,25 @@ def _scale(config: Any, path: str, rank: int) -> float:
     """What the product is multiplied with, as peft has it."""
     from peft.utils.other import get_pattern_key
 
+    ranks: dict[str, int] = config.rank_pattern or {}
+    own = ranks.get(get_pattern_key(list(ranks), path), config.r)
+    if own != rank or not _targets(config, path):
+        wanted = f"target_modules={config.target_modules!r}" if own == rank else f"r={own!r}"
+        raise ValueError(
+            f"the adapter has weights of rank {rank} for {path}, and its config {wanted:.200}; give the one "
+            "that it was saved with"
+        )
     patterns: dict[str, int] = config.alpha_pattern or {}
     alpha: float = patterns.get(get_pattern_key(list(patterns), path), config.lora_alpha)
-    return alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+    scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+    if not math.isfinite(scale):
+        raise ValueError(f"the adapter has lora_alpha={alpha} for {path}; expected a finite number")
+    return scale
+
+
+def _targets(config: Any, path: str) -> bool:
+    """Whether a config names a layer; one that peft has not completed names none by itself."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    open_ended = config.target_modules in (None, "all-linear")
+    return open_ended or bool(check_target_module_exists(config, path))
