@@ -17,6 +17,8 @@ pytest.importorskip("fastapi")
 
 from serving import GUARD, Served, generated, serving, text, until
 
+from hf_paged.serve.server import Server
+
 LONG = {"prompt": "The fox", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
@@ -27,6 +29,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serving(uds=str(path), limits={"write_seconds": 3.0, "body_seconds": 0.5}) as made:
         yield made
     assert not path.exists()
+
+
+def test_a_socket_on_which_a_server_answers_is_not_taken(served: Served) -> None:
+    with pytest.raises(ValueError, match="is the socket of a server that runs"):
+        Server(served.service).run()
+    assert served.client.get("/health").status_code == 200
 
 
 def connect(served: Served, body: dict[str, Any] | None, length: int = 0) -> socket.socket:
