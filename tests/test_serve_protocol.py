@@ -98,7 +98,7 @@ def test_bodies_that_are_no_requests(body: bytes) -> None:
         {"use_beam_search": True, "temperature": 0.5}, {"use_beam_search": True, "top_p": 0.5},
         {"use_beam_search": True, "n": 2, "top_k": 5}, {"max_tokens": 0}, {"prompt_logprobs": 5},
         {"min_tokens": 5, "max_tokens": 4}, {"max_tokens": 2000}, {"n": 200, "temperature": 1},
-        {"use_beam_search": True, "n": 33},
+        {"use_beam_search": True, "n": 33}, {"use_beam_search": True, "seed": 3},
     ],
 )  # fmt: skip
 def test_limits_and_contradictions_are_refused(served: Served, body: dict[str, Any]) -> None:
@@ -179,3 +179,11 @@ def test_numbers_that_json_cannot_carry_again_are_refused(
         error = response.json()["error"]
         assert error["param"].startswith(param)
         assert "beyond 1e308" in error["message"]
+
+
+@pytest.mark.parametrize("key", ["1_0", "+5", " 5", "05", "-0", "\u0665", "5.0", "five", "", "9" * 5000])
+def test_keys_of_logit_bias_are_plain_numbers(served: Served, key: str) -> None:
+    error = served.refusal(logit_bias={"5": 1.0, key: 1.0})
+    assert error["param"] == "logit_bias"
+    assert repr(key)[:50] in error["message"]
+    assert "expected the number of a token" in error["message"]

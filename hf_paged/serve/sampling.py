@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from .errors import invalid
@@ -14,11 +15,13 @@ NO_END = 2**31 - 1
 """An end of sequence that no model has."""
 
 
+NUMBER = re.compile("0|[1-9][0-9]{0,9}")
 OF_DRAWS: dict[str, tuple[float, ...]] = {
     "temperature": (0.0, 1.0),
     "top_p": (1.0,),
     "top_k": (0, -1),
     "min_p": (0.0,),
+    "seed": (),
 }
 """Options that a beam search does not take, and their neutral values."""
 OF_BEAMS: dict[str, tuple[float, ...]] = {"length_penalty": (1.0,), "early_stopping": (False,)}
@@ -163,7 +166,11 @@ class Sampling:
         return found
 
     def _bias(self, request: Generating) -> dict[int, float]:
-        try:
-            return {int(token): float(value) for token, value in (request.logit_bias or {}).items()}
-        except ValueError:
-            raise invalid("logit_bias is an object of token ids and numbers", "logit_bias") from None
+        given = request.logit_bias or {}
+        for key in given:
+            if NUMBER.fullmatch(key) is None:  # int() also takes "+5", "1_0" and digits of other scripts
+                raise invalid(
+                    f"logit_bias has the key {key[:80]!r}; expected the number of a token, as '5'",
+                    "logit_bias",
+                )
+        return {int(key): float(value) for key, value in given.items()}
