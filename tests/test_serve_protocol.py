@@ -9,8 +9,10 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from pydantic import BaseModel, ValidationError
 from serving import Served, serving
 
+from hf_paged.serve.app import POSTS
 from hf_paged.serve.errors import ApiError
 from hf_paged.serve.protocol import NEUTRAL, WITHOUT_EFFECT, ChatRequest, CompletionRequest, fields_of, parsed
 
@@ -130,6 +132,47 @@ def test_the_description_names_every_field(served: Served) -> None:
     body = described["paths"]["/v1/completions"]["post"]["requestBody"]
     assert body["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/CompletionRequest"}
     assert "Message" in schemas
+
+
+LONG = 3000
+KINDS = [kind for post in POSTS for kind in post.kinds]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_long_list_of_wrong_items_is_one_error(kind: type[BaseModel]) -> None:
+    """Whatever the field, also deep within others: an error for each item would take seconds and gigabytes."""
+    for name, field in kind.model_fields.items():
+        for wrong in ([-500.5] * LONG, {str(i): -500.5 for i in range(LONG)}):
+            for value in (wrong, [{"role": "user", "type": "text", "content": wrong, "tool_calls": wrong}]):
+                assert _errors(kind, {field.alias or name: value}) < 40, name
+
+
+def _errors(kind: type[BaseModel], body: dict[str, Any]) -> int:
+    try:
+        kind.model_validate(body)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "named"),
+    [
+        ({"prompt": "a", **{f"x{i}": 1 for i in range(300)}}, 400, "301 fields"),
+        ({"prompt": "a", "y" * 100_000: 1}, 400, "y" * 80 + "'"),
+        ({"prompt": "a", "tools": [{}] * 30_000}, 413, "25000 objects"),
+    ],
+    ids=range(3),
+)
+def test_large_and_odd_objects(body: dict[str, Any], status: int, named: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parsed(CompletionRequest, fields_of(json.dumps(body).encode()))
+    assert caught.value.status == status
+    assert named in caught.value.message
+    assert len(caught.value.message) < 300
+    parsed(
+        CompletionRequest, fields_of(json.dumps({"prompt": "{" * 30_000}).encode())
+    )  # a text may have them
 
 
 @pytest.mark.parametrize("stream", [False, True])
