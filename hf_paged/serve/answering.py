@@ -180,8 +180,6 @@ async def _answered(
         return EventStream(
             _chunks(call, generation, form, prompts),
             generation.leave,
-            service.options.limits.write_seconds,
-            call.context.drop,
             stack.pop_all().close,
         )
 

@@ -15,7 +15,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.types import Scope
 
 import hf_paged
 
@@ -54,8 +53,8 @@ WARM_UP = 4
 """Tokens of the answer that is computed before the server is ready."""
 
 
-def make_app(service: Service, drop: Callable[[Scope], None] = lambda scope: None) -> FastAPI:
-    """The ASGI application of a service. drop: closes the connection of a request at once."""
+def make_app(service: Service) -> FastAPI:
+    """The ASGI application of a service."""
     app = FastAPI(
         title="hf_paged",
         version=hf_paged.__version__,
@@ -70,7 +69,7 @@ def make_app(service: Service, drop: Callable[[Scope], None] = lambda scope: Non
         },
     )
     options = service.options
-    app.add_middleware(Guard, service=service, drop=drop)
+    app.add_middleware(Guard, service=service)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
@@ -232,13 +231,10 @@ def _add_map(app: FastAPI, service: Service) -> None:
         responses={200: {"content": openapi.STREAM}, **openapi.errors(429)},
     )
     async def live(request: Request) -> Response:
-        context = Context.of(request.scope)
-        viewer = service.live.enter(context.tenant)
+        viewer = service.live.enter(Context.of(request.scope).tenant)
         return EventStream(
             service.live.events(viewer),
             viewer.leave,
-            service.options.limits.write_seconds,
-            context.drop,
             lambda: service.live.close(viewer),
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +12,10 @@ KEY = "hf_paged"
 
 @dataclass
 class Context:
-    """An HTTP request: its number, its tenant, and the facts of its log line.
-
-    drop: closes its connection without waiting for what is in its buffer.
-    """
+    """An HTTP request: its number, its tenant, and the facts of its log line."""
 
     request_id: str
     tenant: Tenant
-    drop: Callable[[], None]
     notes: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -6,7 +6,6 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -30,14 +29,12 @@ log = logging.getLogger("hf_paged.serve")
 class Guard:
     """ASGI middleware around all routes."""
 
-    def __init__(self, app: ASGIApp, service: Service, drop: Callable[[Scope], None]) -> None:
-        """drop: closes the connection of a request without waiting for its buffer."""
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._options = service.options
         self._keys = service.keys
         self._metrics = service.metrics
         self._turns = service.turns
-        self._drop = drop
         self._hosts = frozenset(service.options.allowed_hosts) or (
             LOOPBACK_NAMES if service.options.loopback else None
         )
@@ -50,7 +47,7 @@ class Guard:
             await self._turns.take()  # a thousand that arrive at once must not delay /health
         scope["root_path"] = self._options.root_path  # with it or without it, as a proxy may pass it on
         headers = Headers(scope=scope)
-        context = Context(_request_id(headers), Tenant("unknown", None), lambda: self._slow(scope))
+        context = Context(_request_id(headers), Tenant("unknown", None))
         scope[KEY] = context
         answer = _GuardedAnswer(send, context.request_id)
         begun = time.monotonic()
@@ -64,10 +61,6 @@ class Guard:
             await answer.fail(ApiError(500, "the server failed; see its log"), scope, receive)
         finally:
             self._note(scope, context, answer.status, time.monotonic() - begun)
-
-    def _slow(self, scope: Scope) -> None:
-        self._metrics.slow_readers.add()
-        self._drop(scope)
 
     def _admitted(self, scope: Scope, headers: Headers) -> Tenant:
         """Whose request it is, or 400, 401 or 403."""

@@ -33,10 +33,10 @@ class ServerLimits:
         32, "a text of more characters than this times the longest sequence is not tokenized"
     )
     waiting: int = _limit(1024, "prompts under way beyond those that can run; more are answered with 429")
-    connections: int = _limit(4096, "open connections")
+    connections: int = _limit(4096, "requests that are being read or answered; more are answered with 503")
     request_seconds: float = _limit(600.0, "from arrival to the last token")
     body_seconds: float = _limit(30.0, "until a body is complete")
-    write_seconds: float = _limit(60.0, "that a client may leave a full connection unread")
+    write_seconds: float = _limit(60.0, "in which a client must read something of what was sent")
     drain_seconds: float = _limit(30.0, "from SIGTERM to the end of all answers")
     images: int = _limit(8, "images of a request")
     image_pixels: int = _limit(2**25, "pixels of all images of a request")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import importlib.util
 import os
 import signal
 import socket
@@ -13,12 +12,13 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 
 import uvicorn
-from starlette.types import Scope
 
 from .app import log, make_app
+from .connection import Connection
 from .service import Service
 
 LAST_SECONDS = 2
@@ -47,7 +47,7 @@ class Server(uvicorn.Server):
         """When all garbage was collected, while no request was under way."""
         self._count = 0.0
         """How many requests had been answered then."""
-        super().__init__(_config(service, self.drop))
+        super().__init__(_config(service))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen. The model warms up meanwhile."""
@@ -121,28 +121,18 @@ class Server(uvicorn.Server):
             self._collected = time.monotonic()
             self._count = count
 
-    def drop(self, scope: Scope) -> None:
-        """Close the connection of a request without waiting for what its client has not read."""
-        for connection in list(self.server_state.connections):
-            if getattr(connection, "scope", None) is scope:
-                transport = getattr(connection, "transport", None)
-                if transport is not None:
-                    transport.abort()
 
-
-def _config(service: Service, drop: object) -> uvicorn.Config:
+def _config(service: Service) -> uvicorn.Config:
     options = service.options
-    fast = importlib.util.find_spec("httptools") is not None
     return uvicorn.Config(
-        make_app(service, drop),  # type: ignore[arg-type]
+        make_app(service),
         host=options.host,
         port=options.port,
-        http="httptools" if fast else "h11",
+        http=partial(Connection, service=service),  # type: ignore[arg-type]
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=options.limits.connections,
         timeout_graceful_shutdown=LAST_SECONDS,
         ssl_keyfile=options.ssl_keyfile,
         ssl_certfile=options.ssl_certfile,

@@ -1,10 +1,9 @@
-"""Server-sent events, clients that leave, and clients that do not read."""
+"""Server-sent events, and clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,9 +37,7 @@ def noticing(receive: Receive, gone: Callable[[], None]) -> Iterator[None]:
 
 
 class EventStream(Response):
-    """A stream of events. A full connection that is not read for `patience` seconds is closed; a client that
-    leaves is noticed at once.
-    """
+    """A stream of events. A client that leaves is noticed at once."""
 
     media_type = "text/event-stream"
 
@@ -48,23 +45,15 @@ class EventStream(Response):
         self,
         chunks: AsyncIterator[bytes],
         gone: Callable[[], None],
-        patience: float,
-        drop: Callable[[], None],
         end: Callable[[], None],
     ) -> None:
-        """gone: called when the client has left. drop: closes the connection without waiting for its buffer.
-        end: called at last, whatever happened.
-        """
+        """gone: called when the client has left. end: called at last, whatever happened."""
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._chunks = chunks
         self._gone = gone
-        self._patience = patience
-        self._drop = drop
         self._end = end
-        self._since: float | None = None
-        """When the chunk that is being sent was begun."""
 
     def init_headers(self, headers: Any = None) -> None:
         """As Response does, without a length."""
@@ -72,25 +61,13 @@ class EventStream(Response):
         self.raw_headers = [(name.encode(), value.encode()) for name, value in pairs.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._watch()
         with noticing(receive, self._gone):
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async for chunk in self._chunks:
-                    self._since = time.monotonic()
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    self._since = None
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             except OSError:  # the client left while something was sent
                 self._gone()
             finally:
-                self._watching.cancel()
                 self._end()
-
-    def _watch(self) -> None:
-        """Drop the connection if a chunk waits for too long: one timer costs less than a timeout at each."""
-        if self._since is not None and time.monotonic() - self._since > self._patience:
-            self._gone()
-            self._drop()  # `send` returns then
-            return
-        self._watching = asyncio.get_running_loop().call_later(self._patience / 4, self._watch)
