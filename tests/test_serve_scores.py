@@ -4,6 +4,7 @@ evaluations ask for it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 pytest.importorskip("fastapi")
 
-from serving import Served, generated, ids, serving, text, tokenizer
+from serving import Served, generated, ids, serving, text, tokenizer, until
 
 from hf_paged import demo
 
@@ -23,6 +24,18 @@ TEXT = "The fox and the owl went to the old tree. They were happy."
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with serving() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def bounded() -> Iterator[Served]:
+    with serving(limits={"shown_tokens": 5000}) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[Served]:
+    with serving(limits={"chars_per_token": 1024}) as made:
         yield made
 
 
@@ -143,3 +156,46 @@ def test_what_cannot_be_scored_is_refused(served: Served) -> None:
     room = served.service.longest
     refused = served.refusal(prompt=[5] * room, echo=True, logprobs=1, max_tokens=0)
     assert refused["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"max_tokens": 0, "echo": True, "n": 2, "temperature": 1}, "n"),
+        ({"max_tokens": 0, "echo": True, "best_of": 2, "temperature": 1}, "n"),
+        ({"max_tokens": 0, "echo": True, "prompt": [[5] * 2000]}, "prompt"),
+        ({"max_tokens": 0, "echo": True, "prompt": "a " * 2000}, "max_tokens"),
+        ({"max_tokens": 1, "echo": True, "prompt": [[5] * 1000] * 2, "n": 3, "temperature": 1}, "prompt"),
+        ({"max_tokens": 1, "echo": True, "prompt": [5] * 300, "logprobs": 20}, "prompt"),
+        ({"max_tokens": 1, "prompt": [5] * 300, "prompt_logprobs": 20}, "prompt"),
+        ({"max_tokens": 1, "prompt": [[5] * 1000] * 6, "return_token_ids": True}, "prompt"),
+    ],
+)
+def test_an_answer_is_not_many_times_its_request(bounded: Served, body: dict[str, Any], param: str) -> None:
+    assert bounded.refusal(**body)["param"] == param
+
+
+def test_what_is_within_the_bound_is_shown(bounded: Served) -> None:
+    found = bounded.complete([5] * 200, max_tokens=1, echo=True, logprobs=20)
+    assert len(found["choices"][0]["logprobs"]["tokens"]) == 201
+    assert bounded.complete([[5] * 1000] * 6, max_tokens=1)["choices"]
+
+
+def test_detokenize_is_bounded(bounded: Served) -> None:
+    assert bounded.post("/detokenize", {"tokens": [5] * 20_000}).status_code == 413
+    assert bounded.post("/detokenize", {"tokens": [5] * 2000}).status_code == 200
+
+
+def test_a_long_text_delays_no_short_one(roomy: Served) -> None:
+    """It is tokenized in a thread of its own."""
+    answers: list[str] = []
+
+    def ask(prompt: str) -> None:
+        answers.append(roomy.post("/tokenize", {"prompt": prompt}).text[:20])
+
+    long = threading.Thread(target=ask, args=(TEXT[:16] * 62_000,))
+    long.start()
+    until(lambda: roomy.service.admission.in_flight == 1)
+    ask("The fox")
+    long.join()
+    assert answers[0] == roomy.post("/tokenize", {"prompt": "The fox"}).text[:20]

@@ -80,6 +80,7 @@ class Gateway:
             Images(None, self._options.limits, refusal="their blocks are not named"),
             ANY_ID,
             self._options.limits.body_bytes,
+            1,
             cli.template_of(given.chat_template),
         )
 

@@ -54,25 +54,34 @@ async def complete(service: Service, http: Request, body: bytes) -> Response:
             "max_tokens=0 leaves nothing to answer; give 1 or more, or echo=true, or prompt_logprobs",
             "max_tokens",
         )
+    if request.silent and request.drawn > 1:
+        raise invalid(f"max_tokens=0 makes {request.drawn} answers equal; leave n and best_of out", "n")
     if request.drawn < request.answers:
         raise invalid(f"best_of={request.best_of} is less than n={request.n}; raise best_of", "best_of")
     if request.drawn > 1 and request.best_of and (request.stream or request.use_beam_search):
         raise invalid("best_of ranks whole samples; leave stream and use_beam_search out", "best_of")
 
+    echoes: list[str] = []
+
     async def read() -> list[ChatPrompt]:
         special = request.add_special_tokens is not False
-        return [ChatPrompt(await service.tokenizer.ids(each, special)) for each in prompts]
+        found = [ChatPrompt(await service.tokenizer.ids(each, special)) for each in prompts]
+        _require_few_shown(call, found)
+        if request.echo:
+            pairs = zip(prompts, found, strict=True)
+            echoes.extend(
+                [
+                    given if isinstance(given, str) else await service.tokenizer.decoded(each.ids)
+                    for given, each in pairs
+                ]
+            )
+        return found
 
     def form(number: str, found: Ids) -> Form:
         made = CompletionForm(number, call.model, service.tokenizer, found, request.answers)
         made.texts = [isinstance(each, str) for each in prompts]
         made.favourites = request.logprobs or 0
-        if request.echo:
-            pairs = zip(prompts, found, strict=True)
-            made.echoes = [
-                given if isinstance(given, str) else service.tokenizer.text(list(each))
-                for given, each in pairs
-            ]
+        made.echoes = echoes
         return made
 
     return await _answered(call, len(prompts), read, form, request.max_tokens, COMPLETION_TOKENS, "cmpl-")
@@ -110,7 +119,9 @@ async def _chat(
     service.replies.check(request, service.options.limits.tools)
 
     async def read() -> list[ChatPrompt]:
-        return [await service.tokenizer.chat(request)]
+        found = [await service.tokenizer.chat(request)]
+        _require_few_shown(call, found)
+        return found
 
     def form(number: str, found: Ids) -> Form:
         made = kind(number, call.model, service.tokenizer, found, request.answers)
@@ -119,6 +130,22 @@ async def _chat(
 
     default = service.engine.facts.defaults.max_new_tokens
     return await _answered(call, 1, read, form, asked, default, prefix)
+
+
+def _require_few_shown(call: EndpointCall, prompts: list[ChatPrompt]) -> None:
+    """An answer must not be many times its request."""
+    request = call.request
+    if not request.shows_prompt:
+        return
+    tokens = sum(len(each.ids) for each in prompts)
+    shown = tokens * request.answers * (1 + (request.scored or 0))
+    most = call.service.options.limits.shown_tokens
+    if shown > most:
+        raise invalid(
+            f"{tokens} tokens of prompts in {request.answers} answers with {request.scored or 0} alternatives "
+            f"are {shown}, the limit is {most}; send fewer prompts, or lower n or logprobs",
+            "prompt",
+        )
 
 
 def _call(service: Service, http: Request, request: Generating) -> EndpointCall:
@@ -208,12 +235,12 @@ def _submissions(
     request = call.request
     tenant = call.context.tenant
     scored = request.scored
-    if asked == 0 and scored is None:
-        return []
     made = []
     for ids, media in prompts:
         # The engine answers with one token at least; it is left out where none is asked for.
         new = service.new_tokens(asked or (1 if asked == 0 else None), default, len(ids))
+        if asked == 0 and scored is None:
+            continue
         keywords = {**service.keywords(request, tenant, new), **adapter}
         if scored is not None:
             keywords["prompt_logprobs"] = scored or True
@@ -272,7 +299,7 @@ async def _whole(call: EndpointCall, generation: Generation, form: Form, prompts
         raise ApiError(
             504, "the request was broken off before its first token; send it again", code="timeout"
         )
-    if request.scored is None:
+    if not request.shows_prompt:
         return JSONResponse(form.whole(answers, usage))
     # Of every token of the prompts there is something to write.
     return await asyncio.to_thread(lambda: JSONResponse(form.whole(answers, usage)))
@@ -291,7 +318,7 @@ async def _chunks(
         if not generation.answers:
             yield b"".join(map(form.chunk, _nothing_new(call, prompts)))
         async for pieces in generation.pieces():
-            if pieces and call.request.scored is not None:
+            if pieces and call.request.shows_prompt:
                 chunk = await asyncio.to_thread(_written, form, _shown(call, pieces))
             else:
                 chunk = _written(form, pieces) if pieces else ALIVE

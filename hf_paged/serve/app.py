@@ -270,7 +270,7 @@ async def tokenize(service: Service, http: Request, body: bytes) -> Response:
             ids = await service.tokenizer.ids(request.prompt, request.add_special_tokens is not False)
     found = {"count": len(ids), "max_model_len": service.longest, "tokens": list(ids)}
     if request.return_token_strs:
-        found["token_strs"] = [service.tokenizer.token(each) for each in ids]
+        found["token_strs"] = await service.tokenizer.names(ids)
     return JSONResponse(found)
 
 
@@ -278,7 +278,9 @@ async def detokenize(service: Service, http: Request, body: bytes) -> Response:
     """POST /detokenize: the text of ids."""
     request = parsed(DetokenizeRequest, fields_of(body))
     service.model(request.model)
-    return JSONResponse({"prompt": service.tokenizer.text(request.tokens, bool(request.skip_special_tokens))})
+    with service.admission.place(1):
+        text = await service.tokenizer.decoded(request.tokens, bool(request.skip_special_tokens))
+    return JSONResponse({"prompt": text})
 
 
 # ---- adapters

@@ -29,8 +29,11 @@ class ServerLimits:
     logit_bias: int = _limit(1024, "tokens with a bias, and stop token ids")
     grammar_chars: int = _limit(65536, "characters of a JSON schema, a pattern or a grammar")
     tools: int = _limit(128, "tools of a chat")
+    shown_tokens: int = _limit(
+        2**20, "tokens of prompts in an answer: of all prompts, times answers, times 1 + alternatives"
+    )
     chars_per_token: int = _limit(
-        32, "a text of more characters than this times the longest sequence is not tokenized"
+        16, "a text of more characters than this times the longest sequence is not tokenized"
     )
     waiting: int = _limit(1024, "prompts under way beyond those that can run; more are answered with 429")
     connections: int = _limit(4096, "requests that are being read or answered; more are answered with 503")

@@ -248,6 +248,11 @@ class Generating(Common):
         return False
 
     @property
+    def shows_prompt(self) -> bool:
+        """Whether every answer has tokens of its prompt."""
+        return bool(self.return_token_ids) or self.scored is not None
+
+    @property
     def with_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -278,6 +283,10 @@ class CompletionRequest(Generating):
     @property
     def silent(self) -> bool:
         return self.max_tokens == 0
+
+    @property
+    def shows_prompt(self) -> bool:
+        return bool(self.echo) or super().shows_prompt
 
 
 class TextPart(Part):
@@ -427,7 +436,7 @@ class TokenizeChat(ChatFields):
 class DetokenizeRequest(Body):
     """POST /detokenize."""
 
-    tokens: Annotated[list[Token], Field(max_length=10_000_000)]
+    tokens: list[Token]
     skip_special_tokens: bool | None = None
 
 

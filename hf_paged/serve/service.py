@@ -73,7 +73,7 @@ class Service:
         sampling = Sampling(facts.defaults, facts.ends, limits, budget, facts.priorities)
         return cls(
             engine,
-            Tokenizer(words, images, facts.vocabulary, longest * limits.chars_per_token, template),
+            Tokenizer(words, images, facts.vocabulary, longest, limits.chars_per_token, template),
             options,
             sampling,
             QueueLimit(budget + limits.waiting, lambda: not engine.driven, lambda: metrics.end_to_end.mean),

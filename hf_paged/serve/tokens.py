@@ -25,6 +25,8 @@ BLANK = (
     "iVBORw0KGgoAAAANSUhEUgAAAEAAAABAAQAAAACCEkxzAAAAD0lEQVR4nGNgGAWjgHwAAAJAAAFZNqEDAAAAAElFTkSuQmCC"
 )
 """A black image of 64 x 64 pixels."""
+LONG = 2**16
+"""Characters from which a text is a long one."""
 RESERVED = frozenset(
     {
         "add_generation_prompt", "chat_template", "conversation", "continue_final_message", "documents",
@@ -36,8 +38,8 @@ RESERVED = frozenset(
 
 
 class Tokenizer:
-    """The served model's tokenizer. One thread of its own makes ids of texts, so that a long one does not
-    hold up the event loop.
+    """The served model's tokenizer. Threads of its own make ids of texts, so that a long one does not hold up
+    the event loop, nor the short ones of others.
     """
 
     def __init__(
@@ -45,35 +47,44 @@ class Tokenizer:
         tokenizer: Any,
         images: Images,
         vocabulary: int,
-        most_chars: int,
+        longest: int,
+        chars_per_token: int,
         template: str | None = None,
     ) -> None:
-        """vocabulary: how many ids the model has embeddings for. most_chars: of a text. template: instead of
-        the chat template of the processor or of the tokenizer.
+        """vocabulary: how many ids the model has embeddings for. longest: tokens of a sequence. template:
+        instead of the chat template of the processor or of the tokenizer.
         """
         self.hf = tokenizer
         self.images = images
         self.vocabulary = vocabulary
-        self._most_chars = most_chars
+        self._longest = longest
+        self._most_chars = longest * chars_per_token
         self._template = template or _default(getattr(images.processor, "chat_template", None))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_paged tokenizer")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="hf_paged tokenizer of long texts")
         self.shown = Decoder(tokenizer)
         self.whole = Decoder(tokenizer, skip_special_tokens=False)
         self.bytes = cache(TokenBytes(tokenizer, self.whole).of)
         """The bytes of a token: kept, at most one for each entry of the vocabulary."""
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._long.shutdown(wait=False, cancel_futures=True)
 
     async def ids(self, prompt: Any, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The ids of a text, or ids that the model knows."""
         if isinstance(prompt, str):
             self._require_short(len(prompt), "prompt")
-            found = await self._aside(lambda: self._encode(prompt, add_special_tokens))
+            found = await self._aside(lambda: self._encode(prompt, add_special_tokens), len(prompt))
         else:
             found = tuple(prompt)
-            self._require_short(len(found), "prompt")
+            if len(found) > self._longest:
+                raise invalid(
+                    f"the prompt has {len(found)} tokens and a sequence at most {self._longest}; shorten it",
+                    "prompt",
+                    "context_length_exceeded",
+                )
         return self._known(found)
 
     async def chat(self, request: ChatFields) -> ChatPrompt:
@@ -82,7 +93,8 @@ class Tokenizer:
         if urls:
             self.images.check(len(urls))
         messages = [_shown(each, self.images.processor is not None) for each in request.messages]
-        self._require_short(sum(map(_length, messages)), "messages")
+        length = sum(map(_length, messages))
+        self._require_short(length, "messages")
         extra = dict(request.chat_template_kwargs or {})
         taken = sorted(RESERVED & extra.keys())
         if taken:
@@ -104,7 +116,7 @@ class Tokenizer:
                 "continue_final_message and add_generation_prompt exclude each other; give one of them",
                 "continue_final_message",
             )
-        text = await self._aside(lambda: self._written(messages, {**extra, **options}))
+        text = await self._aside(lambda: self._written(messages, {**extra, **options}), length)
         special = request.add_special_tokens
         if special is None:  # templates of processors may leave the first token to the tokenizer
             first = getattr(self.hf, "bos_token", None)
@@ -113,7 +125,7 @@ class Tokenizer:
         if urls:
             found = await self.images.prompt(text, urls, special)
         else:
-            found = ChatPrompt(await self._aside(lambda: self._encode(text, special)))
+            found = ChatPrompt(await self._aside(lambda: self._encode(text, special), len(text)))
         self._known(found.ids)
         return found
 
@@ -126,6 +138,15 @@ class Tokenizer:
         """The text of ids."""
         self._known(tuple(ids), "tokens")
         return (self.shown if skip_special_tokens else self.whole).decode(ids)
+
+    async def decoded(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of ids that a client has sent."""
+        self._require_short(len(ids), "tokens")
+        return await self._aside(lambda: self.text(list(ids), skip_special_tokens), len(ids))
+
+    async def names(self, ids: Sequence[int]) -> list[str]:
+        """How each of some tokens reads by itself."""
+        return await self._aside(lambda: [self.token(each) for each in ids], len(ids))
 
     def count(self, text: str) -> int:
         """How many tokens a text has."""
@@ -174,8 +195,8 @@ class Tokenizer:
                 "reasoning_effort",
             )
 
-    async def _aside(self, act: Callable[[], T]) -> T:
-        return await aside(self._thread, act)
+    async def _aside(self, act: Callable[[], T], size: int) -> T:
+        return await aside(self._long if size > LONG else self._thread, act)
 
     def _require_short(self, length: int, name: str) -> None:
         if length > self._most_chars:
