@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -200,3 +201,11 @@ def test_hosts_and_origins() -> None:
         assert served.client.get("/version", headers={"host": "models.example"}).status_code == 200
         assert served.client.get("/health", headers={"host": "models.example:80"}).status_code == 200
         assert served.client.get("/version").status_code == 403
+        assert served.client.get("/version", headers={"host": "MODELS.example"}).status_code == 200
+        assert served.client.get("/live").status_code == 200  # as a health check in the container asks
+    with serving(host="127.0.0.2") as served:
+        assert served.client.get("/version").status_code == 200
+        assert served.client.get("/version", headers={"host": "LocalHost"}).status_code == 200
+        with socket.create_connection(("127.0.0.2", served.port)) as old:
+            old.sendall(b"GET /version HTTP/1.0\r\n\r\n")
+            assert b" 200 " in old.recv(100)

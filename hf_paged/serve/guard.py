@@ -35,9 +35,9 @@ class Guard:
         self._keys = service.keys
         self._metrics = service.metrics
         self._turns = service.turns
-        self._hosts = frozenset(service.options.allowed_hosts) or (
-            LOOPBACK_NAMES if service.options.loopback else None
-        )
+        options = service.options
+        hosts = options.allowed_hosts or ((*LOOPBACK_NAMES, options.host) if options.loopback else ())
+        self._hosts = frozenset(each.lower() for each in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,9 +64,10 @@ class Guard:
 
     def _admitted(self, scope: Scope, headers: Headers) -> Tenant:
         """Whose request it is, or 400, 401 or 403."""
-        self._check_host(headers)
-        self._check_origin(headers)
         path = scope["path"].removeprefix(self._options.root_path)
+        if path not in OPEN_PATHS:  # health checks come by addresses of all kinds
+            self._check_host(headers)
+        self._check_origin(headers)
         if path in OPEN_PATHS or path == PAGE:
             return Tenant("open", None)
         tenant = self._keys.tenant(bearer(headers.get("authorization")))
@@ -81,10 +82,11 @@ class Guard:
 
     def _check_host(self, headers: Headers) -> None:
         """A page that has its own name point here must not be answered (DNS rebinding)."""
-        if self._hosts is None or self._options.uds is not None:
-            return
-        host = _without_port(headers.get("host", ""))
-        if host not in self._hosts:
+        given = headers.get("host")
+        if given is None or not self._hosts or self._options.uds is not None:
+            return  # a browser always sends one
+        host = _without_port(given)
+        if host.lower() not in self._hosts:
             raise ApiError(
                 403, f"the Host {host[:80]!r} is not this server's; start it with --allowed-host to allow it"
             )
