@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -43,6 +44,22 @@ def test_places_are_counted_and_given_back() -> None:
     assert admission.in_flight == 0
     admission.state = "draining"
     assert status(admission) == 503
+
+
+def test_bodies_have_a_budget_together() -> None:
+    """Those that do not come take it until they end; small ones are always read."""
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 500000\r\n\r\n"
+    with serving(limits={"bodies_bytes": 500_000}) as served:
+        stalled = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(2)]
+        for each in stalled:
+            each.sendall(head + b" " * 290_000)
+        until(lambda: served.service.bodies.held > 440_000)
+        large = served.post("/tokenize", {"prompt": "a" * 200_000})
+        assert (large.status_code, large.headers["retry-after"]) == (429, "5")
+        assert served.complete(max_tokens=1)["choices"]
+        for each in stalled:
+            each.close()
+        until(lambda: served.service.bodies.held == 0)
 
 
 def test_a_drain_waits_and_then_breaks_off() -> None:

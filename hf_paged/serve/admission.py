@@ -22,6 +22,31 @@ class Cancellable(Protocol):
         """Break it off; its answers end with "abort"."""
 
 
+class ByteBudget:
+    """Bytes that all requests may hold together."""
+
+    def __init__(self, most: int, what: str) -> None:
+        """what: the bytes are, in the plural."""
+        self.held = 0
+        self._most = most
+        self._what = what
+
+    def take(self, size: int) -> None:
+        """Hold so many more, or raise 429."""
+        if self.held + size > self._most:
+            raise ApiError(
+                429,
+                f"{self._what} have {self.held} bytes, the limit is {self._most}; try again in 5 s",
+                code="queue_full",
+                headers={"retry-after": "5"},
+            )
+        self.held += size
+
+    def give(self, size: int) -> None:
+        """Hold so many less."""
+        self.held -= size
+
+
 class QueueLimit:
     """How many engine requests are under way, and whether more are let in.
 

@@ -142,7 +142,7 @@ def _require_few_shown(call: EndpointCall, prompts: list[ChatPrompt]) -> None:
     most = call.service.options.limits.shown_tokens
     if shown > most:
         raise invalid(
-            f"{tokens} tokens of prompts in {request.answers} answers with {request.scored or 0} alternatives "
+            f"{tokens} tokens of prompts, {request.answers} answers and {request.scored or 0} alternatives "
             f"are {shown}, the limit is {most}; send fewer prompts, or lower n or logprobs",
             "prompt",
         )

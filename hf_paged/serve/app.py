@@ -359,7 +359,8 @@ def _add_posts(app: FastAPI, service: Service) -> None:
 
 def _add_post(app: FastAPI, service: Service, post: Post) -> None:
     async def route(request: Request) -> Response:
-        return await post.answer(service, request, await read_body(request, service.options.limits))
+        body = await read_body(request, service.options.limits, service.bodies)
+        return await post.answer(service, request, body)
 
     app.add_api_route(
         post.path,

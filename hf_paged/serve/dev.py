@@ -44,14 +44,16 @@ def add_dev_routes(app: FastAPI, service: Service) -> None:
         known = [each.alias for each in route.dependant.query_params]
         given = list(http.query_params)
         if route.path != "/load_weights" and _has_body(http):
-            given += [f"{name} (in the body)" for name in fields_of(await read_body(http, limits))]
+            body = await read_body(http, limits, service.bodies)
+            given += [f"{name} (in the body)" for name in fields_of(body)]
         for name in given:
             if name not in known:
                 takes = f"?{known[0]}=... in its query" if known else "no options"
                 raise invalid(f"unknown option {name[:80]!r}; {route.path} takes {takes}", name[:80])
 
     async def load(http: Request) -> Response:
-        request = parsed(LoadWeightsRequest, fields_of(await read_body(http, limits)))
+        body = await read_body(http, limits, service.bodies)
+        request = parsed(LoadWeightsRequest, fields_of(body))
         count = await asked("load_weights", weight_files(request.path))
         return JSONResponse({"loaded": count})
 

@@ -14,7 +14,8 @@ from io import BytesIO
 from typing import Any, NamedTuple, TypeVar
 from urllib.request import HTTPRedirectHandler, build_opener
 
-from .errors import ApiError, invalid, too_large
+from .admission import ByteBudget
+from .errors import invalid, too_large
 from .options import ServerLimits
 from .turns import aside
 
@@ -47,8 +48,7 @@ class Images:
         self.refusal = refusal
         self._limits = limits
         self._domains = frozenset(each.lower() for each in domains)
-        self._held = 0
-        """Bytes of the inputs of all requests under way."""
+        self._budget = ByteBudget(limits.media_bytes, "the images of requests under way")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_paged images")
         self._fetchers = ThreadPoolExecutor(4, thread_name_prefix="hf_paged fetches")
 
@@ -97,18 +97,11 @@ class Images:
         most = self._limits.media_bytes
         if size > most:
             raise too_large(f"the images become {size} bytes and the limit is {most}; send fewer", "messages")
-        if self._held + size > most:
-            raise ApiError(
-                429,
-                f"the images of requests under way have {self._held} bytes, the limit is {most}; try again",
-                code="queue_full",
-                headers={"retry-after": "5"},
-            )
-        self._held += size
+        self._budget.take(size)
         try:
             yield
         finally:
-            self._held -= size
+            self._budget.give(size)
 
     async def _file(self, url: str) -> bytes:
         """The bytes of an image: of the URL itself, or of an allowed host."""

@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, from_json
 from starlette.requests import ClientDisconnect, Request
 
+from .admission import ByteBudget
 from .errors import ApiError, invalid, too_large
 from .options import ServerLimits
 
@@ -54,6 +55,8 @@ OF_COMPLETIONS = {
 """The same with fields that only the other kind of request has."""
 MOST_OBJECTS = 25_000
 """Objects in a body: each is checked in the event loop, in about 10 us."""
+SMALL_BODY = 65536
+"""Bytes of a body that are read whatever others hold."""
 MOST_FIELDS = 200
 """Fields of an object that has named ones: each unknown one would be an error of its own."""
 WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
@@ -457,8 +460,11 @@ class UnloadAdapterRequest(Part):
 B = TypeVar("B", bound=Part)
 
 
-async def read_body(request: Request, limits: ServerLimits) -> bytes:
-    """The body of a request: JSON by its header, of limited size, in limited time."""
+async def read_body(request: Request, limits: ServerLimits, budget: ByteBudget) -> bytes:
+    """The body of a request: JSON by its header, of limited size, in limited time.
+
+    budget: of all bodies that are being read.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"the body has content-type {kind[:80]!r}; send application/json")
@@ -466,16 +472,22 @@ async def read_body(request: Request, limits: ServerLimits) -> bytes:
     if declared.isdecimal() and int(declared) > limits.body_bytes:
         raise too_large(f"the body has {declared} bytes and the limit is {limits.body_bytes}; send less")
     body = bytearray()
+    held = 0
     try:
         async with asyncio.timeout(limits.body_seconds):
             async for part in request.stream():
                 body += part
                 if len(body) > limits.body_bytes:
                     raise too_large(f"the body has more than {limits.body_bytes} bytes; send less")
+                more = max(len(body) - SMALL_BODY, 0) - held
+                budget.take(more)
+                held += more
     except TimeoutError:
         raise ApiError(408, f"the body took longer than {limits.body_seconds} s; send it faster") from None
     except ClientDisconnect:
         raise invalid("the client left before its body was complete") from None
+    finally:
+        budget.give(held)
     return bytes(body)
 
 
