@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import hf_paged
 from hf_paged import demo
 from hf_paged.serve.cli import (
     ABSENT,
@@ -150,6 +151,13 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_errors_say_what_to_do(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     pytest.importorskip("fastapi")
     assert said in failing(capsys, *arguments)
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"hf_paged {hf_paged.__version__}\n"
 
 
 def test_flags_of_other_servers_are_no_flags_here() -> None:

@@ -21,6 +21,7 @@ ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e308, -1e-308, 2**31, 2**63, -(2**63), 2**100, "", "a", "\u0000", "\ud83d\ude00",
     "x" * 300, [], [0], [1, 2, 3], ["a", 1], [[1]], [[[]]], {}, {"a": 1}, {"1": 1.5}, {"type": "text"}, [None], "null", "1",
     {"role": "user", "content": "a"}, [{"role": "user", "content": "a"}], [{"role": "\u00e9", "content": []}],
+    [1] * 20_000, ["a"] * 20_000, [{}] * 20_000, [[]] * 20_000, {str(i): "a" for i in range(20_000)}, "x" * 200_000,
 ]  # fmt: skip
 PATHS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 
@@ -113,6 +114,24 @@ def test_odd_forms_and_tools(served: Served) -> None:
     assert {200, 400} <= statuses
 
 
+NUMBERS = ["1e400", "-1e400", "NaN", "Infinity", "-Infinity", "1e-400", "9" * 500, "-0", "0e0"]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_that_are_none(served: Served, number: str) -> None:
+    """In place of every number of a request."""
+    for path, kind in PATHS.items():
+        for name in kind.model_fields:
+            asked = (
+                {"prompt": "a"}
+                if kind is CompletionRequest
+                else {"messages": [{"role": "user", "content": "a"}]}
+            )
+            body = json.dumps({"max_tokens": 2, **asked, name: "@"})
+            response = served.client.post(path, content=body.replace('"@"', number), headers=JSON)
+            assert response.status_code in (200, 400, 404, 413), (name, response.text)
+
+
 def test_broken_bytes_in_bodies(served: Served) -> None:
     rng = random.Random(6)
     whole = json.dumps(
@@ -139,14 +158,14 @@ def test_odd_headers(served: Served) -> None:
     rng = random.Random(7)
     names = ["authorization", "host", "origin", "x-request-id", "content-type", "content-length", "accept", "expect",
              "transfer-encoding", "cookie", "referer", "x-forwarded-for", "connection", "\u00ff"]  # fmt: skip
-    odd = ["", " ", "a" * 5000, "\u00ff\u00fe", "Bearer", "Bearer \u00e9", "[::1", "http://[", "chunked", "-1", "1e9", "99999999999999999999",
+    odd = ["", " ", "a" * 5000, "a" * 300_000, "\u00ff\u00fe", "Bearer", "Bearer \u00e9", "[::1", "http://[", "chunked", "-1", "1e9", "99999999999999999999",
            "application/json; charset=nonsense", "localhost:99999999", "a,b", "%00", "100-continue"]  # fmt: skip
     for _ in range(120):
         head = {rng.choice(names): rng.choice(odd) for _ in range(rng.randint(1, 3))}
         raw = b"POST /v1/completions HTTP/1.1\r\n"
         lines = {"host": "localhost", "content-type": "application/json", "content-length": "2", **head}
         raw += b"".join(f"{name}: {value}\r\n".encode("latin-1") for name, value in lines.items()) + b"\r\n{}"
-        assert _status(served, raw) in {0, 100, 400, 401, 403, 404, 408, 413, 415}, raw[:300]
+        assert _status(served, raw) in {0, 100, 400, 401, 403, 404, 408, 413, 415, 431}, raw[:300]
 
 
 def test_odd_paths(served: Served) -> None:

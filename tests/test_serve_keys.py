@@ -203,6 +203,9 @@ def test_hosts_and_origins() -> None:
         assert served.client.get("/version").status_code == 403
         assert served.client.get("/version", headers={"host": "MODELS.example"}).status_code == 200
         assert served.client.get("/live").status_code == 200  # as a health check in the container asks
+        head = served.client.head("/health")
+        assert (head.status_code, head.content) == (200, b"")
+        assert served.client.get("/health").status_code == 200  # on the same connection
     with serving(host="127.0.0.2") as served:
         assert served.client.get("/version").status_code == 200
         assert served.client.get("/version", headers={"host": "LocalHost"}).status_code == 200

@@ -15,6 +15,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+import hf_paged
+
 EPILOG = """\
 hf-paged serve demo                      serve the model that comes with hf_paged
 hf-paged generate demo --prompt "The fox"
@@ -64,6 +66,7 @@ class Parser(argparse.ArgumentParser):
 def parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser, and those of its commands."""
     top = Parser(prog="hf-paged", description="Paged generation for transformers.", epilog=EPILOG)
+    top.add_argument("--version", action="version", version=f"hf_paged {hf_paged.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
     made = {
         "serve": commands.add_parser("serve", help="serve a model over HTTP in OpenAI's form"),

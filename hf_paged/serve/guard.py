@@ -45,6 +45,8 @@ class Guard:
             return
         if scope["path"].removeprefix(self._options.root_path) not in OPEN_PATHS:
             await self._turns.take()  # a thousand that arrive at once must not delay /health
+        elif scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # uvicorn keeps its own, and sends no body
         scope["root_path"] = self._options.root_path  # with it or without it, as a proxy may pass it on
         headers = Headers(scope=scope)
         context = Context(_request_id(headers), Tenant("unknown", None))

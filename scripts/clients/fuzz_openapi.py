@@ -28,10 +28,11 @@ from load_serve import start
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 0.5, 1e308, 2**31, 2**63, -(2**64), "", "a", "\x00", "\U0001f600", "x" * 5000, [], [0], [[1]], ["a", 1],
     {}, {"a": 1}, [None], [[[[]]]], {"$ref": "#"}, "NaN", "../../etc/passwd", "http://127.0.0.1:1/x",
+    [1] * 100_000, ["a"] * 100_000, [{}] * 100_000, {str(i): 1 for i in range(100_000)}, "x" * 1_000_000,
 ]  # fmt: skip
 HEADERS = [
     {}, {"content-type": "text/plain"}, {"content-type": "application/json; charset=utf-16"}, {"accept": "image/png"},
-    {"authorization": "Bearer"}, {"authorization": "Basic x"}, {"x-request-id": "x" * 5000}, {"x-request-id": "{}"}, {"host": "evil.example"},
+    {"authorization": "Bearer"}, {"authorization": "Basic x"}, {"x-request-id": "x" * 5000}, {"x-request-id": "{}"}, {"x": "a" * 60_000}, {"x": "a" * 300_000}, {"host": "evil.example"},
     {"origin": "http://evil.example"}, {"content-encoding": "gzip"}, {"expect": "100-continue"}, {"range": "bytes=0-1"},
 ]  # fmt: skip
 DEEPEST = 6
@@ -72,7 +73,20 @@ class Fuzzer:
     def _broken(self, body: bytes) -> bytes:
         place = self._chance.randrange(len(body) + 1)
         junk = self._chance.choice(
-            [b"", b"\x00", b"\xff\xfe", b"}", b'"', b"[" * 500, b"1e999", b"\\ud800", b"NaN"]
+            [
+                b"",
+                b"\x00",
+                b"\xff\xfe",
+                b"}",
+                b'"',
+                b"[" * 500,
+                b"1e999",
+                b"-Infinity",
+                b"1e400",
+                b"9" * 5000,
+                b"\\ud800",
+                b"NaN",
+            ]
         )
         return body[:place] + junk + body[place + self._chance.randrange(3) :]
 
