@@ -43,9 +43,9 @@ def test_the_board_shows_metrics_that_exist() -> None:
     board = json.loads((DEPLOY / "grafana.json").read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     asked += [each["query"]["query"] for each in board["templating"]["list"] if each["type"] == "query"]
-    with serving(api_keys=("one",)) as served:
+    with serving(api_keys=("one",), admin_api_keys=("boss",)) as served:
         served.stream(prompt="The fox and the owl", max_tokens=6)
-        shown = served.client.get("/metrics").text
+        shown = served.client.get("/metrics", headers={"authorization": "Bearer boss"}).text
     found = set(re.findall(r"^(hf_paged:\w+)\{", shown, re.MULTILINE))
     labels = set(re.findall(r"(\w+)=\"", shown))
     for expression in asked:
