@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ import openai
 from serving import Served, generated, serving, text
 
 KEY = "a-key"
+ROOT = Path(__file__).resolve().parent.parent
 CHAT = [{"role": "user", "content": "Tell me a story"}]
 
 
@@ -28,6 +31,19 @@ def served() -> Iterator[Served]:
 def client(served: Served) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0) as made:
         yield made
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/serving.md"])
+def test_the_clients_of_a_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a page shows of openai-python and curl, against a server without keys."""
+    shown = (ROOT / page).read_text()
+    code = next(each for each in re.findall(r"```python\n(.*?)```", shown, re.S) if "OpenAI(" in each)
+    body = json.loads(re.search(r"curl http://127.0.0.1:8000/v1/completions .*?-d '(.*?)'", shown, re.S)[1])
+    with serving() as plain:
+        exec(code.replace("http://127.0.0.1:8000", plain.url), {})
+        asked = plain.client.post("/v1/completions", json=body).json()
+    assert capsys.readouterr().out.split()
+    assert asked["usage"]["completion_tokens"] == 20
 
 
 def test_completions(client: openai.OpenAI) -> None:
