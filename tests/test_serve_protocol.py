@@ -15,6 +15,7 @@ from serving import Served, serving
 from hf_paged.serve.app import POSTS
 from hf_paged.serve.errors import ApiError
 from hf_paged.serve.protocol import NEUTRAL, WITHOUT_EFFECT, ChatRequest, CompletionRequest, fields_of, parsed
+from hf_paged.serve.responses import ResponsesRequest
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,40 @@ def test_an_unknown_field_names_the_nearest() -> None:
         == "unknown field 'zzz'; leave it out"
     )
     assert refused(CompletionRequest, {"max_tokens": 3})["code"] == "missing_parameter"
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "own"),
+    [
+        (ResponsesRequest, "max_tokens", "max_output_tokens"),
+        (ResponsesRequest, "messages", "input"),
+        (ResponsesRequest, "response_format", "text"),
+        (ChatRequest, "max_output_tokens", "max_completion_tokens"),
+        (CompletionRequest, "input", "prompt"),
+    ],
+)
+def test_a_field_of_another_kind_of_request_names_the_own(kind: Any, field: str, own: str) -> None:
+    required = {"input": "a", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    body = {name: value for name, value in required.items() if name in kind.model_fields}
+    error = refused(kind, {**body, field: 1})
+    assert error["message"] == f"unknown field {field!r}; did you mean {own!r}?"
+
+
+def test_of_a_value_with_several_forms_the_one_that_fits_is_explained() -> None:
+    error = refused(ResponsesRequest, {"input": []})
+    assert error["message"].startswith("input: List should have at least 1 item")
+    assert error["param"] == "input"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"stop_token_ids": [10**6]}, {"logit_bias": {"1000000": 1.0}}, {"logprobs": True, "top_logprobs": 9}],
+)
+def test_the_field_that_is_wrong_is_named(body: dict[str, Any], served: Served) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    error = served.client.post("/v1/chat/completions", json={**chat, **body}).json()["error"]
+    assert error["param"] == list(body)[-1]
+    assert list(body)[-1] in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import CoreSchema, from_json
+from pydantic_core import CoreSchema, ErrorDetails, from_json
 from starlette.requests import ClientDisconnect, Request
 
 from .admission import ByteBudget
@@ -53,6 +53,19 @@ OF_COMPLETIONS = {
     "tools": (([],), "tools belong to /v1/chat/completions"),
 }
 """The same with fields that only the other kind of request has."""
+ALIKE = {
+    "max_tokens": ("max_output_tokens",),
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "max_completion_tokens": ("max_tokens", "max_output_tokens"),
+    "max_output_tokens": ("max_completion_tokens", "max_tokens"),
+    "messages": ("input", "prompt"),
+    "prompt": ("messages", "input"),
+    "input": ("messages", "prompt"),
+    "response_format": ("text",),
+}
+"""What a field of one kind of request is called in others."""
+FORMS = frozenset({"str", "int", "float", "bool"})
+"""What errors have in their place for one of the forms of a value."""
 MOST_OBJECTS = 25_000
 """Objects in a body: each is checked in the event loop, in about 10 us."""
 SMALL_BODY = 65536
@@ -542,18 +555,21 @@ def parsed(kind: type[B], fields: dict[str, Any]) -> B:
         raise _explained(error, kind) from None
 
 
+def _fit(error: ErrorDetails) -> tuple[int, bool, bool]:
+    """How well the form of a value that an error speaks of fits the value, if there are several."""
+    return len(error["loc"]), error["loc"][-1:] == ("type",), not error["type"].endswith("_type")
+
+
 def _explained(error: ValidationError, kind: type[Part]) -> ApiError:
     errors = error.errors(include_url=False, include_input=False, include_context=False)
     unknown = [each for each in errors if each["type"] == "extra_forbidden"]
     # Of a value that may have several forms, the one that fits furthest is meant; its type decides.
-    first = (
-        unknown[0]
-        if unknown
-        else max(errors, key=lambda each: (len(each["loc"]), each["loc"][-1:] == ("type",)))
-    )
-    where = ".".join(str(part)[:80] for part in first["loc"] if "[" not in str(part))[:160]
+    first = unknown[0] if unknown else max(errors, key=_fit)
+    names = [str(part)[:80] for part in first["loc"] if "[" not in str(part) and part not in FORMS]
+    where = ".".join(names)[:160]
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
-        close = difflib.get_close_matches(where, kind.model_fields, 1)
+        of_others = [name for name in ALIKE.get(where, ()) if name in kind.model_fields]
+        close = of_others or difflib.get_close_matches(where, kind.model_fields, 1)
         hint = f"did you mean {close[0]!r}?" if close else "leave it out"
         return invalid(f"unknown field {where!r}; {hint}", where, "unknown_parameter")
     if first["type"] == "missing":

@@ -50,7 +50,8 @@ class Sampling:
         self._require_at_most(
             "n" if request.drawn == request.n else "best_of", request.drawn, min(limits.n, self._widest)
         )
-        self._require_at_most("logprobs", request.alternatives or 0, limits.logprobs)
+        name = "top_logprobs" if getattr(request, "top_logprobs", None) else "logprobs"
+        self._require_at_most(name, request.alternatives or 0, limits.logprobs)
         self._require_at_most("prompt_logprobs", request.prompt_logprobs or 0, limits.logprobs)
         if request.prompt_logprobs is not None and request.stream:
             raise invalid(
@@ -72,13 +73,17 @@ class Sampling:
             raise invalid(
                 "stream_options are for streams; give stream=true, or leave them out", "stream_options"
             )
-        for token in [*(request.stop_token_ids or ()), *self._bias(request)]:
-            if not 0 <= token < vocabulary:
-                raise invalid(
-                    f"token id {token} of stop_token_ids or logit_bias is not one of the {vocabulary} of the "
-                    "vocabulary; leave it out",
-                    "logit_bias",
-                )
+        for name, tokens in {
+            "stop_token_ids": request.stop_token_ids or (),
+            "logit_bias": self._bias(request),
+        }.items():
+            for token in tokens:
+                if not 0 <= token < vocabulary:
+                    raise invalid(
+                        f"token id {token} of {name} is not one of the {vocabulary} of the vocabulary; leave "
+                        "it out",
+                        name,
+                    )
         self._check_beams(request)
 
     def _require_at_most(self, name: str, value: int, most: int, unit: str = "") -> None:
