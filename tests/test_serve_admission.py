@@ -145,7 +145,7 @@ def test_an_engine_that_dies_is_503_everywhere() -> None:
         assert code in found[False].text.replace(" ", "")
         assert '"error"' in found[True].text
         assert found[True].text.endswith("data: [DONE]\n\n")
-        for path in ("/health", "/live", "/ready"):
+        for path in ("/health", "/ping", "/live", "/ready"):
             assert served.client.get(path).status_code == 503
         assert served.post("/v1/completions", LONG).status_code == 503
         until(lambda: not served.service.admission.in_flight)
@@ -209,7 +209,7 @@ def test_a_request_that_fails_is_500_and_no_other_is() -> None:
 
 def test_a_second_signal_ends_at_once() -> None:
     """The first one drains; the states and new requests say so."""
-    with serving() as served:
+    with serving(limits={"drain_seconds": 120.0}) as served:  # however busy the machine is
         answer: list[int] = []
         thread = threading.Thread(
             target=lambda: answer.append(

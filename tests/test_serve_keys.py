@@ -91,7 +91,7 @@ def test_other_paths_need_a_key(served: Served, path: str) -> None:
     assert served.client.get(path, headers=asking(None)).status_code == 401
 
 
-@pytest.mark.parametrize("path", ["/health", "/live", "/ready"])
+@pytest.mark.parametrize("path", ["/health", "/ping", "/live", "/ready"])
 def test_states_need_none(served: Served, path: str) -> None:
     assert served.client.get(path, headers=asking(None)).status_code == 200
 

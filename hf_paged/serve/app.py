@@ -155,6 +155,7 @@ def _add_states(app: FastAPI, service: Service) -> None:
                 "the engine has stopped after an error; restart the server", 30, "engine_stopped"
             )
 
+    @app.get("/ping", response_model=openapi.ServerState, summary="The same as /health")
     @app.get("/health", response_model=openapi.ServerState, summary="200 if requests can be served")
     async def health() -> Any:
         alive()

@@ -17,7 +17,7 @@ from .errors import ApiError
 from .keys import Tenant, bearer
 from .service import Service
 
-OPEN_PATHS = frozenset({"/health", "/live", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
 """Paths that need no key: their answers have the server's state and nothing else."""
 PAGE = "/"
 """The map's page needs none either: it asks for the key, and gets all data by it."""
