@@ -15,6 +15,7 @@ import contextlib
 import gzip
 import json
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -375,6 +376,7 @@ def read(path: str | os.PathLike[str], partial: bool = False) -> Trace:
                     continue
                 value = _json(path, number, line)
                 if value is None or "at" not in value:
+                    file.read(1)  # at the end gzip compares its sum
                     break
                 try:
                     steps.append(_decode(len(steps), value, header))
@@ -385,7 +387,7 @@ def read(path: str | os.PathLike[str], partial: bool = False) -> Trace:
                     ) from error
             else:
                 value = None
-        except (EOFError, UnicodeDecodeError, gzip.BadGzipFile) as error:
+        except (EOFError, UnicodeDecodeError, gzip.BadGzipFile, zlib.error) as error:
             if header is None:
                 raise TraceError(f"{path} is no trace of hf_paged ({error})") from error
             value = None
@@ -395,7 +397,7 @@ def read(path: str | os.PathLike[str], partial: bool = False) -> Trace:
     if not whole and not partial:
         raise TraceError(
             f"{path} breaks off after {len(steps)} records: it is still being written, or its writer was "
-            "stopped; read(path, partial=True) gives what is there"
+            "stopped, or it is damaged; partial=True, or hf-paged trace --partial, gives what is there"
         )
     return Trace(
         header.model,
@@ -419,7 +421,7 @@ def _json(path: object, number: int, line: str) -> dict[str, Any] | None:
     """The object of a line; None for one that was not written to its end."""
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         if not line.endswith("\n"):
             return None
         raise TraceError(
@@ -434,7 +436,7 @@ def _header(path: object, line: str) -> Trace:
     try:
         value = json.loads(line)
         is_trace = value["hf_paged"] == "trace"
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         is_trace = False
     if not is_trace:
         raise TraceError(f"{path} is no trace of hf_paged: it begins with {line[:40]!r}")

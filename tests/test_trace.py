@@ -217,6 +217,32 @@ def test_broken_lines(line: int, text: str, error: str, tmp_path: Path) -> None:
         read(path, partial=True)
 
 
+@pytest.mark.parametrize("at", [0, 2])
+def test_lines_of_deep_lists(at: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write(path)
+    lines = path.read_text().splitlines(keepends=True)
+    lines[at] = "[" * 200_000 + "\n"
+    path.write_text("".join(lines))
+    with pytest.raises(TraceError, match="line 3 of .* is broken" if at else "is no trace"):
+        read(path, partial=True)
+
+
+def test_a_packed_trace_that_is_damaged(tmp_path: Path) -> None:
+    """Wherever: an error, or all steps where the byte says nothing, as in padding."""
+    found = 0
+    path = tmp_path / "a.jsonl.gz"
+    write(path)
+    data = bytearray(path.read_bytes())
+    for i in range(20, len(data) - 8):
+        path.write_bytes(data[:i] + bytes([data[i] ^ 0xFF]) + data[i + 1 :])
+        try:
+            assert read(path).steps == STEPS
+        except TraceError:
+            found += 1
+    assert found > (len(data) - 28) * 0.9
+
+
 def test_a_change_that_fits_nothing() -> None:
     with pytest.raises(ValueError, match="does not fit"):
         Change(0, 2, (5,)).apply(Table(0, (1,)))
