@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+import httpx
 from serving import Served, serving, until
 
 from hf_paged import demo
@@ -206,6 +207,10 @@ def test_hosts_and_origins() -> None:
         head = served.client.head("/health")
         assert (head.status_code, head.content) == (200, b"")
         assert served.client.get("/health").status_code == 200  # on the same connection
+    with serving(api_keys=("key",), root_path="/llm") as served:
+        assert httpx.get(f"{served.url}/llm/version").status_code == 401
+        for path in ("/llm", "/llm/", "/"):  # the page, which asks for the key
+            assert "<html" in httpx.get(served.url + path, follow_redirects=True).text, path
     with serving(host="127.0.0.2") as served:
         assert served.client.get("/version").status_code == 200
         assert served.client.get("/version", headers={"host": "LocalHost"}).status_code == 200

@@ -66,7 +66,7 @@ class Guard:
 
     def _admitted(self, scope: Scope, headers: Headers) -> Tenant:
         """Whose request it is, or 400, 401 or 403."""
-        path = scope["path"].removeprefix(self._options.root_path)
+        path = scope["path"].removeprefix(self._options.root_path) or PAGE
         if path not in OPEN_PATHS:  # health checks come by addresses of all kinds
             self._check_host(headers)
         self._check_origin(headers)
