@@ -14,6 +14,15 @@ pytest.importorskip("fastapi")
 import httpx
 from serving import serving
 
+from hf_paged.serve.options import ServerOptions
+
+
+def test_files_that_are_no_pem_are_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "key.pem"
+    file.write_text("no key")
+    with pytest.raises(ValueError, match=r"TLS by .*key.pem.* cannot be set up"):
+        ServerOptions(ssl_keyfile=str(file), ssl_certfile=str(file))
+
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_tls(tmp_path: Path) -> None:
@@ -26,3 +35,10 @@ def test_tls(tmp_path: Path) -> None:
         assert httpx.get(f"{served.url}/health", verify=trusting).status_code == 200
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{served.url}/health")
+    locked = tmp_path / "locked.pem"
+    command = f"openssl pkey -in {key} -aes256 -passout pass:secret -out {locked}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    files = {"ssl_keyfile": str(locked), "ssl_certfile": str(certificate)}
+    ServerOptions(**files, ssl_keyfile_password="secret")
+    with pytest.raises(ValueError, match="an encrypted key needs --ssl-keyfile-password"):
+        ServerOptions(**files)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+import ssl
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 T = TypeVar("T", int, float)
 MIB = 2**20
+HOST = re.compile(r"[^\s:/*@]+|\[[0-9a-fA-F:.]+\]")
+"""A name or an address as a Host header has it, less its port."""
+PORTS = {"http": 80, "https": 443}
+"""Ports that browsers leave out of an origin."""
 
 
 def _limit(default: T, meaning: str) -> T:
@@ -104,6 +111,11 @@ class ServerOptions:
             raise ValueError(
                 f"root_path={self.root_path!r} must look like '/prefix': a slash before, none behind"
             )
+        if f"{self.root_path}/".startswith("/v1/"):
+            raise ValueError(
+                f"root_path={self.root_path!r} begins as the server's own paths do, such as /v1/models; give "
+                "the part before /v1, or leave it out"
+            )
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile; give the other one, too")
         if not self.ssl_certfile and (self.ssl_keyfile_password or self.ssl_ca_certs):
@@ -111,6 +123,20 @@ class ServerOptions:
             raise ValueError(
                 f"{flag} is for TLS; give --ssl-keyfile and --ssl-certfile, too, or leave it out"
             )
+        if self.ssl_certfile:
+            self._check_tls(self.ssl_certfile)
+        for host in self.allowed_hosts:
+            if not HOST.fullmatch(host):
+                raise ValueError(
+                    f"--allowed-host {host} matches no Host header, which is compared without its port; give "
+                    "a name or an address such as a.b or [::1]"
+                )
+        for origin in self.allowed_origins:
+            if origin not in ("*", "null", _origin(origin)):
+                raise ValueError(
+                    f"--allowed-origin {origin} matches no Origin header; expected {_origin(origin)}: "
+                    "scheme, host, and a port other than the scheme's, in lower case, or * for any origin"
+                )
         if self.uds is not None and self.allowed_hosts:
             raise ValueError(
                 f"--allowed-host {self.allowed_hosts[0]} beside --uds: no Host header is checked on a Unix "
@@ -123,6 +149,20 @@ class ServerOptions:
         if not 0 <= self.port < 65536:
             raise ValueError(f"port={self.port} is not a port; give one from 0 to 65535")
 
+    def _check_tls(self, certfile: str) -> None:
+        """Load the files as the server will, which starts later."""
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certfile, self.ssl_keyfile, lambda: self.ssl_keyfile_password or "")
+            if self.ssl_ca_certs:
+                context.load_verify_locations(self.ssl_ca_certs)
+        except OSError as error:
+            files = [each for each in (self.ssl_keyfile, certfile, self.ssl_ca_certs) if each]
+            raise ValueError(
+                f"TLS by {', '.join(files)} cannot be set up ({error}); --ssl-keyfile, --ssl-certfile and "
+                "--ssl-ca-certs are PEM files, and an encrypted key needs --ssl-keyfile-password"
+            ) from error
+
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the server."""
@@ -132,3 +172,17 @@ class ServerOptions:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def _origin(given: str) -> str:
+    """An origin as browsers send it; an example for what is none."""
+    try:
+        parts = urlsplit(given.lower())
+        port = parts.port
+    except ValueError:
+        return "https://a.b"
+    name = parts.hostname
+    if not parts.scheme or not name:
+        return "https://a.b"
+    host = f"[{name}]" if ":" in name else name
+    return f"{parts.scheme}://{host}" + ("" if port in (None, PORTS.get(parts.scheme)) else f":{port}")
