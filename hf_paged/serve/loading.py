@@ -16,6 +16,8 @@ from transformers.utils.peft_utils import find_adapter_config_file
 log = logging.getLogger("hf_paged.serve")
 DEMO = ("demo", "hf_paged.demo")
 """Names of the model that comes with hf_paged."""
+MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""What from_pretrained takes as a device map beside a device."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,34 @@ class Source:
         if self.model in DEMO:
             from .. import demo
 
+            place = self._place()
             made: Any = demo.model()
             dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
-            return made.to(device=self.device or _device(), dtype=dtype).eval()
+            return made.to(device=_device() if place in MAPS else place, dtype=dtype).eval()
         loaded: Any = self._class().from_pretrained(
             self.model,
             revision=self.revision,
             dtype=self.dtype,
-            device_map=self.device_map or self.device or _device(),
+            device_map=self._place(),
             trust_remote_code=self.trust_remote_code,
         )
         return loaded.eval()
+
+    def _place(self) -> str:
+        """The device or the device map, once this machine is known to have it."""
+        if self.device_map in MAPS:
+            return self.device_map
+        flag = "--device-map" if self.device_map else "--device"
+        place = self.device_map or self.device or _device()
+        try:
+            torch.empty(0, dtype=torch.uint8, device=place)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            others = f" or {', '.join(MAPS)}" if self.device_map else ""
+            raise ValueError(
+                f"{flag} {place} is no device of this machine ({reason}); it has {_devices()}{others}"
+            ) from error
+        return place
 
     def _load_part(self) -> Any:
         """This rank's part of the model."""
@@ -152,6 +171,11 @@ def _divided() -> dict[str, Any]:
         return {"distributed_config": DistributedConfig(tp_plan="auto")}
     except (ImportError, TypeError):  # older releases have the plan as a keyword
         return {"tp_plan": "auto"}
+
+
+def _devices() -> str:
+    """The devices of this machine, for an error."""
+    return ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
 
 
 def _device() -> str:
