@@ -49,6 +49,14 @@ def test_a_conversation_that_is_full_says_so(
     assert said.out == wanted([{"role": "user", "content": "Hello"}], 3) + "\n"
 
 
+def test_lines_that_are_no_text_are_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = talk(capsys, monkeypatch, "\udcff\nHello\n", "--max-tokens", "3")
+    assert "not UTF-8" in said.err
+    assert said.out == wanted([{"role": "user", "content": "Hello"}], 3) + "\n"
+
+
 def test_models_without_a_template_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,9 +16,9 @@ import pytest
 import hf_paged
 from hf_paged import demo
 from hf_paged.serve.cli import (
-    ABSENT,
     adapter_sources,
     cache_shares,
+    chat_template_of,
     engine_of,
     engine_options,
     main,
@@ -26,9 +26,11 @@ from hf_paged.serve.cli import (
     server_options,
     source_of,
 )
+from hf_paged.serve.flags import ABSENT
+from hf_paged.serve.options import ServerOptions
 
 SERVE = Path(__file__).parent.parent / "hf_paged" / "serve"
-WITHOUT_EXTRA = ("__init__", "bench", "chat", "cli", "generate", "info", "loading", "options")
+WITHOUT_EXTRA = ("__init__", "bench", "chat", "cli", "flags", "generate", "info", "loading", "options")
 """Modules that need nothing but hf_paged's own dependencies."""
 
 
@@ -76,6 +78,15 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["serve", "demo", "--prot", "5"], "did you mean --port?"),
         (["serve", "demo", "--max-model-length", "5"], "did you mean --max-model-len?"),
         (["serve", "demo", "--max-lora-rank", "64"], "any rank"),
+        (["serve", "--model", "demo"], "MODEL"),
+        (["serve", "demo", "--model", "demo"], "--model is not taken: the model is positional"),
+        (["serve", "demo", "--continuous-batching"], "always batched continuously"),
+        (["serve", "demo", "--cb-block-size=32"], "--cb-block-size is not taken: give --block-size"),
+        (["serve", "demo", "--cb_num_blocks", "9"], "--cb_num_blocks is not taken: give --num-blocks"),
+        (["serve", "demo", "--default-seed", "1"], "give --seed"),
+        (["serve", "demo", "--enable-cors"], "give --allowed-origin"),
+        (["serve", "demo", "--attn-implementation", "sdpa"], "that of --kernels"),
+        (["generate", "demo", "--max-new-tokens", "9"], "give --max-tokens"),
         (["serve", "demo", "--lora-modules", "poet"], "name=path"),
         (["serve", "demo", "--lora-modules", "a=b", "--lora-modules", "a=c"], "different names"),
         (["serve", "demo", "--tensor-parallel-size=2", "--device=cpu"], "leave out --device"),
@@ -146,11 +157,77 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "--revision main: demo is no checkpoint on the Hub; leave the flag out",
         ),
         (["serve", "/no/such/folder"], "folder"),
+        (["serve", "demo", "--root-path", "/v1"], "give the part before /v1"),
+        (["serve", "demo", "--root-path", "/v1/chat"], "give the part before /v1"),
+        (["serve", "demo", "--allowed-origin", "https://a.b/"], "expected https://a.b: scheme"),
+        (["serve", "demo", "--allowed-origin", "https://A.b:443"], "expected https://a.b: scheme"),
+        (["serve", "demo", "--allowed-origin", "a.b"], "expected https://a.b: scheme"),
+        (["serve", "demo", "--allowed-origin", "http://[::1"], "expected https://a.b: scheme"),
+        (["serve", "demo", "--allowed-host", "foo:8000"], "without its port; give a name or an address"),
+        (["serve", "demo", "--allowed-host", "https://a.b"], "--allowed-host https://a.b matches no Host"),
+        (["serve", "demo", "--allowed-host", "::1"], "such as a.b or [::1]"),
+        (["serve", "demo", "--uds", "/no/folder/s"], "there is no folder /no/folder; make it"),
+        (["serve", "demo", "--uds", "s" * 108], "108 bytes and the path of a socket at most 107"),
+        (["serve", "demo", "--uds", "/"], "is a folder; give the path of a file"),
+        (["serve", "demo", "--ssl-keyfile=/no/k", "--ssl-certfile=/no/c"], "TLS by /no/k, /no/c cannot be"),
+        (["serve", "demo", "--response-template", "{"], "--response-template is no JSON"),
+        (["serve", "demo", "--chat-template", "{{ broken"], "--chat-template is broken in line 1: "),
+        (
+            ["generate", "demo", "--prompt=a", "--temperature=-1"],
+            "--temperature: expected a number from 0 on",
+        ),
+        (["generate", "demo", "--prompt=a", "--temperature=nan"], "from 0 on, got 'nan'"),
+        (["generate", "demo", "--prompt=a", "--temperature=inf"], "from 0 on, got 'inf'"),
+        (["generate", "demo", "--prompt=a", "--top-p=7"], "--top-p: expected a number from 0 to 1, got '7'"),
+        (["generate", "demo", "--prompt=a", "--top-k=a"], "--top-k: expected a whole number from 0 on"),
+        (["generate", "demo", "--prompt=a", "--max-tokens=0"], "expected a whole number from 1 on, got '0'"),
+        (["generate", "demo", "--prompt=a", "--seed=1"], "--seed is for answers that are drawn; give --temp"),
+        (["generate", "demo", "--prompt=a", "--top-p=0.5"], "--top-p is for answers that are drawn"),
+        (["generate", "demo", "--prompt=a", "--stop="], "--stop: expected a text, got an empty one"),
+        (["generate", "demo", "--prompt=\udcff"], "--prompt: expected UTF-8"),
+        (["generate", "demo", "--prompt=a", "--device=foo"], "--device foo is no device of this machine ("),
+        (["generate", "demo", "--prompt=a", "--device=cuda:99"], "--device cuda:99 is no device of this"),
+        (["generate", "demo", "--prompt=a", "--device-map=foo"], "--device-map foo is no device of this"),
+        (["bench", "demo", "--out", "/no/folder/a.svg"], "--out: /no/folder/a.svg: there is no folder"),
+        (
+            ["trace", "a.jsonl", "--html", "/no/folder/a.html"],
+            "--html: /no/folder/a.html: there is no folder",
+        ),
     ],
 )
 def test_errors_say_what_to_do(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     pytest.importorskip("fastapi")
     assert said in failing(capsys, *arguments)
+
+
+def test_origins_and_hosts_that_match_are_taken() -> None:
+    origins = ("https://a.b", "http://a.b:8080", "http://[::1]:3000", "chrome-extension://abc", "null", "*")
+    hosts = ("a.b", "A.b", "192.0.2.1", "[::1]", "my_host")
+    options = ServerOptions(allowed_origins=origins, allowed_hosts=hosts, root_path="/v12")
+    assert options.allowed_origins == origins
+
+
+def test_files_that_are_no_text_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "binary"
+    file.write_bytes(b"\xff\x00")
+    assert f"--file {file} is no text in UTF-8" in failing(capsys, "generate", "demo", "--file", str(file))
+    said = failing(capsys, "serve", "demo", "--api-key-file", str(file))
+    assert f"--api-key-file {file} is no text in UTF-8" in said
+    assert f"{file} is a file and no socket" in failing(capsys, "serve", "demo", "--uds", str(file))
+
+
+def test_a_page_is_not_written_over_its_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("record")
+    (tmp_path / "link").symlink_to(file)
+    said = failing(capsys, "trace", str(file), "--html", str(tmp_path / "link"))
+    assert "is the trace itself; give the page another path" in said
+    assert file.read_text() == "record"
+
+
+def test_a_template_that_refuses_a_first_message_is_taken() -> None:
+    refusing = "{{ raise_exception('tools alone') }}"
+    assert chat_template_of(flags("--chat-template", refusing), demo.tokenizer()) == refusing
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..engine import Engine
+from .flags import is_utf8
 from .loading import Source
 
 HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C breaks an answer off"
@@ -57,6 +58,8 @@ class Conversation:
                 self.messages = list(self._begin)
             elif said.startswith("/"):
                 print(HELP, file=sys.stderr)
+            elif not is_utf8(said):
+                print("this line is not UTF-8 and was left out; convert it", file=sys.stderr)
             elif said:
                 self._answer(said)
 

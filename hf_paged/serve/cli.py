@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import math
 import os
@@ -13,9 +12,11 @@ import webbrowser
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import hf_paged
+
+from .flags import Parser, content_of, new_file, new_socket, number, some_text, utf8
 
 EPILOG = """\
 hf-paged serve demo                      serve the model that comes with hf_paged
@@ -29,38 +30,6 @@ The first request to a server:
   curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
        -d '{"model": "demo", "prompt": "The fox", "max_tokens": 20}'
 """
-ABSENT = {
-    "--chat-template-content-format": "the template gets texts",
-    "--data-parallel-size": "start one server per device",
-    "--enable-auto-tool-choice": "tools need no flag",
-    "--guided-decoding-backend": "structured output is by llguidance: pip install 'hf_paged[structured]'",
-    "--limit-mm-per-prompt": "see --limit-images and --limit-image-pixels",
-    "--max-lora-rank": "the engine takes adapters of any rank",
-    "--pipeline-parallel-size": "give --device-map auto",
-    "--quantization": "the checkpoint's config decides",
-    "--reasoning-parser": "the tokenizer's response template decides; --response-template gives one",
-    "--tool-call-parser": "the tokenizer's response template decides; --response-template gives one",
-}
-"""Flags of other servers, and what to do here."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors name the nearest flag."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def error(self, message: str) -> NoReturn:
-        """Print a message and how to get help, and exit with 2."""
-        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help explains the flags\n")
-
-    def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """The error for arguments that are no flags here."""
-        flag = unknown[0].partition("=")[0]
-        if flag in ABSENT:
-            self.error(f"{flag} is not taken: {ABSENT[flag]}")
-        close = difflib.get_close_matches(flag, list(self._option_string_actions), 1)
-        self.error(f"unknown argument {flag!r}" + (f"; did you mean {close[0]}?" if close else ""))
 
 
 def parser() -> tuple[Parser, dict[str, Parser]]:
@@ -106,7 +75,7 @@ def _add_serve(to: Parser) -> None:
     add = to.add_argument_group("address").add_argument
     add("--host", help="0.0.0.0 serves the network; give --api-key then (127.0.0.1)")
     add("--port", type=int, help="0 takes a free one, which the log names (8000)")
-    add("--uds", help="a Unix socket instead of --host and --port")
+    add("--uds", type=new_socket, help="a Unix socket instead of --host and --port")
     add("--root-path", default="", help="the path under which a proxy shows the server: /prefix")
     add("--ssl-keyfile", help="for https, with --ssl-certfile")
     add("--ssl-certfile", help="of the server")
@@ -202,7 +171,7 @@ def _add_limits(to: Parser) -> None:
 def _add_generate(to: Parser) -> None:
     _add_source(to)
     asked = to.add_argument_group("prompt")
-    asked.add_argument("--prompt", help="the prompt; without it the standard input is read")
+    asked.add_argument("--prompt", type=utf8, help="the prompt; without it the standard input is read")
     asked.add_argument("--file", help="a file with the prompt; - is the standard input")
     asked.add_argument(
         "--lines", action="store_true", help="every line is a prompt; the answers are JSON lines"
@@ -211,22 +180,25 @@ def _add_generate(to: Parser) -> None:
     asked.add_argument("--json", action="store_true", help="print JSON instead of streaming")
     how = to.add_argument_group("options")
     _add_sampling(how, 128)
-    how.add_argument("--num-beams", type=int)
-    how.add_argument("--stop", action="append", help="a text at which the answer ends; may be repeated")
+    how.add_argument("--num-beams", type=number(int, 1))
+    how.add_argument(
+        "--stop", type=some_text, action="append", help="a text at which the answer ends; may be repeated"
+    )
 
 
 def _add_sampling(group: Any, tokens: int) -> None:
-    group.add_argument("--max-tokens", type=int, default=tokens, help=f"of an answer ({tokens})")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 (the default) draws nothing")
-    group.add_argument("--top-p", type=float)
-    group.add_argument("--top-k", type=int)
-    group.add_argument("--seed", type=int)
+    add = group.add_argument
+    add("--max-tokens", type=number(int, 1), default=tokens, help=f"of an answer ({tokens})")
+    add("--temperature", type=number(float, 0), default=0.0, help="0 (the default) draws nothing")
+    add("--top-p", type=number(float, 0, 1), help="draw from the likeliest tokens of this sum")
+    add("--top-k", type=number(int, 0), help="draw from so many of the likeliest tokens")
+    add("--seed", type=number(int, 0, 2**63 - 1), help="of the draws")
 
 
 def _add_chat(to: Parser) -> None:
     _add_source(to)
     how = to.add_argument_group("options")
-    how.add_argument("--system", help="the message before the first one")
+    how.add_argument("--system", type=utf8, help="the message before the first one")
     _add_sampling(how, 512)
 
 
@@ -240,13 +212,18 @@ def _add_bench(to: Parser) -> None:
     load.add_argument("--max-num-seqs", type=int, help="sequences that the engine runs at once (256)")
     load.add_argument("--seed", type=int, default=0)
     shown = to.add_argument_group("answer")
-    shown.add_argument("--out", metavar="FILE.svg", help="draw a picture")
+    shown.add_argument("--out", type=new_file, metavar="FILE.svg", help="draw a picture")
     shown.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_trace(to: Parser) -> None:
     to.add_argument("file", metavar="FILE", help="what engine.trace() wrote, packed or not")
-    to.add_argument("--html", metavar="OUT", help="write the page to a file, whole in itself; do not open it")
+    to.add_argument(
+        "--html",
+        type=new_file,
+        metavar="OUT",
+        help="write the page to a file, whole in itself; do not open it",
+    )
     to.add_argument("--partial", action="store_true", help="take a trace that breaks off")
 
 
@@ -304,13 +281,14 @@ def generate(given: argparse.Namespace) -> int:
 
 
 def _sampling(given: argparse.Namespace) -> dict[str, Any]:
-    options: dict[str, Any] = {"do_sample": given.temperature > 0}
+    drawn = {name: getattr(given, name) for name in ("top_p", "top_k", "seed")}
+    drawn = {name: value for name, value in drawn.items() if value is not None}
     if given.temperature > 0:
-        options["temperature"] = given.temperature
-    for name in ("top_p", "top_k", "seed"):
-        if getattr(given, name) is not None:
-            options[name] = getattr(given, name)
-    return options
+        return {"do_sample": True, "temperature": given.temperature, **drawn}
+    if drawn:
+        flag = "--" + next(iter(drawn)).replace("_", "-")
+        raise ValueError(f"{flag} is for answers that are drawn; give --temperature above 0, or leave it out")
+    return {"do_sample": False}
 
 
 def chat(given: argparse.Namespace) -> int:
@@ -355,12 +333,14 @@ def trace(given: argparse.Namespace) -> int:
     """hf-paged trace."""
     from .html import page
 
-    text = page(given.file, given.partial)
+    if given.html and Path(given.html).exists() and Path(given.html).samefile(given.file):
+        raise ValueError(f"--html {given.html} is the trace itself; give the page another path")
+    found = page(given.file, given.partial)
     if given.html:
-        Path(given.html).write_text(text, encoding="utf-8")
+        Path(given.html).write_text(found, encoding="utf-8")
         return 0
     with tempfile.NamedTemporaryFile("w", suffix=".html", delete=False, encoding="utf-8") as file:
-        file.write(text)
+        file.write(found)
     url = Path(file.name).as_uri()
     print(url)
     if not webbrowser.open(url):
@@ -397,11 +377,12 @@ def serve(given: argparse.Namespace) -> int:
     process = HttpProcess(fork=sys.platform == "linux")  # before there are threads
     try:
         set_up(given.log_level, given.log_format)
+        tokenizer = source.load_processor()
         process.begin(
             HttpSpec(
                 options,
-                source.load_processor(),
-                template_of(given.chat_template),
+                tokenizer,
+                chat_template_of(given, tokenizer),
                 response_template_of(given),
                 given.log_level,
                 given.log_format,
@@ -556,7 +537,7 @@ def _keys(given: argparse.Namespace) -> tuple[str, ...]:
     if os.environ.get("HF_PAGED_API_KEY"):
         keys.append(os.environ["HF_PAGED_API_KEY"])
     if given.api_key_file:
-        lines = Path(given.api_key_file).read_text(encoding="utf-8").splitlines()
+        lines = content_of("--api-key-file", given.api_key_file).splitlines()
         found = [line.strip() for line in lines if line.strip()]
         if not found:
             raise ValueError(f"--api-key-file {given.api_key_file} has no key in it; write one on each line")
@@ -564,18 +545,39 @@ def _keys(given: argparse.Namespace) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def template_of(given: str | None) -> str | None:
-    """The chat template, or the content of its file."""
-    if given is None or "{" in given:
-        return given
-    return Path(given).read_text(encoding="utf-8")
+def template_of(given: str | None, flag: str = "--chat-template") -> str | None:
+    """A template, or the content of its file."""
+    return given if given is None or "{" in given else content_of(flag, given)
+
+
+def chat_template_of(given: argparse.Namespace, tokenizer: Any) -> str | None:
+    """The chat template by its flag. What it refuses to write is for requests, but not that it is none."""
+    from jinja2 import TemplateSyntaxError
+
+    template = template_of(given.chat_template)
+    if template is None:
+        return None
+    try:
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "a"}], chat_template=template, tokenize=False
+        )
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"--chat-template is broken in line {error.lineno}: {error.message}; give a Jinja template"
+        ) from error
+    except Exception:  # it may want more than this message
+        return template
+    return template
 
 
 def response_template_of(given: argparse.Namespace) -> dict[str, Any] | None:
-    text = template_of(given.response_template)
-    if text is None:
+    template = template_of(given.response_template, "--response-template")
+    if template is None:
         return None
-    found = json.loads(text)
+    try:
+        found = json.loads(template)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--response-template is no JSON ({error}); give an object") from error
     if not isinstance(found, dict):
         raise ValueError("--response-template is a JSON object, as transformers documents it")
     return found

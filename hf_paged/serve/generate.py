@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from ..engine import Engine
+from .flags import content_of, is_utf8
 from .loading import Source
 
 
@@ -18,7 +18,9 @@ def prompts_of(prompt: str | None, file: str | None, lines: bool) -> list[str]:
     elif file in (None, "-"):
         text = sys.stdin.read()
     else:
-        text = Path(str(file)).read_text(encoding="utf-8")
+        text = content_of("--file", str(file))
+    if not is_utf8(text):
+        raise ValueError("the prompt is not UTF-8; convert it")
     found = [line for line in text.splitlines() if line.strip()] if lines else [text]
     if not any(each.strip() for each in found):
         raise ValueError("the prompt is empty; give --prompt, --file or a text on the standard input")

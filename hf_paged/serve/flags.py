@@ -1,0 +1,134 @@
+"""What flags take: an error says what was got, what is expected, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+SOCKET_BYTES = 107
+"""The longest path of a Unix socket, as Linux has it."""
+ABSENT = {
+    "--attn-implementation": "attention is that of --kernels",
+    "--cb-block-size": "give --block-size",
+    "--cb-max-batch-tokens": "give --max-num-batched-tokens",
+    "--cb-max-memory-percent": "give --gpu-memory-utilization",
+    "--cb-num-blocks": "give --num-blocks",
+    "--cb-use-cuda-graph": "steps are captured where that is possible; --enforce-eager captures none",
+    "--chat-template-content-format": "the template gets texts",
+    "--chat-template-kwargs": "requests have chat_template_kwargs",
+    "--continuous-batching": "requests are always batched continuously",
+    "--data-parallel-size": "start one server per device",
+    "--default-seed": "give --seed",
+    "--enable-auto-tool-choice": "tools need no flag",
+    "--enable-cors": "give --allowed-origin for each origin whose pages may call, * for any",
+    "--force-model": "the model is positional: hf-paged serve MODEL",
+    "--guided-decoding-backend": "structured output is by llguidance: pip install 'hf_paged[structured]'",
+    "--limit-mm-per-prompt": "see --limit-images and --limit-image-pixels",
+    "--max-lora-rank": "the engine takes adapters of any rank",
+    "--max-new-tokens": "give --max-tokens; with serve, max_tokens in each request",
+    "--model": "the model is positional: hf-paged COMMAND MODEL",
+    "--model-timeout": "the model stays loaded until the server ends",
+    "--pipeline-parallel-size": "give --device-map auto",
+    "--quantization": "the checkpoint's config decides",
+    "--reasoning": "requests have reasoning_effort and chat_template_kwargs",
+    "--reasoning-parser": "the tokenizer's response template decides; --response-template gives one",
+    "--tool-call-parser": "the tokenizer's response template decides; --response-template gives one",
+}
+"""Flags of other servers, and what to do here."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors name the nearest flag."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        """Print a message and how to get help, and exit with 2."""
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help explains the flags\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """The error for arguments that are no flags here."""
+        flag = unknown[0].partition("=")[0]
+        name = flag.replace("_", "-")
+        if name in ABSENT and name not in self._option_string_actions:
+            self.error(f"{flag} is not taken: {ABSENT[name]}")
+        names = {each.lstrip("-"): each for each in self._option_string_actions}
+        close = difflib.get_close_matches(flag.lstrip("-"), list(names), 1)
+        self.error(f"unknown argument {flag!r}" + (f"; did you mean {names[close[0]]}?" if close else ""))
+
+
+def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """The type of a flag whose number has bounds."""
+    what = "a whole number" if kind is int else "a number"
+    expected = f"{what} from {least} on" if most == math.inf else f"{what} from {least} to {most}"
+
+    def read(given: str) -> float:
+        try:
+            found = kind(given)
+        except ValueError:
+            found = math.nan
+        if not least <= found <= most or math.isinf(found):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {given!r}")
+        return found
+
+    return read
+
+
+def utf8(given: str) -> str:
+    """The type of a flag whose text a model reads."""
+    if not is_utf8(given):
+        raise argparse.ArgumentTypeError(f"expected UTF-8, got {given!r}; convert it")
+    return given
+
+
+def some_text(given: str) -> str:
+    """The type of a flag whose text has a character at least."""
+    if not given:
+        raise argparse.ArgumentTypeError("expected a text, got an empty one; leave the flag out")
+    return utf8(given)
+
+
+def is_utf8(given: str) -> bool:
+    """Whether all bytes of an argument or of a terminal's line were characters."""
+    return not any("\ud800" <= each <= "\udfff" for each in given)
+
+
+def new_file(given: str) -> str:
+    """The type of a flag whose file is written later: whether it can be is known before the work."""
+    path = Path(given)
+    folder = path.parent
+    if not given or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{given!r} is a folder; give the path of a file")
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{given}: there is no folder {folder}; make it, or give another path"
+        )
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{given} cannot be written by this user; give another path")
+    return given
+
+
+def new_socket(given: str) -> str:
+    """The type of a flag whose Unix socket is made later."""
+    size = len(os.fsencode(given))
+    if size > SOCKET_BYTES:
+        raise argparse.ArgumentTypeError(
+            f"{given} has {size} bytes and the path of a socket at most {SOCKET_BYTES}; give a shorter one"
+        )
+    if Path(given).is_file():
+        raise argparse.ArgumentTypeError(f"{given} is a file and no socket; give another path")
+    return new_file(given)
+
+
+def content_of(flag: str, path: str) -> str:
+    """The text of a flag's file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {path} is no text in UTF-8 ({error}); convert it") from error
