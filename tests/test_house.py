@@ -59,7 +59,7 @@ BUDGETS = {
     "hf_paged/model/invariant": 895,
     "hf_paged/ray": 1255,
     "hf_paged/scheduling": 2420,
-    "hf_paged/serve": 8420,
+    "hf_paged/serve": 8660,
 }
 """The most lines of each folder."""
 
