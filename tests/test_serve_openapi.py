@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from reply_cases import holds
 from serving import Served, serving
 
-from hf_paged.serve import openapi
+from hf_paged.serve import guard, openapi
 
 CHAT = [{"role": "user", "content": "Tell me a story"}]
 KEYS: dict[str, Any] = {"api_keys": ("one",), "admin_api_keys": ("two",)}
@@ -67,6 +67,7 @@ def test_answers_have_the_described_form(served: Served, path: str, kind: Any, b
 def test_states_and_facts(served: Served) -> None:
     for path, kind in (
         ("/health", openapi.ServerState),
+        ("/ping", openapi.ServerState),
         ("/live", openapi.ServerState),
         ("/ready", openapi.ServerState),
         ("/version", openapi.Version),
@@ -108,7 +109,7 @@ def test_every_route_says_who_may_call_it_and_what_it_answers(described: dict[st
             statuses = set(operation["responses"])
             assert {"200", "401", "403", "500", "503"} <= statuses
             assert "422" not in statuses  # FastAPI's own, which is never sent
-            assert ("security" in operation) == (path not in ("/health", "/live", "/ready"))
+            assert ("security" in operation) == (path not in guard.OPEN_PATHS)
             if "requestBody" in operation:
                 assert {"400", "408", "413", "415"} <= statuses
     assert "/pause" in described["paths"]
