@@ -24,8 +24,8 @@ from .service import Service
 LAST_SECONDS = 2
 """For connections to be closed after the drain."""
 THRESHOLDS = (1_000, 5, 1_000)
-"""Of the collector's generations: a collection of the second one, of 5,000 objects, takes 10 ms at most; one of all
-objects of 1,000 clients takes 0.2 s, so it comes once in some 60,000 requests, which leave an object each.
+"""Of the collector's generations: a collection of the second one, of 5,000 objects, takes 10 ms at most. One
+of all objects of 1,000 clients takes 0.2 s, so it comes once in some 60,000 requests: each leaves an object.
 """
 COLLECT_SECONDS = 30.0
 """From one full collection while no request is under way to the next."""
