@@ -93,7 +93,7 @@ def test_a_change_of_one_adapter_is_its_own() -> None:
     base = model.get_base_model()
 
     def keys() -> list[Any]:
-        states = AdapterStates(identity_of(base), ModelSnapshot(base).lora, ["one", "two"])
+        states = AdapterStates.of(identity_of(base), ModelSnapshot(base).lora, ["one", "two"])
         return [identity_of(base).prefix_key(ModelSnapshot(base)), states.key(["one"]), states.key(["two"])]
 
     layer = base.model.layers[0].self_attn.v_proj

@@ -20,7 +20,7 @@ from ..model.mla import defer_expansion, expanding_classes
 from ..model.offloaded import input_device
 from ..model.slots import CROSS
 from ..model.switch import decoder_configs, restore, switch
-from ..model.tensor_parallel import LocalLayers
+from ..model.tensor_parallel import local_forwards
 from ..scheduling import TokenSequence
 from .adapters import EngineAdapters
 from .cache import StepCache
@@ -75,7 +75,7 @@ class EagerModel:
         """Attention classes that expand latents, which steps read unexpanded."""
         self.adapters: EngineAdapters | None = None
         """Those of requests, once the model has been tried out as it is."""
-        self._local = LocalLayers(model)
+        self._local_forwards = local_forwards(model)
         self.head = Fp32Head(model, pools.config.lm_head_fp32)
         """Computes the logits in float32, where that is wanted."""
         self._spread = len({each.device for each in model.parameters()}) > 1
@@ -264,7 +264,8 @@ class EagerModel:
             self._plugged = True
             defer_expansion(self.expanding)
             switch(self.configs, NAME, self)
-            self._local.put_in()
+            for forward in self._local_forwards:
+                forward.replace()
             self.head.put_in()
             return act()
         finally:
@@ -276,7 +277,8 @@ class EagerModel:
         """
         self._plugged = False
         self.head.take_out()
-        self._local.take_out()
+        for forward in self._local_forwards:
+            forward.restore()
         restore(self.configs, self)
 
     # ---- as it is

@@ -206,7 +206,7 @@ class Reuse:
         kept = call_snapshots.get()
         self._closely = self._monitor.some or (kept is not None and kept.foreign)
         active = snapshot.lora.active if snapshot.lora.apart else ()
-        self._adapters = AdapterStates(identity, snapshot.lora, _names(snapshot, active))
+        self._adapters = AdapterStates.of(identity, snapshot.lora, _names(snapshot, active))
         return PrefixOrigin(identity.secret, state, self.config.salt, snapshot.hooked, self._adapters, active)
 
     def _read(

@@ -131,39 +131,28 @@ SUMS = "hf_paged_sums"
 """Of a layer's forward the same with a further argument: what adds to this rank's part of the sum."""
 
 
-class LocalLayers:
-    """Linear layers and embeddings of a divided model that compute with their rank's part as it is.
+def local_forwards(model: nn.Module) -> list[ReplacedForward]:
+    """Forwards by which linear layers and embeddings of a divided model compute with their rank's part.
 
-    Transformers' own forwards go by way of DTensor, or of context managers, in every layer: the same
-    operations, some of which no CUDA graph takes. In between the model is as the user has it.
+    Transformers' own go by way of DTensor, or of context managers, in every layer: the same operations, some
+    of which no CUDA graph takes.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._forwards: list[ReplacedForward] = []
-        mesh = mesh_of(model)
-        if mesh is None:
-            return
-        ranks = RankGroup(mesh.get_group(), symmetric_memory_of(mesh.get_group()))
-        for name, module in model.named_modules():
-            make = LOCAL.get((type(module), style_of(model, name) or ""))
-            own = module.__dict__.get("forward")
-            if make is not None and own is not None and is_divided(module, mesh.size()):
-                local = make(module, ranks)
-                ours = functools.wraps(own)(_or(local, own))
-                mark_wrapper(ours)
-                if make is _rows:
-                    setattr(ours, SUMS, local)
-                self._forwards.append(ReplacedForward(module, own, ours))
-
-    def put_in(self) -> None:
-        """Let the layers compute as this does."""
-        for each in self._forwards:
-            each.replace()
-
-    def take_out(self) -> None:
-        """Give the layers their forwards back. Twice is once."""
-        for each in self._forwards:
-            each.restore()
+    found: list[ReplacedForward] = []
+    mesh = mesh_of(model)
+    if mesh is None:
+        return found
+    ranks = RankGroup(mesh.get_group(), symmetric_memory_of(mesh.get_group()))
+    for name, module in model.named_modules():
+        make = LOCAL.get((type(module), style_of(model, name) or ""))
+        own = module.__dict__.get("forward")
+        if make is not None and own is not None and is_divided(module, mesh.size()):
+            local = make(module, ranks)
+            ours = functools.wraps(own)(_or(local, own))
+            mark_wrapper(ours)
+            if make is _rows:
+                setattr(ours, SUMS, local)
+            found.append(ReplacedForward(module, own, ours))
+    return found
 
 
 Forward = Callable[..., Any]

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from ..identity import Identity
 from .peft_layers import LoraLayers
 
 
-class AdapterStates:
+class AdapterStates(NamedTuple):
     """The contents of some adapters of a model when they were looked at."""
 
-    def __init__(self, identity: Identity, lora: LoraLayers, names: Iterable[str]) -> None:
+    identity: Identity
+    numbers: dict[str, tuple[int, int]]
+    """Of each adapter its content's number, and how often that had changed then."""
+
+    @classmethod
+    def of(cls, identity: Identity, lora: LoraLayers, names: Iterable[str]) -> AdapterStates:
         """Raises Unreadable if weights cannot be looked at."""
-        self._identity = identity
-        self._numbers: dict[str, tuple[int, int]] = {}
-        """Of each adapter its content's number, and how often that had changed then."""
+        numbers = {}
         for name in names:
             own = identity.of_adapter(name)
-            number = own.prefix_key(lora.read(name))
-            self._numbers[name] = number, own.moves
+            numbers[name] = own.prefix_key(lora.read(name)), own.moves
+        return cls(identity, numbers)
 
     def key(self, names: Iterable[str]) -> tuple[tuple[str, int], ...]:
         """What keys and values of these adapters together depend on, beside the model."""
-        return tuple([(name, self._numbers.get(name, (0, 0))[0]) for name in names])
+        return tuple([(name, self.numbers.get(name, (0, 0))[0]) for name in names])
 
     def still(self, lora: LoraLayers) -> bool:
         """Whether the host sees no change of them."""
         return all(
-            name in lora.names and self._identity.of_adapter(name).still(lora.read(name), number, moves)
-            for name, (number, moves) in self._numbers.items()
+            name in lora.names and self.identity.of_adapter(name).still(lora.read(name), number, moves)
+            for name, (number, moves) in self.numbers.items()
         )
