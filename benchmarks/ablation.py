@@ -34,7 +34,7 @@ from hf_paged import Engine
 from hf_paged.blocks import BlockPool, BlockTable
 from hf_paged.engine import EngineConfig
 from hf_paged.kv import Layout, Pages, Seen
-from hf_paged.kv.batch import Batch
+from hf_paged.kv.batch import RowBatch
 from hf_paged.kv.store import Store
 from hf_paged.scheduling import Scheduler
 
@@ -227,10 +227,10 @@ def scattered(keys: torch.Tensor, values: torch.Tensor, size: int) -> Pages:
         for table in tables:
             table.append(min(size, context - table.length))
     store = Store(Layout.of(keys, values), 1, pool.total, size)
-    whole = Batch(tables, None, context, context, None, lambda: True)
+    whole = RowBatch(tables, None, context, context, None, lambda: True)
     ops = store.captured if keys.is_cuda else store.ops  # on a card it is the kernels that are compared
     store.ops.write(Pages(*store.of_layer[0], whole, store.ops), keys, values)
-    return Pages(*store.of_layer[0], Batch(tables, None, context, 1, None, lambda: True), ops)
+    return Pages(*store.of_layer[0], RowBatch(tables, None, context, 1, None, lambda: True), ops)
 
 
 def microseconds(bench: Bench, call: Callable[[], object], times: int = 30) -> float:

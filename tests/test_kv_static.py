@@ -445,8 +445,8 @@ def test_rows_of_one_token_and_a_chunk_behind_them(spans: bool) -> None:
     batch.spread(*rows_in_array(tables, [1] * 6 + [3], [4, 0, 9, 2, 6, 5, 1]))
     assert batch.tokens.tolist()[:7] == [*(table.length - 1 for table in tables[:6]), tables[6].length - 3]
     if isinstance(batch, StaticSpans):
-        assert batch.totals.tolist() == [*(table.length for table in tables), 0, 0]
-        assert batch.borders.tolist() == [*range(7), 9, 9, 9]
+        assert batch.spans.totals.tolist() == [*(table.length for table in tables), 0, 0]
+        assert batch.spans.borders.tolist() == [*range(7), 9, 9, 9]
     for row, table in enumerate(tables):
         assert batch.table(CPU)[row, table.released : table.end].tolist() == table.blocks
     slots = [table.slot(table.length - 1) for table in tables[:6]] + [

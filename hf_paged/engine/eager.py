@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ..kv import Batch, FlatBatch, LayerKind
+from ..kv import Batch, FlatBatch, LayerKind, RowBatch
 from ..kv.upload import upload
 from ..model.attention import NAME, Forward, running
 from ..model.dispatch import below_autograd
@@ -133,8 +133,8 @@ class EagerModel:
     def _row(self, batch: ForwardBatch) -> Answer:
         """The logits behind the one row of a batch, if they are wanted, and what is scored of it."""
         ((sequence, start, count, _),) = batch.rows.rows
-        batches = {
-            kind: Batch([sequence.tables[i]], None, start + count, count, None, lambda: True)
+        batches: dict[LayerKind, Batch] = {
+            kind: RowBatch([sequence.tables[i]], None, start + count, count, None, lambda: True)
             for i, kind in enumerate(self.pools.own)
         }
         inputs = self._inputs(batch)
@@ -146,7 +146,7 @@ class EagerModel:
             )
         elif row.across is not None:
             table = sequence.tables[-1]
-            batches[CROSS] = Batch([table], None, table.length, table.length, None, lambda: True)
+            batches[CROSS] = RowBatch([table], None, table.length, table.length, None, lambda: True)
             across = 0 if row.across.states else table.length
         self.cache.begin(batches, past=start, across=across)
         return self._forward(batch, inputs, [count - 1] if batch.wanted else [], flat=False)
@@ -173,7 +173,7 @@ class EagerModel:
                 f"the encoder of {type(self.model).__name__} made {made} tokens, expected {table.length}; "
                 "use generate()"
             )
-        batches[CROSS] = Batch([table], None, table.length, table.length, None, lambda: True)
+        batches[CROSS] = RowBatch([table], None, table.length, table.length, None, lambda: True)
         return {
             "decoder_input_ids": ids,
             "past_key_values": self.cache.with_encoder(filled=not first),

@@ -1,6 +1,6 @@
 """The tensors: pools of keys and values, and the index tensors of a step. No policy beyond their size."""
 
-from .batch import Batch
+from .batch import Batch, RowBatch
 from .flat import FlatBatch
 from .forks import fork_safe_lock, in_forked_process
 from .group import LayerGroup, Memory, is_out_of_memory
@@ -28,6 +28,7 @@ __all__ = [
     "Ops",
     "Pages",
     "Prefix",
+    "RowBatch",
     "Rows",
     "Seen",
     "Sequences",

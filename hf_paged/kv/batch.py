@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import chain
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ once for all of them.
 
 PLANS = "native"
 """Where a workspace keeps the plans of the C++ op."""
+CPU = torch.device("cpu")
 
 
 class StridedView(NamedTuple):
@@ -38,8 +40,136 @@ class StridedView(NamedTuple):
         return data.as_strided(shape, strides, data.storage_offset() + (self.first + first) * token)
 
 
-class Batch:
-    """Where the tokens of every row lie, after the step that made it.
+class Singles(NamedTuple):
+    """Rows of one new token, read together: row i attends to `slots[i]` where `mask[i]` is true."""
+
+    tokens: torch.Tensor | None
+    """Their places [rows] in the row of tokens; None if they are all there is."""
+    slots: torch.Tensor
+    """[rows * columns]; outside what a row sees its last token's, so what is read is finite."""
+    mask: torch.Tensor
+    """[rows, 1, 1, columns]"""
+
+
+class Span(NamedTuple):
+    """A row of several new tokens, from place `begin` to `end`."""
+
+    begin: int
+    end: int
+    slots: torch.Tensor | None
+    """[columns] of all that it sees; None if the step's own tokens are all there is."""
+    mask: torch.Tensor | None
+    """[1, 1, new, columns]; None where `causal` suffices."""
+
+
+class SpanTensors(NamedTuple):
+    """The sequences of a captured step whose rows are single tokens, at most `most` sequences, int32."""
+
+    table: torch.Tensor
+    """Block ids [most, width]."""
+    totals: torch.Tensor
+    """The tokens [most] of each with this step's."""
+    borders: torch.Tensor
+    """[most + 1]: sequence i has the rows from borders[i] to borders[i + 1]."""
+    alone: torch.Tensor
+    """`totals` of sequences with one new token, 0 of others."""
+
+
+class Batch(ABC):
+    """Where the tokens of every row lie in a step. Readers know no other interface, whatever kind it is."""
+
+    rows: int
+    """The rows of keys and values that a model hands to its cache."""
+    new: int
+    """The new tokens of each row."""
+    longest: int
+    """The most new tokens of a sequence."""
+    columns: int
+    """The columns of the cache after the step, left padding included."""
+    block_size: int
+    workspace: dict[str, Any]
+    """What outlives a step: plans of kernels, and the device's copy of the tables until a block changes."""
+    step: object
+    """What a kernel's plan is updated for, another object in every step."""
+    captured = False
+    """Whether it belongs to a captured step: replays have other lengths in the same tensors."""
+    packed = False
+    """Whether one row of the model holds the new tokens of all sequences, which only attention separates."""
+    plain = True
+    """Whether every row of the model is one sequence."""
+    fresh = False
+    """Whether this step's tokens are all there is."""
+    empty = False
+    """Whether nothing but padding was seen so far, so that no slot holds anything."""
+    starts: list[int] | None = None
+    """The first column of each row behind its left padding; None without padding."""
+    strided: StridedView | None = None
+    """Where the tokens lie, if at equal distances."""
+    new_strided: StridedView | None = None
+    """Where the new tokens lie, if at equal distances."""
+    spans: SpanTensors | None = None
+    """Sequences of several tokens among rows that are single tokens."""
+
+    def check(self) -> None:  # noqa: B027 - of those whose tables cannot change
+        """Raise if the tables have changed since."""
+
+    def first_visible(self, window: int | None) -> int:
+        """The first column that any of the new tokens may attend to."""
+        return 0
+
+    @abstractmethod
+    def written(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Slots [n] that take the new tokens, and which of the rows * new tokens those are (None: all)."""
+
+    @abstractmethod
+    def targets(self, device: torch.device) -> torch.Tensor:
+        """Slots [rows * new] that take the new tokens, -1 for padding and missing rows, which take none."""
+
+    @abstractmethod
+    def table(self, device: torch.device) -> torch.Tensor:
+        """Block ids [sequences, at least the most blocks of one], int32: token t of sequence i lies in block
+        t // block_size of row i. Unused places (behind a window, after a shorter sequence) name some block.
+        """
+
+    def host_table(self) -> torch.Tensor:
+        """The same on the CPU, however it is had fastest there."""
+        return self.table(CPU)
+
+    @abstractmethod
+    def lengths(self, device: torch.device) -> torch.Tensor:
+        """The tokens [sequences] of each sequence with this step's, int32; 0 for a missing row."""
+
+    def borders_on(self, device: torch.device) -> torch.Tensor:
+        """Borders [sequences + 1] of the sequences' new tokens, one sequence after the other, int32."""
+        new = self.new
+        return torch.arange(0, (self.rows + 1) * new, new, dtype=torch.int32, device=device)
+
+    def blocks(self, first: int, device: torch.device) -> torch.Tensor | None:
+        """Block ids [rows, n] from the block of column `first` on; None where only `slots` are known."""
+        return None
+
+    @abstractmethod
+    def slots(self, first: int, device: torch.device) -> torch.Tensor:
+        """Slots [rows, columns - first]. What a row does not see names one of its tokens: finite, masked."""
+
+    @abstractmethod
+    def visible(self, first: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """Which columns from `first` on each new token sees, [rows or 1, 1, new, columns - first]; None: all
+        of them.
+        """
+
+    def parts(self, window: int | None, device: torch.device) -> tuple[Singles | None, list[Span]] | None:
+        """What plain torch reads of a `packed` batch: rows of one token together, longer ones one by one."""
+        return None
+
+    @property
+    def positions(self) -> int:
+        """How many positions plain torch reads of each row."""
+        return self.columns
+
+
+class RowBatch(Batch):
+    """A step in which every row is a sequence, after it.
 
     Columns count as transformers does, left padding included: row i begins at column starts[i], and column c
     of it is token c - starts[i] of its table. The batch reads tables that others may change later; it refuses
@@ -62,15 +192,13 @@ class Batch:
         self.new = new
         self.strided = strided
         self.new_strided = strided
-        """Where the new tokens lie, if at equal distances."""
         self.rows = len(tables)
-        """The rows of keys and values that a model hands to its cache."""
+        self.longest = new
         self.fresh = new == columns
-        """Whether this step's tokens are all there is."""
+        self.block_size = tables[0].pool.block_size if tables else 0
+        self.step = object()
         self._is_current = is_current
-        self.workspace: dict[str, Any] = {} if workspace is None else workspace
-        """What outlives a step: plans of kernels, and the device's copy of the tables until a block changes.
-        """
+        self.workspace = {} if workspace is None else workspace
         self._written: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._blocks: dict[tuple[torch.device, int], torch.Tensor] = {}
         self._slots: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -78,25 +206,13 @@ class Batch:
         self._visible: dict[tuple[torch.device, int, int | None], torch.Tensor | None] = {}
 
     @property
-    def block_size(self) -> int:
-        return self.tables[0].pool.block_size
-
-    @property
-    def step(self) -> object:
-        """What a kernel's plan is made for."""
-        return self
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing but padding was seen so far, so that no slot holds anything."""
+    def empty(self) -> bool:  # type: ignore[override]
         return not any(table.length for table in self.tables)
 
     def first_visible(self, window: int | None) -> int:
-        """The first column that any of the new tokens may attend to."""
         return 0 if window is None else max(0, self.columns - (window - 1 + self.new))
 
     def check(self) -> None:
-        """Raise if the tables have changed since."""
         if not self._is_current():
             raise RuntimeError(
                 "the cache has changed since these keys and values were handed out; read them from the cache "
@@ -104,9 +220,6 @@ class Batch:
             )
 
     def written(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Slots [n] that take the new tokens, and which of the rows * new tokens those are (None: all of
-        them).
-        """
         if device not in self._written:
             self.check()
             slots: list[int] = []
@@ -123,18 +236,12 @@ class Batch:
         return self._written[device]
 
     def targets(self, device: torch.device) -> torch.Tensor:
-        """Slots [rows * new] that take the new tokens, -1 for padding, which takes none."""
         slots, sources = self.written(device)
         if sources is None:
             return slots
         return torch.full((self.rows * self.new,), -1, device=device).index_copy_(0, sources, slots)
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """Block ids [rows, at least the most blocks of a row], int32: token t of row i lies in block t //
-        block_size of row i.
-
-        Unused places (behind a window, after a shorter row's end) name some existing block.
-        """
         tables = self.workspace.setdefault("tables", {})
         if device not in tables:
             self.check()
@@ -145,14 +252,29 @@ class Batch:
         return found
 
     def lengths(self, device: torch.device) -> torch.Tensor:
-        """The tokens [rows] of each row, int32."""
         if device not in self._lengths:
             self.check()
             self._lengths[device] = upload([table.length for table in self.tables], device, torch.int32)
         return self._lengths[device]
 
-    def blocks(self, first: int, device: torch.device) -> torch.Tensor:
-        """Block ids [rows, n] from the block of column `first` on, for rows without padding."""
+    def host_table(self) -> torch.Tensor:
+        """Where rows lie side by side it is counted out, not put together from lists."""
+        if self.strided is None or self.packed:
+            return self.table(CPU)
+        key = (self.strided, self.rows, max(table.end for table in self.tables))
+        known, table = self.workspace.get("strided", (None, None))
+        if known != key:
+            (first, stride), rows, width = key
+            begins = torch.arange(first, first + rows * stride, stride, dtype=torch.int32, device=CPU)
+            table = begins[:, None] // self.block_size
+            table = table + torch.arange(max(width, 1), dtype=torch.int32, device=CPU)
+            self.workspace["strided"] = (key, table)
+        counted: torch.Tensor = table
+        return counted
+
+    def blocks(self, first: int, device: torch.device) -> torch.Tensor | None:
+        if self.starts is not None:
+            return None
         if (device, first) not in self._blocks:
             self.check()
             begin = first // self.block_size
@@ -161,9 +283,6 @@ class Batch:
         return self._blocks[device, first]
 
     def slots(self, first: int, device: torch.device) -> torch.Tensor:
-        """Slots [rows, columns - first], padding included: it points at the row's first token, so it is
-        finite and masked.
-        """
         if (device, first) not in self._slots:
             self.check()
             size = self.block_size
@@ -182,9 +301,6 @@ class Batch:
         return self._slots[device, first]
 
     def visible(self, first: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Which columns from `first` on each new token sees, [rows or 1, 1, new, columns - first]; None: all
-        of them.
-        """
         if self.new == 1 and self.starts is None:
             return None
         key = (device, first, window)

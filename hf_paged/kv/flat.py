@@ -4,44 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..blocks import BlockTable
-from .batch import PLANS, Batch, StridedView
+from .batch import PLANS, RowBatch, Singles, Span, StridedView
 from .upload import upload
 
 
-class Singles(NamedTuple):
-    """Rows of one new token, read together: row i attends to `slots[i]` where `mask[i]` is true."""
-
-    tokens: torch.Tensor | None
-    """Their places [rows] in the row of tokens; None if they are all there is."""
-    slots: torch.Tensor
-    """[rows * columns]; outside what a row sees its last token's, so what is read is finite."""
-    mask: torch.Tensor
-    """[rows, 1, 1, columns]"""
-
-
-class _Span(NamedTuple):
-    """A row of several new tokens, from place `begin` to `end`."""
-
-    begin: int
-    end: int
-    slots: torch.Tensor | None
-    """[columns] of all that it sees; None if the step's own tokens are all there is."""
-    mask: torch.Tensor | None
-    """[1, 1, new, columns]; None where `causal` suffices."""
-
-
-class FlatBatch(Batch):
+class FlatBatch(RowBatch):
     """Several sequences in one row: sequence i brings counts[i] new tokens, the last ones of its table, one
     sequence after the other.
 
     A model sees one row of `new` tokens; only attention separates the sequences. The maker of the batch keeps
     the tables unchanged until the step is over.
     """
+
+    packed = True
 
     def __init__(
         self, tables: Sequence[BlockTable], counts: Sequence[int], plans: dict[object, Any] | None = None
@@ -54,20 +34,17 @@ class FlatBatch(Batch):
         )
         self.rows = 1  # as the model sees it
         self.fresh = False  # several sequences are never one sequence
-        self.decodes = self.new == len(tables)
-        """Whether every sequence brings one token."""
-        self.plain = self.decodes and len(tables) == 1
-        """Whether it is one new token of one sequence: as in any batch of one row."""
+        self.longest = 1 if self.new == len(tables) else max(counts)
+        self.plain = self.new == 1
         if self.plain and self.strided is None:
             self.new_strided = StridedView(_last_slot(tables[0]) - columns + 1, 0)
         self.counts = list(counts)
         self.borders = [0, *accumulate(counts)]
         """Sequence i's new tokens are those from borders[i] to borders[i + 1]."""
-        self._parts: dict[tuple[torch.device, int | None], tuple[Singles | None, list[_Span]]] = {}
+        self._parts: dict[tuple[torch.device, int | None], tuple[Singles | None, list[Span]]] = {}
         self._borders: dict[torch.device, torch.Tensor] = {}
 
     def written(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Slots [new] that take the new tokens, which are all of them."""
         if device not in self._written:
             slots: list[int] = []
             for table, count in zip(self.tables, self.counts, strict=True):
@@ -76,15 +53,12 @@ class FlatBatch(Batch):
         return self._written[device]
 
     def borders_on(self, device: torch.device) -> torch.Tensor:
-        """The borders [sequences + 1], int32."""
         if device not in self._borders:
             self._borders[device] = upload(self.borders, device, torch.int32)
         return self._borders[device]
 
-    def parts(self, window: int | None, device: torch.device) -> tuple[Singles | None, list[_Span]]:
-        """What plain torch reads: rows of one token together, each longer row by itself. All layers of a step
-        share it.
-        """
+    def parts(self, window: int | None, device: torch.device) -> tuple[Singles | None, list[Span]]:
+        """All layers of a step share them."""
         if (device, window) not in self._parts:
             single = [i for i, count in enumerate(self.counts) if count == 1]
             longer = [i for i, count in enumerate(self.counts) if count > 1]
@@ -118,7 +92,7 @@ class FlatBatch(Batch):
         slots = torch.where(seen, slots, last[:, None])
         return Singles(places, slots.flatten(), seen[:, None, None])
 
-    def _span(self, row: int, window: int | None, device: torch.device) -> _Span:
+    def _span(self, row: int, window: int | None, device: torch.device) -> Span:
         table = self.tables[row]
         count = self.counts[row]
         begin = self.borders[row]
@@ -127,13 +101,13 @@ class FlatBatch(Batch):
         narrow = window is not None and count > window
         slots = None if count == table.length else upload(_slots(table, first), device)
         if slots is None and not narrow:
-            return _Span(begin, end, None, None)
+            return Span(begin, end, None, None)
         at = torch.arange(table.length - count, table.length, device=device)[:, None]
         column = torch.arange(first, table.length, device=device)
         mask = column <= at
         if window is not None:
             mask = mask & (column > at - window)
-        return _Span(begin, end, slots, mask[None, None])
+        return Span(begin, end, slots, mask[None, None])
 
 
 def _strided_view_of(tables: Sequence[BlockTable]) -> StridedView | None:

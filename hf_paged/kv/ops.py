@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 
-from .batch import PLANS, Batch
-from .flat import FlatBatch
+from .batch import PLANS, Batch, SpanTensors
 from .layout import Layout
 from .ops_torch import Ops, Pages, Seen
 from .reference import invariant
-from .spans import StaticSpans
-from .static import StaticBatch
 from .upload import upload
 
 logger = logging.getLogger("hf_paged")
@@ -84,8 +81,8 @@ class TritonOps(Ops):
             )
             return rotated
 
-    def gather(self, data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.Tensor:
-        if not isinstance(batch, Batch) or batch.strided is not None or batch.empty:
+    def gather(self, data: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:
+        if batch.captured or batch.strided is not None or batch.empty:
             return super().gather(data, batch, first)  # a view, or nothing at all
         batch.check()
         device = data.device
@@ -117,36 +114,35 @@ class TritonOps(Ops):
         # torch's.
         whole = query.shape[2] > 1 and (not seen.causal or batch.fresh or batch.starts is not None)
         # The encoder's output is visible whole, without a mask if no row is shorter.
-        masked = not seen.causal and (seen.mask is not None or not isinstance(batch, StaticBatch))
+        masked = not seen.causal and (seen.mask is not None or not batch.captured)
         if invariant.get():  # there is one order, and one kernel that has it
             whole = not seen.causal
         if masked or whole or query.dtype != pages.keys.dtype:
             return super().attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
         options = {"scale": scale, "softcap": softcap, "sinks": None if sinks is None else sinks.float()}
         with on(query.device):
-            if isinstance(batch, FlatBatch):
-                return self._flat(query, pages, batch, seen.window, options)
-            if isinstance(batch, StaticSpans):
-                return self._spans(query, pages, batch, seen.window, options)
-            if query.shape[2] == 1:
-                return self._decode(query, pages, seen.window, options)
-            return self._prefill(query, pages, seen.window, options)
+            if batch.spans is not None:
+                return self._spans(query, pages, batch.spans, seen.window, options)
+            rows, _, many, _ = query.shape
+            tokens = query.transpose(1, 2).flatten(0, 1)
+            read = self._decode if many == 1 or batch.longest == 1 else self._prefill
+            out = read(tokens, pages, seen.window, options)
+            return out.view(rows, many, *out.shape[1:])
 
     def _decode(
-        self, query: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]
+        self, tokens: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]
     ) -> torch.Tensor:
+        """Attention of one token [query_heads, key_dim] of each sequence."""
         batch = pages.batch
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
-        tokens = query[:, :, 0]
-        plan = self._plan(tokens, keys, values, window, batch, batch.lengths(query.device))
+        plan = self._plan(tokens, keys, values, window, batch, batch.lengths(tokens.device))
         out: torch.Tensor = self.kernels.decode(
-            tokens, keys, values, batch.table(query.device), plan, **options
+            tokens, keys, values, batch.table(tokens.device), plan, **options
         )
-        return out.unsqueeze(1)
+        return out
 
     def _plan(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None,
-        batch: Batch | StaticBatch,
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, batch: Batch,
         lengths: torch.Tensor,
     ) -> Any:  # fmt: skip
         """The step's plan for layers of one shape and window."""
@@ -161,93 +157,50 @@ class TritonOps(Ops):
         return _kept(batch, "plans", key, make, lambda plan: plan.update(lengths))
 
     def _prefill(
-        self, query: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]
+        self, tokens: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]
     ) -> torch.Tensor:
-        rows, heads, new, dim = query.shape
+        """Attention of tokens [tokens, query_heads, key_dim] of sequences of any lengths, in one launch."""
         batch = pages.batch
-        device = query.device
+        device = tokens.device
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
-        borders = torch.arange(0, (rows + 1) * new, new, dtype=torch.int32, device=device)
-        packed = query.transpose(1, 2).reshape(rows * new, heads, dim)
         out: torch.Tensor = self.kernels.prefill(
-            packed,
-            keys,
-            values,
-            batch.table(device),
-            borders,
-            batch.lengths(device),
-            new,
-            window=window,
-            **options,
-        )
-        by_row: torch.Tensor = out.unflatten(0, (rows, new))
-        return by_row
-
-    def _flat(
-        self, query: torch.Tensor, pages: Pages, batch: FlatBatch, window: int | None, options: dict[str, Any]
-    ) -> torch.Tensor:
-        """Sequences of any lengths in one row of tokens: one launch for all of them."""
-        keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
-        table = batch.table(query.device)
-        lengths = batch.lengths(query.device)
-        packed = query[0].transpose(0, 1).contiguous()
-        most = max(batch.counts)
-        if most == 1:
-            plan = self._plan(packed, keys, values, window, batch, lengths)
-            out: torch.Tensor = self.kernels.decode(packed, keys, values, table, plan, **options)
-        else:
-            out = self.kernels.prefill(
-                packed,
-                keys,
-                values,
-                table,
-                batch.borders_on(query.device),
-                lengths,
-                most,
-                window=window,
-                **options,
-            )
-        return out[None]
+            tokens, keys, values, batch.table(device), batch.borders_on(device), batch.lengths(device),
+            batch.longest, window=window, **options,
+        )  # fmt: skip
+        return out
 
     def _spans(
         self,
         query: torch.Tensor,
         pages: Pages,
-        batch: StaticSpans,
+        spans: SpanTensors,
         window: int | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
         """Rows of one token by the decode kernel, the chunks after them by the prefill kernel."""
+        batch = pages.batch
+        table, totals, borders, alone = spans
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
         packed = query[:, :, 0]
-        few = min(batch.most, batch.rows)
+        few = min(len(table), batch.rows)
         out = packed.new_zeros(*packed.shape[:2], values.shape[3])
-        plan = self._plan(packed[:few], keys, values, window, batch, batch.alone[:few])
-        self.kernels.decode(packed[:few], keys, values, batch.blocks[:few], plan, out=out[:few], **options)
+        plan = self._plan(packed[:few], keys, values, window, batch, alone[:few])
+        self.kernels.decode(packed[:few], keys, values, table[:few], plan, out=out[:few], **options)
         key = (query.shape, query.dtype, query.device, values.shape[2:], invariant.get())
-        spans = _kept(
+        tiles = _kept(
             batch, "spans", key,
-            lambda: self.kernels.Spans(packed, keys, values, batch.most, least=2),
-            lambda spans: spans.update(batch.borders),
+            lambda: self.kernels.Spans(packed, keys, values, len(table), least=2),
+            lambda tiles: tiles.update(borders),
         )  # fmt: skip
         self.kernels.prefill(
-            packed,
-            keys,
-            values,
-            batch.blocks,
-            batch.borders,
-            batch.totals,
-            batch.rows,
-            window=window,
-            out=out,
-            spans=spans,
+            packed, keys, values, table, borders, totals, batch.rows, window=window, out=out, spans=tiles,
             **options,
-        )
+        )  # fmt: skip
         return out.unsqueeze(1)
 
 
 def _kept(
-    batch: Batch | StaticBatch, name: str, key: object, make: Callable[[], Any], update: Callable[[Any], None]
+    batch: Batch, name: str, key: object, make: Callable[[], Any], update: Callable[[Any], None]
 ) -> Any:
     """The plan of one kind and key in the batch's workspace: kept from step to step, updated once in each."""
     plans = batch.workspace.setdefault(name, {})
@@ -279,8 +232,8 @@ class NativeOps(Ops):
         if pages.batch.new_strided is not None:  # views, made for all layers together
             super().write(pages, keys, values)
             return
-        if isinstance(pages.batch, FlatBatch):
-            if not pages.batch.decodes:
+        if pages.batch.packed:
+            if pages.batch.longest > 1:
                 super().write(pages, keys, values)
                 return
             keys = _by_sequence(keys)
@@ -311,16 +264,14 @@ class NativeOps(Ops):
         given = query
         if invariant.get():
             return super().attend(given, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
-        rows = batch.rows
-        flat = isinstance(batch, FlatBatch)
-        if isinstance(batch, FlatBatch) and batch.decodes:
+        several = batch.packed and batch.longest > 1
+        if batch.packed and not several:
             query = _by_sequence(query)
-            rows = len(batch.tables)
-            flat = False
         prompt = query.shape[2] > FEW or (batch.fresh and query.shape[2] > 1)
         learning = torch.is_grad_enabled() and query.requires_grad
-        fits = query.dtype == pages.keys.dtype and query.shape[0] == rows and query.stride(3) == 1
-        if seen.mask is not None or prompt or learning or not fits or flat:
+        whole = batch.packed or query.shape[0] == batch.rows
+        fits = query.dtype == pages.keys.dtype and whole and query.stride(3) == 1
+        if seen.mask is not None or prompt or learning or not fits or several:
             return super().attend(given, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
         batch.check()
         window = seen.window if seen.causal else None
@@ -338,36 +289,15 @@ class NativeOps(Ops):
         )
         return out if query is given else out.transpose(0, 1)
 
-    def _planned(
-        self, batch: Batch | StaticBatch, key: object, make: Any, *tensors: torch.Tensor, **options: Any
-    ) -> Any:
+    def _planned(self, batch: Batch, key: object, make: Any, *tensors: torch.Tensor, **options: Any) -> Any:
         """The step's plan for layers of one shape."""
         return _kept(
             batch,
             PLANS,
             key,
             lambda: make(self.library, *tensors, block_size=batch.block_size, **options),
-            lambda plan: plan.update(self._table(batch), batch.lengths(tensors[0].device)),
+            lambda plan: plan.update(batch.host_table(), batch.lengths(tensors[0].device)),
         )
-
-    @staticmethod
-    def _table(batch: Batch | StaticBatch) -> torch.Tensor:
-        """The batch's table; where rows lie side by side it is counted out, not put together from lists."""
-        device = torch.device("cpu")
-        if not isinstance(batch, Batch) or batch.strided is None or isinstance(batch, FlatBatch):
-            return batch.table(device)
-        key = (batch.strided, batch.rows, max(table.end for table in batch.tables))
-        known, table = batch.workspace.get("strided", (None, None))
-        if known != key:
-            (first, stride), rows, width = key
-            begins = (
-                torch.arange(first, first + rows * stride, stride, dtype=torch.int32, device=device)[:, None]
-                // batch.block_size
-            )
-            table = begins + torch.arange(max(width, 1), dtype=torch.int32, device=device)
-            batch.workspace["strided"] = (key, table)
-        counted: torch.Tensor = table
-        return counted
 
 
 def _by_sequence(data: torch.Tensor) -> torch.Tensor:

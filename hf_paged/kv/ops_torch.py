@@ -8,9 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from . import reference
-from .batch import Batch, StridedView
-from .flat import FlatBatch, Singles
-from .static import StaticBatch
+from .batch import Batch, Singles, Span, StridedView
 
 
 class LaneViews(Protocol):
@@ -31,7 +29,7 @@ class Pages(NamedTuple):
     """[slots, heads, key_dim]"""
     values: torch.Tensor
     """[slots, heads, value_dim]"""
-    batch: Batch | StaticBatch
+    batch: Batch
     ops: Ops
     store: LaneViews | None = None
     """The store that the slots are of, for what is made for all of its layers at once."""
@@ -62,7 +60,7 @@ class Seen(NamedTuple):
     causal: bool = False
     window: int | None = None
 
-    def biased(self, bias: torch.Tensor, batch: Batch | StaticBatch) -> Seen:
+    def biased(self, bias: torch.Tensor, batch: Batch) -> Seen:
         """The same with a learned bias [rows or 1, query_heads, new, columns] on every score."""
         mask = batch.visible(self.first, self.window, bias.device) if self.causal else self.mask
         if mask is None:
@@ -108,7 +106,7 @@ class Ops:
         for pool in pools:
             pool.index_copy_(1, targets.long(), pool.index_select(1, sources))
 
-    def gather(self, data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.Tensor:
+    def gather(self, data: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:
         """Columns from `first` on of data [slots, heads, dim], as [rows, heads, columns - first, dim]; those
         of padding mean nothing.
         """
@@ -140,8 +138,9 @@ class Ops:
         they are read.
         """
         batch = pages.batch
-        if isinstance(batch, FlatBatch) and not batch.plain:
-            return attend_flat(query, pages, seen.window, new, scale=scale, softcap=softcap, sinks=sinks)
+        parts = None if batch.plain else batch.parts(seen.window, query.device)
+        if parts is not None:
+            return attend_parts(query, pages, parts, new, scale=scale, softcap=softcap, sinks=sinks)
         if new is not None and batch.fresh and seen.first == 0:
             keys, values = new
         else:
@@ -173,17 +172,18 @@ class Ops:
         computes with these, gathered, and has the arguments of `reference.attend`.
         """
         batch = pages.batch
-        if isinstance(batch, FlatBatch):
-            return attend_flat(query, pages, seen.window, new, attention, value_dim, scale=scale)
+        parts = batch.parts(seen.window, query.device)
+        if parts is not None:
+            return attend_parts(query, pages, parts, new, attention, value_dim, scale=scale)
         latents, positions = self.read(pages, seen.first)
         mask = batch.visible(seen.first, seen.window, query.device) if seen.causal else seen.mask
         return attention(query, latents, positions, mask, scale=scale)
 
 
-def attend_flat(
+def attend_parts(
     query: torch.Tensor,
     pages: Pages,
-    window: int | None,
+    parts: tuple[Singles | None, list[Span]],
     new: tuple[torch.Tensor, torch.Tensor] | None,
     attention: Callable[..., torch.Tensor] = reference.attend,
     value_dim: int | None = None,
@@ -196,9 +196,7 @@ def attend_flat(
     attention: computes it for some sequences of one length, with the arguments of `reference.attend`.
     value_dim: the width of its answer, if that is not the width of the stored values.
     """
-    batch = pages.batch
-    assert isinstance(batch, FlatBatch)
-    singles, spans = batch.parts(window, query.device)
+    singles, spans = parts
     if singles is not None and singles.tokens is None:
         # Every sequence decodes: the tokens are in their rows' order.
         return _attend_singles(query[0].transpose(0, 1), pages, singles, attention, options)[None]
@@ -213,7 +211,7 @@ def attend_flat(
         elif new is not None:
             keys, values = (data[:, :, begin:end] for data in new)
         else:
-            own = batch.written(query.device)[0][begin:end]
+            own = pages.batch.written(query.device)[0][begin:end]
             keys, values = (_gather(data, own, 1) for data in (pages.keys, pages.values))
         causal = mask is None
         out[begin:end] = attention(query[:, :, begin:end], keys, values, mask, causal=causal, **options)[0]

@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .batch import Batch
-from .static import StaticBatch
 
 
 class Invariant(threading.local):
@@ -25,7 +24,7 @@ class Invariant(threading.local):
 invariant = Invariant()
 
 
-def write(data: torch.Tensor, batch: Batch | StaticBatch, tokens: torch.Tensor) -> None:
+def write(data: torch.Tensor, batch: Batch, tokens: torch.Tensor) -> None:
     """Put the keys or values [rows, heads, new, dim] of new tokens in their slots of data [slots, heads,
     dim].
     """
@@ -34,20 +33,20 @@ def write(data: torch.Tensor, batch: Batch | StaticBatch, tokens: torch.Tensor) 
     data.index_copy_(0, slots, flat if sources is None else flat.index_select(0, sources))
 
 
-def gather(data: torch.Tensor, batch: Batch | StaticBatch, first: int) -> torch.Tensor:
+def gather(data: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:
     """Columns from `first` on of data [slots, heads, dim], as [rows, heads, columns - first, dim].
 
     Rows side by side are answered with a view. Columns of left padding hold some token's content; mask them.
     """
     batch.check()
-    if isinstance(batch, Batch) and batch.strided is not None:
+    if batch.strided is not None:
         return batch.strided.view(data, batch.rows, first, batch.columns)
     slots, heads, dim = data.shape
     if batch.empty:
         return data.new_zeros(batch.rows, heads, batch.columns - first, dim)
-    if isinstance(batch, Batch) and batch.starts is None:
+    blocks = batch.blocks(first, data.device)
+    if blocks is not None:
         size = batch.block_size
-        blocks = batch.blocks(first, data.device)
         found = data.view(slots // size, size * heads * dim).index_select(0, blocks.flatten())
         begin = first % size
         found = found.view(batch.rows, blocks.shape[1] * size, heads, dim)[

@@ -20,7 +20,7 @@ from ..blocks import (
     detach,
     reorder,
 )
-from .batch import Batch, StridedView
+from .batch import RowBatch, StridedView
 from .group import ROOM_FOR, LayerGroup
 from .static import StaticBatch
 
@@ -60,7 +60,7 @@ class Rows:
         """Tokens of every row that are counted in `columns` and not yet entered in the tables."""
         self._room = 0
         """How many more tokens need no block: every row's last block is its own and has that much room."""
-        self._batch: Batch | None = None
+        self._batch: RowBatch | None = None
         self._workspace: dict[str, Any] = {}
 
     @property
@@ -103,7 +103,7 @@ class Rows:
 
     # ---- a step
 
-    def extend(self, rows: int, new: int) -> Batch:
+    def extend(self, rows: int, new: int) -> RowBatch:
         """Make room for `new` columns in every row and copy what must be copied; on failure nothing has
         changed.
         """
@@ -118,7 +118,7 @@ class Rows:
             room = self._own_room() if self.window is None else 0  # a window gives back blocks in every step
             return self._changed(new, same_blocks=not need, room=room)
 
-    def _fill(self, new: int) -> Batch:
+    def _fill(self, new: int) -> RowBatch:
         """A step of `new` columns for which every row's last block is its own and has room."""
         self.require_whole()
         self.torn = True
@@ -293,12 +293,12 @@ class Rows:
         for table in self.tables:
             table.release_before(table.length - self.window + 1)
 
-    def _changed(self, new: int = 0, same_blocks: bool = False, room: int = 0) -> Batch:
+    def _changed(self, new: int = 0, same_blocks: bool = False, room: int = 0) -> RowBatch:
         self.stamp = stamp = object()
         self._room = room
         if not same_blocks:
             self._workspace.pop("tables", None)
-        self._batch = Batch(
+        self._batch = RowBatch(
             self.tables,
             self.starts,
             self.columns,
@@ -310,7 +310,7 @@ class Rows:
         return self._batch
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> RowBatch:
         """Where everything lies now."""
         return self._batch if self._batch is not None else self._changed()
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..blocks import BlockTableArray
+from .batch import SpanTensors
 from .static import LONGS, StaticBatch, tokens_of
 
 
@@ -38,13 +39,8 @@ class StaticSpans(StaticBatch):
         return [LONGS, self.most * self.width, self.rows, self.rows, self.most, self.most + 1]
 
     def _take(self, parts: Sequence[torch.Tensor]) -> None:
-        _, blocks, self.tokens, self._owners, self.totals, self.borders = parts
-        self.blocks = blocks.view(self.most, self.width)
-        """Block ids [most, width] of each sequence. `totals` [most]: its tokens with this step's; `borders`
-        [most + 1]: its rows.
-        """
-        self.alone = self.totals
-        """[most]: the same of sequences with one new token, 0 of others; this run's, once it has begun."""
+        _, blocks, self.tokens, self._owners, totals, borders = parts
+        self.spans: SpanTensors = SpanTensors(blocks.view(self.most, self.width), totals, borders, totals)
 
     def spread(
         self, tables: BlockTableArray, row_ids: array[int], offsets: array[int], step: int, counts: array[int]
@@ -76,10 +72,11 @@ class StaticSpans(StaticBatch):
         at = self.tokens.clamp(min=0).long()
         self.seen.copy_(self.tokens + 1)
         owners = torch.where(there, self._owners, 0).long()
-        blocks = self.blocks[owners, at // self.block_size]
+        blocks = self.spans.table[owners, at // self.block_size]
         self._targets_of_step.copy_(torch.where(there, blocks * self.block_size + at % self.block_size, -1))
-        self.alone = torch.where(self.borders.diff() == 1, self.totals, 0)
+        alone = torch.where(self.spans.borders.diff() == 1, self.spans.totals, 0)
+        self.spans = self.spans._replace(alone=alone)
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """For plain torch: block ids [rows, width], int32."""
-        return self.blocks[torch.where(self.tokens >= 0, self._owners, 0).long()]
+        """For plain torch, which reads every row by itself."""
+        return self.spans.table[torch.where(self.tokens >= 0, self._owners, 0).long()]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..blocks import BlockTable, BlockTableArray, Copy
+from .batch import Batch
 
 BUFFERS = 2
 """Staging buffers that take turns, so that the host fills one while the device still reads the other."""
@@ -27,8 +28,8 @@ def tokens_of(
     return rows.repeat(many), np.arange(many.sum()) + (starts - firsts).repeat(many)
 
 
-class StaticBatch:
-    """The contents of a `Batch` in static tensors, for at most `rows` rows of at most `width` blocks.
+class StaticBatch(Batch):
+    """The contents of a `RowBatch` in static tensors, for at most `rows` rows of at most `width` blocks.
 
     `begin` is the first operation of every run and part of the capture: it computes where the new tokens are
     written and advances the lengths, all on the device. The host uploads a step (`load`) only when something
@@ -36,11 +37,7 @@ class StaticBatch:
     were loaded write nothing and see nothing.
     """
 
-    strided = None
-    new_strided = None
-    fresh = False
-    empty = False
-    starts = None
+    captured = True
 
     def __init__(
         self,
@@ -54,6 +51,7 @@ class StaticBatch:
     ) -> None:
         self.rows = rows
         self.new = new
+        self.longest = new
         self.width = width
         self.block_size = block_size
         self.device = device
@@ -65,9 +63,8 @@ class StaticBatch:
         """
         self.stamp: object = None
         """The stamp of the rows whose step the device holds."""
-        self.step: object = None
-        """Another object in every run; plans are made once for each."""
-        self.workspace: dict[str, Any] = {}
+        self.step = None
+        self.workspace = {}
         self._visible: dict[int | None, torch.Tensor] = {}
         self._sizes = self._parts()
         with torch.inference_mode(False):
@@ -177,14 +174,7 @@ class StaticBatch:
         number: torch.Tensor = self._columns[0]
         return number
 
-    def check(self) -> None:
-        """Nothing to check: the caller of a replay has loaded the step."""
-
-    def first_visible(self, window: int | None) -> int:
-        return 0
-
     def targets(self, device: torch.device) -> torch.Tensor:
-        """Slots [rows * new] that take the new tokens, -1 where there is none."""
         return self._targets_of_step
 
     def written(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,11 +186,9 @@ class StaticBatch:
         return self._targets_of_step[tokens], tokens
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """Block ids [rows, width], int32."""
         return self._table
 
     def lengths(self, device: torch.device) -> torch.Tensor:
-        """The tokens [rows] of each row with this step's, int32; 0 for a row that is not there."""
         return self.seen
 
     def slots(self, first: int, device: torch.device) -> torch.Tensor:
@@ -208,7 +196,7 @@ class StaticBatch:
         nearest token inside.
         """
         length = self.seen.long()[:, None]
-        position = torch.arange(self._positions, device=device).expand(self.rows, -1)
+        position = torch.arange(self.positions, device=device).expand(self.rows, -1)
         inside = torch.minimum(position, length - 1).clamp(min=0)
         if self.window is not None:
             inside = torch.maximum(inside, length - self.new - self.window + 1)
@@ -218,7 +206,7 @@ class StaticBatch:
     def visible(self, first: int, window: int | None, device: torch.device) -> torch.Tensor:
         """For plain torch: which positions each new token sees, [rows, 1, new, positions]."""
         if window not in self._visible:
-            position = torch.arange(self._positions, device=device)
+            position = torch.arange(self.positions, device=device)
             query = (self.seen.long()[:, None] - self.new + torch.arange(self.new, device=device))[:, :, None]
             seen = position <= query
             if window is not None:
@@ -227,8 +215,6 @@ class StaticBatch:
         return self._visible[window]
 
     @property
-    def _positions(self) -> int:
-        """How many positions plain torch reads: all that may ever be used; for an encoder, whose length is
-        fixed, exactly those.
-        """
+    def positions(self) -> int:
+        """All that may ever be used; for an encoder, whose length is fixed, exactly those."""
         return self.width * self.block_size if self.new else self.columns

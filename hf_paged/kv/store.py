@@ -8,12 +8,10 @@ import torch
 
 from ..blocks.table import Copy
 from .batch import Batch, StridedView
-from .flat import FlatBatch
 from .layout import Layout
 from .ops import choose
 from .ops_torch import Ops, Pages
 from .reference import invariant
-from .static import StaticBatch
 from .upload import upload
 
 ALIKE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2**-6, torch.bfloat16: 2**-4}
@@ -51,11 +49,11 @@ class Store:
             self._parts = (both,)
         self._views: dict[tuple[StridedView, int, int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def pages(self, place: int, batch: Batch | StaticBatch, captured: bool = False) -> Pages:
+    def pages(self, place: int, batch: Batch, captured: bool = False) -> Pages:
         """What the attention of the layer at `place` reads in a step."""
         keys, values = self.of_layer[place]
         # One launch for a whole flat row is worth its price in every step, captured or not.
-        if isinstance(batch, FlatBatch):
+        if batch.packed:
             captured = self.captured.kernels is not None
         # So is a launch in an order that no batch changes.
         captured = captured or (invariant.get() and keys.is_cuda)

@@ -177,13 +177,11 @@ class Attention(NamedTuple):
         if captured:
             self._attend(ops, lambda: self._captured(rows, width))
 
-    def _attend(self, ops: TritonOps, make: Callable[[], Batch | StaticBatch]) -> None:
+    def _attend(self, ops: TritonOps, make: Callable[[], Batch]) -> None:
         batch = make()
-        flat = isinstance(batch, FlatBatch)
-        rows, new = (1, batch.new) if flat else (batch.rows, 1)
         seen = Seen(0, causal=True, window=self.window)
         ops.attend(
-            self._heads(rows, new, self.query_heads, self.layout.key_dim),
+            self._heads(batch.rows, batch.new, self.query_heads, self.layout.key_dim),
             self._pages(ops, batch),
             seen,
             softcap=self.softcap,
@@ -215,7 +213,7 @@ class Attention(NamedTuple):
     def _spans(self, rows: int, most: int, width: int) -> StaticSpans:
         return StaticSpans(rows, most, width, self.block_size, width, META, self.window)
 
-    def _pages(self, ops: TritonOps, batch: Batch | StaticBatch) -> Pages:
+    def _pages(self, ops: TritonOps, batch: Batch) -> Pages:
         keys, values = (data.flatten(0, 1) for data in self._blocks())
         return Pages(keys, values, batch, ops)
 

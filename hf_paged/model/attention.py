@@ -12,7 +12,7 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..kv import FlatBatch, Seen, Sequences, StaticBatch
+from ..kv import Seen, Sequences
 from ..kv.reference import invariant
 from .capture.traced import UNDERSTOOD, Stored, attend_traced
 from .lazy import LazyMask, LazyPages, LazyTensor, NotCapturable, NotFlat, as_dense
@@ -186,10 +186,10 @@ def _attend_pages(
         return None
     pages = key.pages
     bias = kwargs.get("position_bias")
-    if isinstance(pages.batch, FlatBatch) and (not seen.causal or bias is not None):
+    if pages.batch.packed and (not seen.causal or bias is not None):
         raise NotFlat("the attention mask or a bias decides which token attends to which")
     if bias is not None:
-        if seen.causal and isinstance(pages.batch, StaticBatch):
+        if seen.causal and pages.batch.captured:
             raise NotCapturable("the attention has a bias for every pair of positions")
         seen = seen.biased(bias, pages.batch)
     new = None
@@ -219,10 +219,10 @@ def _attend_latents(
     if invariant.get():  # a forward without a cache expands latents, which rounds otherwise
         return None
     batch = latents.pages.batch
-    if isinstance(batch, StaticBatch) and batch.width * batch.block_size > WIDEST:
+    if batch.captured and batch.positions > WIDEST:
         raise NotCapturable("latents are read over all positions that the tables have")
     seen = _seen(query, latents, mask, kwargs, forward)
-    if isinstance(batch, FlatBatch):
+    if batch.packed:
         if seen is None or not seen.causal:
             raise NotFlat("the attention mask decides which token attends to which")
     elif seen is None or key.expansion.weights(query) is None:
@@ -246,7 +246,7 @@ def _seen(
         return Seen(key.pages.batch.first_visible(mask.window), causal=True, window=mask.window)
     if not cross:
         _keep_to_yourself(forward.cache)
-    if not cross and isinstance(key.pages.batch, StaticBatch):
+    if not cross and key.pages.batch.captured:
         raise NotCapturable("the attention mask is more than causal or sliding")
     if mask is None:
         return Seen(0) if cross else None

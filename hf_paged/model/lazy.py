@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
-from ..kv import FlatBatch, LayerKind, Pages, StaticBatch, TritonOps
+from ..kv import LayerKind, Pages, TritonOps
 
 Path = Literal["unused", "paged", "dense"]
 """How attention last read a layer: from the pages, or through a dense copy."""
@@ -184,11 +184,11 @@ class LazyPages(LazyTensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _make(self) -> torch.Tensor:
-        if isinstance(self.pages.batch, StaticBatch):
+        if self.pages.batch.captured:
             raise NotCapturable(
                 "the model computes with keys or values itself, and there are more of them at every step"
             )
-        if isinstance(self.pages.batch, FlatBatch):
+        if self.pages.batch.packed:
             raise NotFlat("the model computes with keys or values itself")
         if self.step_tokens is not None:  # else the reader of the cache is no attention function
             self.layer.path = "dense"
