@@ -11,7 +11,7 @@ from tape import record
 from tiny import build, config_class
 
 from hf_paged.engine import Engine
-from hf_paged.generate.install import install, uninstall
+from hf_paged.generate.install import install_cache, uninstall_cache
 from hf_paged.model.capture.rehearsal import RECORDERS
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash", "youtu")
@@ -71,11 +71,11 @@ def test_an_engine_outlives_uninstall() -> None:
     model = deepseek()
     right = alone(model, max_new_tokens=6)
     with Engine(model, block_size=4) as engine:
-        uninstall()
+        uninstall_cache()
         try:
             assert answers(engine, max_new_tokens=6) == right
         finally:
-            install()
+            install_cache()
         assert answers(engine, max_new_tokens=6) == right
 
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from hf_paged import demo
 from hf_paged.engine import Engine
-from hf_paged.engine.requests.fields import BESIDE_AN_ASSISTANT, HONOURED, KNOWN, REFUSED, fields_of
+from hf_paged.engine.requests.fields import BESIDE_AN_ASSISTANT, HONOURED, KNOWN, REFUSED, generation_fields
 
 
 class Stateful(LogitsProcessor):
@@ -50,7 +50,7 @@ def engine(model: Any) -> Engine:
 
 def test_no_field_is_unknown() -> None:
     """A new field of transformers fails here until somebody has said what becomes of it."""
-    fields = {name for name, _ in fields_of(GenerationConfig())}
+    fields = {name for name, _ in generation_fields(GenerationConfig())}
     assert fields - KNOWN == set()
     assert not HONOURED & REFUSED.keys()
 

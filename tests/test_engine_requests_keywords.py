@@ -21,7 +21,7 @@ from hf_paged.config import KERNELS
 from hf_paged.engine import EngineOptions, RequestKeywords, config
 from hf_paged.engine.multimodal.media import SHOWN
 from hf_paged.engine.requests import params as asking
-from hf_paged.engine.requests.fields import BESIDE_AN_ASSISTANT, HONOURED, REFUSED, fields_of
+from hf_paged.engine.requests.fields import BESIDE_AN_ASSISTANT, HONOURED, REFUSED, generation_fields
 from hf_paged.engine.requests.keywords import UNNAMED, NeutralOptions
 from hf_paged.engine.requests.prompts import RAW
 from hf_paged.scheduling import ADMISSIONS, POLICIES
@@ -109,7 +109,7 @@ def test_the_types_name_what_submit_takes() -> None:
 
 def test_every_option_of_transformers_has_its_place() -> None:
     """A field of GenerationConfig is typed unless no value of it says anything to an engine."""
-    fields = {name for name, _ in fields_of(GenerationConfig())} - {"transformers_version"}
+    fields = {name for name, _ in generation_fields(GenerationConfig())} - {"transformers_version"}
     assert fields & RequestKeywords.__annotations__.keys() == fields & (
         HONOURED | accepted_as_neutral().keys()
     )

@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 )
 
 from hf_paged.engine.random_numbers import gumbel, uniform
-from hf_paged.engine.sampling.warp import Warp, best, cut, draw, mend, penalised, scaled, warp_of
+from hf_paged.engine.sampling.warp import Warp, cut, draw, greedy_tokens, mend, penalised, scaled, warp_of
 from hf_paged.scheduling import UNKNOWN
 
 VOCABULARY = 40
@@ -152,7 +152,7 @@ def test_the_largest_number_is_nan(place: int, dtype: torch.dtype) -> None:
 def test_logits_without_an_answer_are_reported() -> None:
     """Where there is NaN some token of the vocabulary goes on, and the host is told that there is none."""
     scores = torch.tensor([[1.0, 3.0, 2.0], [1.0, torch.nan, 5.0], [torch.inf, 0.0, 0.0]])
-    tokens, told = best(scores)
+    tokens, told = greedy_tokens(scores)
     assert tokens.tolist() == [1, 1, 0]
     assert told.tolist() == [1, UNKNOWN, 0]
     chosen = torch.stack([tokens, told])

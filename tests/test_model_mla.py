@@ -16,7 +16,7 @@ from tiny import build, config_class, tiny
 
 import hf_paged
 from hf_paged.generate.cache import paged_parts
-from hf_paged.generate.install import install, uninstall
+from hf_paged.generate.install import install_cache, uninstall_cache
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.mla import METHOD
 
@@ -143,9 +143,9 @@ def test_uninstalled_classes_are_as_before() -> None:
     cls = type(attention(model))
     model.generate(prompts(), max_new_tokens=2, cache_implementation="paged")
     assert hasattr(getattr(cls, METHOD), "__wrapped__")
-    uninstall()
+    uninstall_cache()
     try:
         assert not hasattr(getattr(cls, METHOD), "__wrapped__")
         assert sys.modules[cls.__module__].DeepseekV3Attention is cls
     finally:
-        install()
+        install_cache()

@@ -17,7 +17,7 @@ from ..model.registry import base_model
 from .logprobs import compare_logprobs, of_outputs
 from .report import Mismatch, RowMismatch
 from .runs import Runs, expected_noise, measured_noise
-from .ties import BEAMS, apart, is_tie, lead, scores_apart, size_of
+from .ties import BEAMS, is_tie, lead, relative_difference, scores_apart, size_of
 
 Mode = Literal["greedy", "samples", "beams", "beam samples"]
 
@@ -141,7 +141,7 @@ def _judge(
     for row, step in places.items():
         one, other = (each[row] for each in logits)
         tokens = chosen[row]
-        far = apart(one, other)
+        far = relative_difference(one, other)
         gap = lead(one, *tokens, size_of(one))
         if not far <= noise:  # which a NaN is not, either
             verdict = "mismatch"
@@ -151,10 +151,10 @@ def _judge(
             reason = f"logits agree ({far:.1e}); the draw fell on the other side of a rounded probability"
         elif is_tie(gap, noise):
             verdict = "rounding"
-            reason = f"a tie: {gap:.1e} apart, rounding explains {2 * noise:.1e}"
+            reason = f"a tie: {gap:.1e} relative_difference, rounding explains {2 * noise:.1e}"
         else:
             verdict = "mismatch"
-            reason = f"no tie: {gap:.1e} apart, rounding explains {2 * noise:.1e}"
+            reason = f"no tie: {gap:.1e} relative_difference, rounding explains {2 * noise:.1e}"
         # One of the verdicts.
         found.append(RowMismatch(row, step, *tokens, gap, far, verdict, reason))  # type: ignore[arg-type]
     return found

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from ..model.registry import base_model
 from ..model.training import evaluating
-from .ties import NOISE, Follow, apart, shaken
+from .ties import NOISE, Follow, relative_difference, shaken
 
 WORD = "paged"
 OF_ASSISTANTS = (
@@ -238,7 +238,7 @@ def measured_noise(runs: Runs, logits: Callable[[], Mapping[int, torch.Tensor]])
         for seed in range(SHAKES):
             with shaking(runs.model, seed, by):
                 after = logits()
-            most = max(most, *(apart(before[row], after[row]) for row in before))
+            most = max(most, *(relative_difference(before[row], after[row]) for row in before))
         return most
 
     most = moved(None)

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from transformers import LogitsProcessor, LogitsProcessorList
 
 NOISE = {torch.float32: 2e-4, torch.bfloat16: 2**-5, torch.float16: 2**-8}
-"""How far two ways of computing a logit may lie apart, relative to the largest one."""
+"""How far two ways of computing a logit may lie relative_difference, relative to the largest one."""
 BEAMS = 4
 """Scores of beams add up logits of many steps: so many times as far they may lie apart."""
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -27,7 +27,7 @@ def size_of(logits: torch.Tensor) -> float:
     return max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
 
 
-def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     """The largest difference of two sets of logits, relative to the largest logit of the first; NaN or
     infinity if only one is finite.
     """
@@ -89,7 +89,7 @@ def judge(
         last = different[0] if different else steps - 1
         one = logits[0][row, : last + 1]
         other = logits[1][row, : last + 1]
-        found = apart(one, other)
+        found = relative_difference(one, other)
         most = max(most, found)
         compared += last + 1
         if not found <= noise:  # which a NaN is not, either

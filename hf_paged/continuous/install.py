@@ -13,14 +13,14 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 from ..engine import EngineConfig
 from ..engine.parallel import why_not_on_ranks
-from ..generate import install as word
+from ..generate.install import install_cache, uninstall_cache
 from ..model.registry import base_model
 from ..model.support import FallbackWarning
 from ..model.tensor_parallel import mesh_of
 from .engines import with_budgets
 from .following import FollowingBatchingManager
 from .manager import EngineBatchingManager
-from .options import WorkloadNeed, engine_options
+from .options import WorkloadNeed, options_of_config
 
 METHOD = "init_continuous_batching"
 CACHED = "_cached_continuous_batching_manager"
@@ -33,7 +33,7 @@ def install(generate_batch: bool | None = None) -> None:
     batching, too (`transformers serve --continuous-batching`, TRL's use_transformers_continuous_batching).
     None leaves that as it is; at first transformers computes them.
     """
-    word.install()
+    install_cache()
     if generate_batch is None:
         return
     current = getattr(ContinuousMixin, METHOD)
@@ -49,7 +49,7 @@ def uninstall() -> None:
     original = getattr(getattr(ContinuousMixin, METHOD), "hf_paged_original", None)
     if original is not None:
         setattr(ContinuousMixin, METHOD, original)
-    word.uninstall()
+    uninstall_cache()
 
 
 def transformers_main() -> None:
@@ -92,5 +92,5 @@ def _wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _why_not_on_ranks(model: Any, config: ContinuousBatchingConfig, hints: Any) -> str | None:
-    options = with_budgets(engine_options(config), WorkloadNeed.of(hints))
+    options = with_budgets(options_of_config(config), WorkloadNeed.of(hints))
     return why_not_on_ranks(base_model(model), EngineConfig.of(None, options))

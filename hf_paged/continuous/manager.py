@@ -27,7 +27,7 @@ from ..model.switch import original_implementation
 from ..model.tensor_parallel import mesh_of
 from ..model.training import evaluating, why_random
 from .engines import drop_engine, engine_for, holds
-from .options import ManagerProcessors, WorkloadNeed, engine_options, host_bytes
+from .options import ManagerProcessors, WorkloadNeed, host_bytes, options_of_config
 from .requests import BatchProcessor, BatchRequest, output_id
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self.is_tp_driver = True
         self.warmed_up = False
         self._engine: Engine | None = None
-        self._options = engine_options(continuous_batching_config)
+        self._options = options_of_config(continuous_batching_config)
         self._need = WorkloadNeed.of(workload_hints)
         self._use_prefix_sharing = bool(continuous_batching_config.allow_block_sharing)
         self._request_counter = 0

@@ -64,7 +64,7 @@ class WorkloadNeed(NamedTuple):
         return cls(hints.num_requests, (hints.max_prompt_length or 0) + hints.max_generated_length)
 
 
-def engine_options(config: Any) -> dict[str, Any]:
+def options_of_config(config: Any) -> dict[str, Any]:
     """The engine's options for a ContinuousBatchingConfig; ValueError for a field that it cannot honour."""
     options: dict[str, Any] = {}
     readers: dict[str, Any] = {

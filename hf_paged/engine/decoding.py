@@ -31,7 +31,7 @@ from ..model.snapshot import ModelSnapshot, StateKey
 from ..scheduling import ScheduledBatch
 from .eager import EagerModel
 from .forward_batch import Answer, ForwardBatch
-from .sampling.warp import best
+from .sampling.warp import greedy_tokens
 
 WIDTHS = [512 * 8**i for i in range(7)]
 """Blocks of a row in the tables of graphs."""
@@ -356,7 +356,7 @@ class Decoding:
                 )
             logits: torch.Tensor = answer.logits[:, -1]
             step.logits.copy_(logits if step.places is None else logits.index_select(0, step.places))
-            step.best.copy_(best(step.logits))
+            step.best.copy_(greedy_tokens(step.logits))
         finally:
             running.set(outer)
             sequences.static = None

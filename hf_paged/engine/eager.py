@@ -29,7 +29,7 @@ from .forward_batch import PLAIN, Answer, ForwardBatch, Scored
 from .multimodal.encoder import Encoder, EncoderInput
 from .multimodal.extras import given, joined_extras
 from .pools import Pools
-from .sampling.scores import scores_of
+from .sampling.scores import token_scores
 from .support import Unservable
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ def _answered(
     scores = {}
     for sequence, begin, (tokens, favourites) in scored:
         first = index[begin]
-        scores[sequence] = scores_of(logits[first : first + len(tokens)], tokens, favourites)
+        scores[sequence] = token_scores(logits[first : first + len(tokens)], tokens, favourites)
     own = upload([index[place] for place in last], logits.device)
     return Answer(logits[own].to(torch.float32), scores=scores)
 

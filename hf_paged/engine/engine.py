@@ -52,7 +52,7 @@ from .protocol import in_turn
 from .recorder import Recorder
 from .requests.keywords import GenerateKeywords, RequestKeywords, spell_out
 from .requests.options import Options
-from .requests.params import RequestParams, check_model, check_transformers, read
+from .requests.params import RequestParams, check_model, check_transformers, read_request
 from .requests.prompts import words_of
 from .runner import Runner
 from .support import check_servable, check_writes, longest, longest_source, versions
@@ -267,7 +267,7 @@ class Engine:
         back at once with finish_reason "refused" and the numbers in its error.
         """
         keywords = {**generate_keywords, "inputs_embeds": inputs_embeds}
-        params = read(
+        params = read_request(
             self.model,
             self.processor,
             prompt,

@@ -13,7 +13,7 @@ from .outputs.output import FinishReason, Output, Timing, TokenLogprob
 from .outputs.queue import OutputQueue
 from .outputs.stream import Stream
 from .own_code import own_code, reaches_driver
-from .requests.callables import scores_of, stops
+from .requests.callables import checked_scores, stops
 from .requests.params import RequestParams, is_about_time
 from .sampling.beams import BeamSearch, BeamStep
 from .sampling.scores import PromptLogprobs
@@ -101,7 +101,7 @@ class Job:
             # Transformers names the legacy types.
             answer = self.params.processors(ids, whole)  # type: ignore[arg-type]
         single = self.beams is None and bool(self.params.ends)
-        return scores_of(answer, rows, vocabulary, self.params.sampled, single)[places]
+        return checked_scores(answer, rows, vocabulary, self.params.sampled, single)[places]
 
     def take(
         self,

@@ -283,7 +283,7 @@ class Pools:
     def described(self, model: str) -> Trace:
         """The header of a trace."""
         kinds = tuple(
-            TracedKind(name_of(kind), kind.window, group.pool.total) for kind, group in self.groups.items()
+            TracedKind(kind_name(kind), kind.window, group.pool.total) for kind, group in self.groups.items()
         )
         limits = self.config.limits()
         host = tuple(0 if group.host is None else group.host.most for group in self.groups.values())
@@ -302,7 +302,7 @@ class Pools:
         within their shares (C43).
         """
         return {
-            name_of(kind): {
+            kind_name(kind): {
                 "total": group.pool.total,
                 "held": group.pool.held,
                 "cached": group.pool.cached,
@@ -330,7 +330,7 @@ class Pools:
         held ones, free ones.
         """
         return {
-            name_of(kind): {
+            kind_name(kind): {
                 "most": group.host.most,
                 "total": group.host.pool.total,
                 "held": group.host.pool.held,
@@ -349,6 +349,6 @@ def _no_host(wanted: int, group: LayerGroup) -> OutOfBlocks:
     )
 
 
-def name_of(kind: LayerKind) -> str:
+def kind_name(kind: LayerKind) -> str:
     """The name of a kind of layer: "full", or "window" and its length."""
     return kind.name if kind.window is None else f"{kind.name}{kind.window}"

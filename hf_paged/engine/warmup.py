@@ -11,7 +11,7 @@ import torch
 
 from ..kv import Layout, TritonOps
 from ..kv.ops import choose
-from ..kv.warmup import Attention, Job, Warming, digest
+from ..kv.warmup import Attention, Job, Warming, compile_digest
 from ..model.capture.fusion import Fusion
 from ..model.capture.step import Size, bucket_of
 from ..model.switch import original_implementation
@@ -100,7 +100,7 @@ def jobs(eager: EagerModel, captures: bool) -> Sequence[Job]:
     found: list[Job] = []
     for attention in attentions:
         found += attention.jobs(ops, ROWS, WIDTHS[0], captured=fusion is not None)
-    found.append(partial(digest, ops))
+    found.append(partial(compile_digest, ops))
     return found if fusion is None else [*found, *fusion.calls(ROWS, dtype)]
 
 

@@ -258,7 +258,7 @@ def repeat_rows(value: Any, rows: int, index: torch.Tensor, layout: Any = ROWS_F
 
 
 @contextmanager
-def adapters_of_rows(model: nn.Module, count: int, rows: Sequence[int]) -> Iterator[None]:
+def narrow_adapter_names(model: nn.Module, count: int, rows: Sequence[int]) -> Iterator[None]:
     """Let peft's mixed batches of `count` rows see the adapter names of some rows only."""
     changed: list[tuple[dict[str, Any], Any]] = []
     try:

@@ -26,7 +26,7 @@ from ..model.routers import routers_of
 from .cache import Mark, PagedCache, paged_parts
 from .dedupe import (
     PromptRows,
-    adapters_of_rows,
+    narrow_adapter_names,
     read_prompt,
     repeat_rows,
     select_rows,
@@ -160,7 +160,7 @@ def _unique(
         before = [part.mark() for part in parts]
         for part in parts:
             part.sequences.expect_rows(len(index))
-        with adapters_of_rows(model, len(index), first):
+        with narrow_adapter_names(model, len(index), first):
             answer = _paged(model, original, kept, parts, masks_known, prompt.padding_of(first))
         if not has_drawn(states, device):
             for part in parts:
@@ -169,7 +169,7 @@ def _unique(
         take_back_draws(states, device)
         _take_back(parts, before, arguments.get("past_key_values"))
     elif asked not in layouts and parts[0].sequences.columns == 0:
-        with adapters_of_rows(model, len(index), first):
+        with narrow_adapter_names(model, len(index), first):
             few = _without_cache(original, kept)
         if has_drawn(states, device):
             take_back_draws(states, device)

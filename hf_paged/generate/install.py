@@ -1,5 +1,5 @@
 """The plug: three methods of GenerationMixin, two registry entries. `import hf_paged` installs it,
-`uninstall()` takes it out.
+`uninstall_cache()` takes it out.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _patch() -> Patch | None:
     return vars(GenerationMixin).get(PATCH)
 
 
-def install() -> None:
+def install_cache() -> None:
     """Make "paged" a cache of generate(). Doing it twice does nothing."""
     patch = _patch()
     if installed() and patch is not None and patch.complete:
@@ -123,7 +123,7 @@ def install() -> None:
     (patch or Patch()).put_in()
 
 
-def uninstall() -> None:
+def uninstall_cache() -> None:
     """Give transformers its methods back."""
     patch = _patch()
     if patch is not None and installed():

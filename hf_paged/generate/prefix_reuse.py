@@ -14,7 +14,8 @@ from transformers.utils.generic import ModelOutput
 
 from ..blocks import Prompt
 from ..config import CacheConfig
-from ..kv import Memory, Prefix, Sequences, TokenHistory, alike, begin_with, computed_again, count, longest
+from ..kv import Memory, Prefix, Sequences, TokenHistory, agree
+from ..kv.prefixes import begin_with, computed_again, count_hits, longest_prefix
 from ..model.adapters.identity import AdapterStates
 from ..model.adapters.peft_layers import adapter_names_of
 from ..model.capture.graph import CapturedCache
@@ -263,7 +264,7 @@ class Reuse:
             # A single token is a decoding step to many models: only under known masks is it computed as the
             # end of a prompt.
             most = columns - max(arguments["logits_to_keep"], 1 if trust == "masks" else 2)
-            prefix = longest(sequences, prompts, most, verify=self.config.verify == "tokens")
+            prefix = longest_prefix(sequences, prompts, most, verify=self.config.verify == "tokens")
             prefix = prefix if prefix is not None and prefix.columns > before else None
         else:
             _note(sequences.memory, reason)
@@ -320,7 +321,7 @@ class Reuse:
                 self._take_back(cache, mark, starts)
             answer = compute(arguments, True)
             if part is not None and self.disabled is None:
-                same = agrees() and alike(answer.logits[:, -1], part.logits[:, -1])
+                same = agrees() and agree(answer.logits[:, -1], part.logits[:, -1])
                 trust[state] = "trial" if same else "none"
         if trust.get(state) == "none":
             self.disable("a part of a prompt is not computed like the whole")
@@ -382,7 +383,7 @@ class Reuse:
         """Enter in the books what was found."""
         counts = self.sequences.memory.counts
         reached = before if prefix is None else prefix.columns
-        count(self.sequences, prompts, prefix)
+        count_hits(self.sequences, prompts, prefix)
         for start in self.sequences.starts or [0] * len(prompts):
             counts["reused"] += max(0, reached - max(start, before))
             counts["computed"] += max(0, columns - max(start, reached))

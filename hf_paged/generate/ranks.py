@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..model.adapters.peft_layers import why_not_on_ranks
+from ..model.adapters.peft_layers import why_no_adapters_on_ranks
 from ..model.offloaded import input_device
 from ..model.tensor_parallel import mesh_of, why_not_divided
 
@@ -19,7 +19,7 @@ def check_ranks(model: nn.Module, generation_config: Any) -> None:
     mesh = mesh_of(model)
     if mesh is None:
         return
-    reason = why_not_on_ranks(model)
+    reason = why_no_adapters_on_ranks(model)
     if reason is not None:
         raise ValueError(reason)
     reason = why_not_divided(model)

@@ -9,12 +9,12 @@ from .host import HostBlocks, Transfer
 from .layout import LayerKind, Layout
 from .ops import NoKernels, TritonOps
 from .ops_torch import Ops, Pages, Seen
-from .prefixes import Prefix, begin_with, computed_again, count, longest
+from .prefixes import Prefix
 from .rows import Rows
 from .sequences import Sequences
 from .spans import StaticSpans
 from .static import StaticBatch
-from .store import Store, alike
+from .store import Store, agree
 
 __all__ = [
     "Batch",
@@ -38,12 +38,8 @@ __all__ = [
     "TokenHistory",
     "Transfer",
     "TritonOps",
-    "alike",
-    "begin_with",
-    "computed_again",
-    "count",
+    "agree",
     "fork_safe_lock",
     "in_forked_process",
     "is_out_of_memory",
-    "longest",
 ]  # fmt: skip

@@ -182,9 +182,9 @@ class LayerGroup:
         for store in self.stores.values():
             store.copy_pairs(sources, targets)
 
-    def alike(self, pairs: Sequence[tuple[int, int]]) -> bool:
+    def blocks_agree(self, pairs: Sequence[tuple[int, int]]) -> bool:
         """Whether the blocks of every pair hold the same in every layer, up to rounding."""
-        return all(store.alike(pairs) for store in self.stores.values())
+        return all(store.blocks_agree(pairs) for store in self.stores.values())
 
     # ---- size
 

@@ -20,7 +20,7 @@ class Prefix(NamedTuple):
     found: Mapping[LayerKind, list[Match]]
 
 
-def longest(
+def longest_prefix(
     sequences: Sequences, prompts: Sequence[Prompt], most: int, verify: bool = False
 ) -> Prefix | None:
     """The most columns, up to `most`, that every row can begin with in every group; None if that is nothing.
@@ -77,7 +77,7 @@ def computed_again(sequences: Sequences, prefix: Prefix) -> Iterator[Callable[[]
                     strict=False,
                 )
             ]
-            if pairs and not rows.group.alike(pairs):
+            if pairs and not rows.group.blocks_agree(pairs):
                 return False
         return True
 
@@ -93,7 +93,7 @@ def computed_again(sequences: Sequences, prefix: Prefix) -> Iterator[Callable[[]
                 table.free()
 
 
-def count(sequences: Sequences, prompts: Sequence[Prompt], prefix: Prefix | None) -> None:
+def count_hits(sequences: Sequences, prompts: Sequence[Prompt], prefix: Prefix | None) -> None:
     """Enter in the books which of the prompts' blocks were found."""
     for kind, rows in sequences.rows.items():
         hits = (

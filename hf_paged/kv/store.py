@@ -115,11 +115,11 @@ class Store:
         """
         self._copy(self.captured, sources, targets)
 
-    def alike(self, pairs: Sequence[tuple[int, int]]) -> bool:
+    def blocks_agree(self, pairs: Sequence[tuple[int, int]]) -> bool:
         """Whether the blocks of every pair hold the same, up to rounding."""
         one, other = upload(list(zip(*pairs, strict=True)), self.layout.device)
         layers = [data.view(self.blocks, -1) for pair in self.of_layer for data in pair]
-        return all(alike(blocks[one], blocks[other]) for blocks in layers)
+        return all(agree(blocks[one], blocks[other]) for blocks in layers)
 
     def _copy(self, ops: Ops, sources: torch.Tensor, targets: torch.Tensor) -> None:
         ops.copy(
@@ -127,7 +127,7 @@ class Store:
         )
 
 
-def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors that were computed in two ways hold the same, up to rounding."""
     furthest = (one.double() - other.double()).abs().amax()
     return bool(furthest <= ALIKE.get(one.dtype, 0.0) * other.double().abs().amax())

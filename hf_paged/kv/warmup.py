@@ -237,6 +237,6 @@ class Attention(NamedTuple):
         return torch.empty(rows, new, heads, dim, dtype=self.layout.dtype, device=META).transpose(1, 2)
 
 
-def digest(ops: TritonOps) -> None:
+def compile_digest(ops: TritonOps) -> None:
     """The kernel that hashes weights."""
     ops.kernels.digest(torch.empty(3, PIECES, dtype=torch.long, device=META), [(0, PIECES)])

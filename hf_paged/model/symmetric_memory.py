@@ -56,7 +56,7 @@ class SymmetricMemory:
         torch.ops.symm_mem.two_shot_all_reduce_out(room, "sum", self._name, out)
         return out
 
-    def release(self) -> None:
+    def end_waits(self) -> None:
         """A rank has failed: let no kernel of this device wait for it. What they answer is never read.
 
         A kernel waits until another rank writes a one in this rank's pad, or takes one out of its own.
@@ -71,11 +71,11 @@ class SymmetricMemory:
                 time.sleep(LETTING_GO / 1000)
 
 
-def release(group: dist.ProcessGroup) -> None:
+def end_waits(group: dist.ProcessGroup) -> None:
     """Let the kernels of this process that wait for the ranks of a group come to their end."""
     for whose, memory in list(_known.values()):
         if whose() is group and memory is not None:
-            memory.release()
+            memory.end_waits()
 
 
 def symmetric_memory_of(group: dist.ProcessGroup) -> SymmetricMemory | None:

@@ -46,7 +46,7 @@ class Draft:
         return StepPlan(batch, copies, swaps, tuple(self.admitted), tuple(self.preempted), True)
 
 
-def samples(sequence: TokenSequence, count: int) -> tuple[TokenSequence, ...]:
+def to_sample(sequence: TokenSequence, count: int) -> tuple[TokenSequence, ...]:
     """The sequences that are sampled after this row: none if tokens are left, all of the group's before it is
     forked.
     """

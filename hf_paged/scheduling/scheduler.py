@@ -25,7 +25,7 @@ from .adapter_slots import AdapterSlots, Names
 from .admission import Candidate, SchedulerState, why_infeasible
 from .audit import check_groups, check_kv_groups
 from .decode_batch import DecodeBatch
-from .draft import Draft, Steps, fit, samples, share
+from .draft import Draft, Steps, fit, share, to_sample
 from .forecast import ADMISSIONS, FuturePeak
 from .limits import KVCacheGroup, Limits
 from .plan import ScheduledRow, StepPlan, Swaps
@@ -425,7 +425,7 @@ class Scheduler:
             else:
                 draft.copies[i] += append(tables, [sequence.growth(i, count) for sequence, count in steps])
         for sequence, count in steps:
-            draft.rows.append(ScheduledRow(sequence, sequence.computed, count, samples(sequence, count)))
+            draft.rows.append(ScheduledRow(sequence, sequence.computed, count, to_sample(sequence, count)))
             draft.room -= count
 
     def _admit(self, draft: Draft) -> None:

@@ -54,7 +54,7 @@ def decode_tiling(group: int, token_bytes: int, rows: int, heads: int, mean_leng
     powers of two.
     """
     lines = SINGLE if group == 1 else GROUPED
-    return fit(
+    return shrink_to_fit(
         next(
             tiling for streams, length, tiling in lines if rows * heads <= streams and mean_length <= length
         ),
@@ -74,10 +74,10 @@ def prefill_tiling(token_bytes: int, queries: int, exact: bool) -> Tiling:
         choice = PROMPT
     else:
         choice = Tiling(128, 64, 8, 2)
-    return fit(choice, token_bytes, choice.block_m * token_bytes // 2)
+    return shrink_to_fit(choice, token_bytes, choice.block_m * token_bytes // 2)
 
 
-def fit(choice: Tiling, token_bytes: int, query_bytes: int = 0) -> Tiling:
+def shrink_to_fit(choice: Tiling, token_bytes: int, query_bytes: int = 0) -> Tiling:
     """Halve the tile until its buffers fit in shared memory together with the queries."""
     block_n = choice.block_n
     stages = choice.stages

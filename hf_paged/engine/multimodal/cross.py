@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .media import SHOWN, Media, digest_of, name_of
+from .media import SHOWN, Media, digest_of, media_token_name
 
 STATES = "cross_attention_states"
 """The argument of a decoder that brings what it attends to across."""
@@ -74,7 +74,7 @@ class CrossMedia(Media):
             rows = list(mask[0].cpu())
             new = [True, *(not torch.equal(one, other) for one, other in pairwise(rows))]
             self.names = tuple(
-                name_of(digest_of({MASK: row}, key), token, key) if differs else token
+                media_token_name(digest_of({MASK: row}, key), token, key) if differs else token
                 for token, row, differs in zip(self.ids, rows, new, strict=True)
             )
 

@@ -67,7 +67,7 @@ class Media:
         places = [place for place, token in enumerate(self.ids) if token in self.marks]
         self.place = slice(places[0], places[-1] + 1)
         self.content = content = digest_of(self.inputs, key)
-        named = {mark: name_of(content, mark, key) for mark in self.marks}
+        named = {mark: media_token_name(content, mark, key) for mark in self.marks}
         self.names = tuple(named.get(token, token) for token in self.ids)
 
     @property
@@ -224,7 +224,7 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield said
 
 
-def name_of(content: bytes, mark: int, key: bytes) -> int:
+def media_token_name(content: bytes, mark: int, key: bytes) -> int:
     """The name of a token that is replaced by media with this digest. Without the key it is infeasible to
     find two media with one name.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...model.adapters.peft_layers import why_not_on_ranks as why_no_adapters
+from ...model.adapters.peft_layers import why_no_adapters_on_ranks
 from ...model.tensor_parallel import mesh_of, why_not_divided
 from ..config import EngineConfig
 from ..pools import Pools
@@ -61,7 +61,7 @@ def why_not_on_ranks(model: Any, config: EngineConfig) -> str | None:
     if config.lm_head_fp32:
         return f"lm_head_fp32=True is for one process and {name} is on {size} ranks; leave it out"
     reason = why_not_divided(model)
-    return why_no_adapters(model) if reason is None else f"{reason}; use fewer ranks"
+    return why_no_adapters_on_ranks(model) if reason is None else f"{reason}; use fewer ranks"
 
 
 @contextmanager

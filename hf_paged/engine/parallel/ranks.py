@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...model.symmetric_memory import release
+from ...model.symmetric_memory import end_waits
 from ...model.tensor_parallel import mesh_of
 from .connections import Connections
 from .packed import Packed, unpack
@@ -285,7 +285,7 @@ class Ranks:
         for group in (self.model_group, self._group):
             _end_waiting(group, self.rank, self.size)
         if first:  # beside a thread that waits for the device
-            threading.Thread(target=release, args=(self.model_group,)).start()
+            threading.Thread(target=end_waits, args=(self.model_group,)).start()
 
     # ---- the end
 

@@ -49,7 +49,7 @@ def _refused(criterion: Any, answer: object) -> str:
     return f"the stopping criterion {name} answered {short(answer)}, expected {ANSWERS}"
 
 
-def scores_of(answer: object, rows: int, vocabulary: int, drawn: bool, single: bool) -> torch.Tensor:
+def checked_scores(answer: object, rows: int, vocabulary: int, drawn: bool, single: bool) -> torch.Tensor:
     """Scores [rows, tokens] as logits processors returned them.
 
     single: whether one row may stand for all. generate() broadcasts the chosen tokens to its rows if there

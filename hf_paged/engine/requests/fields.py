@@ -142,7 +142,7 @@ def counted(name: str, value: Any, place: str = "") -> int:
 
 def check_fields(config: Any, written: Written) -> None:
     """Raise for the first field that asks for something that the engine does not do or does not know."""
-    for name, value in fields_of(config):
+    for name, value in generation_fields(config):
         remedy = f"{written.remedy(name)}, or use generate()"
         if name in REFUSED:
             harmless, why = REFUSED[name]
@@ -183,7 +183,7 @@ def why_unknown(unknown: Iterable[str], known: Iterable[str]) -> str:
     return f"the engine does not take {names}; {hint}"
 
 
-def fields_of(config: Any) -> Iterator[tuple[str, Any]]:
+def generation_fields(config: Any) -> Iterator[tuple[str, Any]]:
     """The options of a GenerationConfig, without what it keeps for itself."""
     for name, value in vars(config).items():
         if not name.startswith("_"):

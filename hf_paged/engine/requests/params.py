@@ -235,7 +235,7 @@ class ParsedPrompt(NamedTuple):
         return self.tokens if self.embeds is None else names_of(self.embeds, KEY)
 
 
-def read(
+def read_request(
     model: Any,
     tokenizer: Any,
     prompt: Any,

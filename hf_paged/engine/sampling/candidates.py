@@ -68,7 +68,7 @@ class BeamScorer:
         ]
 
 
-def apart(search: BeamSearch, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def top_continuations(search: BeamSearch, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The scores [keep] of one search's continuations, and their indices into [beams * vocabulary].
 
     scores: [beams, vocabulary], processed log probabilities. The continuations are the best ones, or drawn if

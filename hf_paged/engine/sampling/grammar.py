@@ -203,7 +203,7 @@ class GrammarProcessor(LogitsProcessor):
         if not rows:
             return scores
         self.require_scores(scores.shape[1])
-        bits = filled(matchers, scores.shape[1], scores.device)
+        bits = next_token_bitmasks(matchers, scores.shape[1], scores.device)
         for each in matchers:
             if each.is_error():
                 raise unfollowed(each)
@@ -224,7 +224,7 @@ def unfollowed(matcher: Any) -> GrammarError:
     return GrammarError(f"the grammar cannot be followed further: {trouble_of(matcher)}")
 
 
-def filled(matchers: Sequence[Any], vocabulary: int, device: torch.device) -> torch.Tensor:
+def next_token_bitmasks(matchers: Sequence[Any], vocabulary: int, device: torch.device) -> torch.Tensor:
     """Which tokens may come next behind each matcher: bits [matchers, words] on the host, in int32.
 
     This needs nothing of the device, which may compute meanwhile.

@@ -15,8 +15,8 @@ from ..job import Job
 from ..outputs.output import TokenLogprob
 from ..requests.callables import require_known
 from .beams import BeamCandidates, BeamSearch, BeamStep, Continuations, step
-from .candidates import BeamScorer, apart
-from .grammar import filled, masked, unfollowed
+from .candidates import BeamScorer, top_continuations
+from .grammar import masked, next_token_bitmasks, unfollowed
 from .histories import Histories
 from .input_batch import InputBatch
 from .scores import chosen_note_of, chosen_numbers_of
@@ -134,7 +134,7 @@ class HostSampler:
         self._guided = followed
         if not followed:
             return None
-        bits = filled(matchers, logits.shape[1], logits.device)
+        bits = next_token_bitmasks(matchers, logits.shape[1], logits.device)
         rows = [row for request in followed for row in request.rows]
         sequences = tuple([sequence for request in followed for sequence in _group(request.job).sequences])
         jobs = {_group(request.job): request.job for request in followed}
@@ -213,7 +213,7 @@ class HostSampler:
         """The best continuations, or drawn ones, of a search with custom processors."""
         own = self._logits[request.rows].log_softmax(-1)
         scores = _sound(request.job.processed(own, own.device), request.job)
-        values, places = apart(search, scores)
+        values, places = top_continuations(search, scores)
         beams = (places // scores.shape[1]).tolist()
         tokens = require_known((places % scores.shape[1]).tolist(), own.shape[1], scores)
         favourites = request.job.params.favourites

@@ -94,7 +94,7 @@ def chosen_note_of(numbers: Sequence[float], token: int, favourites: int) -> Tok
     return TokenLogprob(token, numbers[0], favoured, numbers[-2], numbers[-1])
 
 
-def scores_of(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> torch.Tensor:
+def token_scores(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> torch.Tensor:
     """The numbers [tokens, 1 + 2 * favourites] of tokens, as `numbers_of` makes them of the logits [tokens,
     vocabulary] that they follow.
     """

@@ -74,7 +74,7 @@ def penalised(scores: torch.Tensor, ids: torch.Tensor, penalties: Sequence[float
     return wide.scatter_(1, ids, torch.where(own < 0, own * by, own / by))[:, :vocabulary]
 
 
-def best(scores: torch.Tensor) -> torch.Tensor:
+def greedy_tokens(scores: torch.Tensor) -> torch.Tensor:
     """The best tokens of scores [rows, vocabulary], and the same with UNKNOWN in rows without one: [2, rows].
 
     A row has none if its scores contain NaN or are all -inf.
@@ -87,7 +87,7 @@ def best(scores: torch.Tensor) -> torch.Tensor:
 def best_now(scores: torch.Tensor) -> torch.Tensor:
     """The same as `best`, outside captured steps: on the host numpy finds them in a tenth of torch's time."""
     if scores.device.type != "cpu":
-        return best(scores)
+        return greedy_tokens(scores)
     rows = scores.numpy()
     tokens = rows.argmax(1).tolist()  # to numpy, too, NaN is the largest number
     told = [token if row[token] > -torch.inf else UNKNOWN for row, token in zip(rows, tokens, strict=True)]

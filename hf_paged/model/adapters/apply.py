@@ -94,7 +94,7 @@ class AdapterBatch:
         """A layer's output y for x, with what the adapters of its tokens add; y may be written to."""
         if self.only is not None:
             part = self.only.layers.get(module)
-            return y if part is None else (y + product(part, x)).to(y.dtype)
+            return y if part is None else (y + low_rank_product(part, x)).to(y.dtype)
         y = y.contiguous()
         if self.table.kernels is None:
             return self._add_in_torch(module, x, y)
@@ -116,7 +116,7 @@ class AdapterBatch:
             if part is not None:
                 flat_x = x.reshape(-1, x.shape[-1])
                 flat_y = y.view(-1, y.shape[-1])
-                flat_y[rows] += product(part, flat_x[rows]).to(y.dtype)
+                flat_y[rows] += low_rank_product(part, flat_x[rows]).to(y.dtype)
         return y
 
     def _rows_of(self, form: tuple[str, int]) -> list[tuple[int, torch.Tensor]]:
@@ -226,7 +226,7 @@ class AdapterBatch:
         return Inapplicable(why_not)
 
 
-def product(part: LowRank, x: torch.Tensor) -> torch.Tensor:
+def low_rank_product(part: LowRank, x: torch.Tensor) -> torch.Tensor:
     """scale * (x a^T) b^T, rounded as peft does."""
     functional = nn.functional
     product: torch.Tensor = functional.linear(functional.linear(x.to(part.a.dtype), part.a), part.b)

@@ -41,7 +41,7 @@ def in_order(layers: Iterable[nn.Module]) -> list[nn.Module]:
     return sorted(layers, key=lambda layer: _places[layer].number if layer in _places else 0)
 
 
-def name_of(layer: nn.Module) -> str | None:
+def projection_name(layer: nn.Module) -> str | None:
     """What its parent calls a layer."""
     place = _places.get(layer)
     return None if place is None else place.name

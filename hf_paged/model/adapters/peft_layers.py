@@ -167,7 +167,7 @@ def _why_not(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
     return None
 
 
-def why_not_on_ranks(model: nn.Module) -> str | None:
+def why_no_adapters_on_ranks(model: nn.Module) -> str | None:
     """Why peft fails, or hangs, where ranks divide a model with adapters; None if it does not."""
     tuner_classes: Any = _tuner_classes()
     for path, module in model.named_modules() if tuner_classes else ():

@@ -10,7 +10,7 @@ import torch
 
 from ...kv import TritonOps
 from ...kv.warmup import META, Job, Warming
-from .joint import name_of
+from .joint import projection_name
 from .table import AdapterTable
 
 TOKENS = (1, 16, 256, 4096)
@@ -37,7 +37,7 @@ def jobs(table: AdapterTable, dtype: torch.dtype) -> Sequence[Job]:
 def _groups(table: AdapterTable) -> Iterator[tuple[int, int, int]]:
     """How many layers share an input, its width and that of an output."""
     layers = list(table.layers)
-    names = [name_of(layer) for layer in layers]
+    names = [projection_name(layer) for layer in layers]
     for number, layer in enumerate(layers):
         together = table.joint.get(number, number) - number + 1
         base: Any = getattr(layer, "base_layer", layer)

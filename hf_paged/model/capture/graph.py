@@ -94,7 +94,7 @@ class Graph(CapturedStep):
         """Static tensors for the step."""
         bucket = rows_of_graph(step)
         batches = [
-            {kind: _static_batch(kind, rows, bucket, step.new) for kind, rows in filled(part)}
+            {kind: _static_batch(kind, rows, bucket, step.new) for kind, rows in kinds_read(part)}
             for part in step.parts
         ]
         inputs = {
@@ -275,7 +275,7 @@ def has_fixed_rows(step: ReplayableStep) -> bool:
 
 def groups_of(step: ReplayableStep) -> list[LayerGroup]:
     """The layers that a step reads."""
-    return [rows.group for part in step.parts for _, rows in filled(part)]
+    return [rows.group for part in step.parts for _, rows in kinds_read(part)]
 
 
 def shapes(part: CapturedCache, new: int) -> Hashable:
@@ -287,7 +287,7 @@ def shapes(part: CapturedCache, new: int) -> Hashable:
             if (columns := _fixed(kind, rows.columns))
             else (new, _width(rows, new), bisect(LENGTHS, rows.columns)),
         )
-        for kind, rows in filled(part)
+        for kind, rows in kinds_read(part)
     )
 
 
@@ -295,11 +295,11 @@ def too_wide(part: CapturedCache, new: int) -> bool:
     """Whether a captured step would be slow: plain torch reads all that its tables have room for."""
     return any(
         rows.group.captured_ops.kernels is None and _width(rows, new) * rows.group.pool.block_size > WIDEST
-        for _, rows in filled(part)
+        for _, rows in kinds_read(part)
     )
 
 
-def filled(part: CapturedCache) -> list[tuple[LayerKind, Rows]]:
+def kinds_read(part: CapturedCache) -> list[tuple[LayerKind, Rows]]:
     """The kinds of layers that a step reads; cross-attention holds nothing where no picture was given."""
     return [(kind, rows) for kind, rows in part.sequences.rows.items() if rows.columns]
 
