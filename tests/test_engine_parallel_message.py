@@ -14,8 +14,8 @@ from tiny import config_class
 
 from hf_paged.engine.forward_batch import ForwardBatch, LastTokens
 from hf_paged.engine.multimodal.media import Media
-from hf_paged.engine.parallel.given import SharedInputs, on_device, on_host
 from hf_paged.engine.parallel.message import AdapterNews, StepDecoder, StepEncoder
+from hf_paged.engine.parallel.prompt_inputs import SharedInputs, on_device, on_host
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-window"])
@@ -82,7 +82,7 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
     elif name == "llama":
         prompts[0] = {"inputs_embeds": torch.randn(17, model.config.hidden_size)}
     with small_engine(model) as engine:
-        requests = engine._loop.given
+        requests = engine._loop.with_inputs
         shared = SharedInputs(requests)
         encoder = StepEncoder(shared)
         decoder = StepDecoder(engine.pools, LastTokens(6, engine.runner.eager.device))
@@ -96,15 +96,15 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
             assert copy.made is None
             copy.made, copy.extras = media.made, media.extras
             group = next(group for group, params in requests.items() if params.media is media)
-            decoder.given[shared.add(group)] = copy
+            decoder.prompts[shared.add(group)] = copy
 
         def watched(batch: ForwardBatch) -> Any:
             nonlocal most
             for group, each in shared.missing(batch).items():
-                decoder.given[shared.add(group)] = on_device(on_host(each), engine.runner.eager.device)
+                decoder.prompts[shared.add(group)] = on_device(on_host(each), engine.runner.eager.device)
             sent, _ = encoder.encode(batch, [], [7] * len(engine.pools.groups), True, AdapterNews())
             found = decoder.decode(sent).batch
-            most = max(most, len(decoder.given))
+            most = max(most, len(decoder.prompts))
             for i, sequence in enumerate(batch.rows.sequences):
                 own, there = batch.inputs.get(i), found.inputs.get(i)
                 if own is None or there is None:
@@ -125,4 +125,4 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
             assert all(each.result().error is None for each in handles)
         assert engine.submit(**prompts[-1], max_new_tokens=5).result().error is None
         assert most > 0
-        assert len(decoder.given) == (name == "t5")
+        assert len(decoder.prompts) == (name == "t5")

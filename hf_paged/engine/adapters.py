@@ -490,7 +490,7 @@ class EngineAdapters:
         names = sorted(self.in_model.names) if self.in_model.apart else []
         return {**{name: -1 - i for i, name in enumerate(names)}, **self.numbers}
 
-    def alike(self) -> object:
+    def agreement(self) -> object:
         """What must be the same on all ranks."""
         in_model = self.in_model
         return sorted(in_model.names), in_model.why_not, self.active

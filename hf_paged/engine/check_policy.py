@@ -53,11 +53,11 @@ class CheckPolicy:
         self._dirty = False
         self._until = self.clock() + SECONDS
 
-    def skip(self, memory: Callable[[], Sequence[object]], told: bool = False) -> bool:
+    def skip(self, memory: Callable[[], Sequence[object]], decided: bool = False) -> bool:
         """Begin a step without a check, unless one is due; whether it has begun so. `memory` finds what is
-        kept alive until `release`. told: rank 0 has decided that none is due.
+        kept alive until `release`. decided: rank 0 has decided that none is due.
         """
-        if not told and (self._dirty or self.unseen >= STEPS or self.clock() >= self._until):
+        if not decided and (self._dirty or self.unseen >= STEPS or self.clock() >= self._until):
             return False
         self.unseen += 1
         self.kept = self.kept or memory()

@@ -27,7 +27,7 @@ from .cache import StepCache
 from .check_policy import CheckPolicy
 from .forward_batch import PLAIN, Answer, ForwardBatch, Scored
 from .multimodal.encoder import Encoder, EncoderInput
-from .multimodal.extras import given, joined_extras
+from .multimodal.extras import decoder_arguments, joined_extras
 from .pools import Pools
 from .sampling.scores import token_scores
 from .support import Unservable
@@ -223,7 +223,10 @@ class EagerModel:
         outer = running.get()
         try:
             running.set(Forward(self.cache, flat=flat))
-            with given(self.model, extras), self._with_adapters(batch, places if self.keeps_some else None):
+            with (
+                decoder_arguments(self.model, extras),
+                self._with_adapters(batch, places if self.keeps_some else None),
+            ):
                 if self.checks.skips_autograd:
                     answer = below_autograd(self.model, arguments)
                 else:

@@ -201,7 +201,7 @@ class Engine:
         if ranks.leads:
             loop = self._loop
             loop.leader = self._leader = Leader(
-                ranks, self.pools, self._adapters, self.checks, loop.last_tokens, loop.given
+                ranks, self.pools, self._adapters, self.checks, loop.last_tokens, loop.with_inputs
             )
         else:
             self._follower = Follower(ranks, self.runner, self._model_check, self.pools.forget)
@@ -472,7 +472,7 @@ class Engine:
         if not self._stepping:
             self._sweep()
         with suppress(WeightsChanged):  # the requests concerned have ended
-            self._let_go()
+            self._verify_model()
 
     def _turn(self) -> bool:
         """A step, if there is anything to do; the answer is whether there may be more. The engine's thread
@@ -489,13 +489,13 @@ class Engine:
         if self._paused:
             self._sweep()
         if self._paused or not self._busy:
-            self._let_go()
+            self._verify_model()
             return False
         try:
             self._advance()
         except BaseException:
             with suppress(WeightsChanged):
-                self._let_go()
+                self._verify_model()
             raise
         return True
 
@@ -550,9 +550,9 @@ class Engine:
             answer = restoring(steps)
         except BaseException:
             with suppress(WeightsChanged):
-                self._let_go()
+                self._verify_model()
             raise
-        self._let_go()
+        self._verify_model()
         return answer
 
     async def _arrival(self, job: Job, each: bool = False) -> None:
@@ -871,7 +871,7 @@ class Engine:
     def _pause(self, mode: PauseMode) -> None:
         self._require_between_steps("pause")
         with suppress(WeightsChanged):  # the requests concerned have ended
-            self._let_go()
+            self._verify_model()
         with self.pools.memory.lock:
             self._changing(self._put_down if mode != "keep" else self._hold)
         if self._leader is not None and not self._paused:
@@ -1021,7 +1021,7 @@ class Engine:
         self._stale = False
 
     @in_turn
-    def _let_go(self) -> None:
+    def _verify_model(self) -> None:
         if self._stepping:
             return  # the current step checks by itself
         try:

@@ -82,7 +82,7 @@ class RowInputs(NamedTuple):
     """The ids of its tokens that the host has, if the sequence has other names for them."""
     scored: Scored | None = None
     """What of its prompt is to be scored."""
-    given: PromptInputs | None = None
+    prompt: PromptInputs | None = None
     """What its embeddings, states or encoder output are of."""
 
     @property
@@ -100,10 +100,10 @@ def inputs_of(given: PromptInputs | None, start: int, count: int, begun: bool) -
     values across are in the pages.
     """
     if isinstance(given, EncoderInput):
-        return RowInputs(source=given, given=given)
+        return RowInputs(source=given, prompt=given)
     if isinstance(given, CrossMedia):
         assert given.across is not None
-        return RowInputs(across=given.across.part(start, count, begun), given=given)
+        return RowInputs(across=given.across.part(start, count, begun), prompt=given)
     if not isinstance(given, Media):
         embeds, extras = given, None
     elif given.concerns(start, count):
@@ -112,7 +112,7 @@ def inputs_of(given: PromptInputs | None, start: int, count: int, begun: bool) -
         return PLAIN
     if embeds is None or start >= len(embeds):
         return PLAIN
-    return RowInputs(embeds[start : start + count], extras=extras, given=given)
+    return RowInputs(embeds[start : start + count], extras=extras, prompt=given)
 
 
 class ForwardBatch(NamedTuple):

@@ -61,7 +61,7 @@ class StepLoop:
         self.recorders: list[Recorder] = []
         """Those that write a trace, or report to a map of the blocks."""
         self._sampling = SamplingState(jobs, LastTokens(scheduler.limits.sequences, runner.eager.device))
-        self.given: dict[SequenceGroup, RequestParams] = {}
+        self.with_inputs: dict[SequenceGroup, RequestParams] = {}
         """Requests whose rows are more than token ids, or are scored."""
         self.leader: Leader | None = None
         """What gives each forward to the other ranks, if several processes compute the model."""
@@ -75,7 +75,7 @@ class StepLoop:
         """A request is in the scheduler's books."""
         assert job.group is not None
         if not job.params.of_ids or job.prompt_scores is not None:
-            self.given[job.group] = job.params
+            self.with_inputs[job.group] = job.params
         self.jobs[job.group] = job
 
     # ---- a step
@@ -134,8 +134,7 @@ class StepLoop:
             job = self.jobs[group]
             job.timing.started = job.timing.started or time.monotonic()
             if job.prompt_scores is not None:
-                begun = group.leader.computed
-                job.prompt_scores.recall(self.scheduler.prompt_scores, group.prompt, begun)
+                job.prompt_scores.recall(self.scheduler.prompt_scores, group.prompt, group.leader.computed)
 
     def _run_apart(
         self, plan: StepPlan, error: Exception
@@ -166,8 +165,8 @@ class StepLoop:
 
     def _run(self, batch: ScheduledBatch) -> Answer:
         """The logits behind the rows that are sampled from."""
-        shown = self._show(batch) if self.given else []
-        inputs = self._inputs(batch) if self.given else {}
+        shown = self._show(batch) if self.with_inputs else []
+        inputs = self._inputs(batch) if self.with_inputs else {}
         unseen = () if self.in_flight is None else self.in_flight.sequences
         adapters = self.adapters.of_rows(batch.sequences) if self.adapters.layers else None
         forward = ForwardBatch(batch, self._sampling.last_tokens, inputs, unseen, adapters)
@@ -221,7 +220,7 @@ class StepLoop:
     def renew_adapters(self) -> None:
         """Look at the adapters of groups that wait. Pictures that others encoded are encoded again."""
         for group in self.adapters.renew(self.scheduler):
-            params = self.given.get(group)
+            params = self.with_inputs.get(group)
             if params is not None and params.media is not None:
                 params.media.forget()
 
@@ -281,8 +280,8 @@ class StepLoop:
             if kv_group.host is not None:
                 kv_group.host.recover()
         self.scheduler.start_over(self.jobs)
-        for group in self.given.keys() - self.jobs.keys():
-            self.given.pop(group, None)
+        for group in self.with_inputs.keys() - self.jobs.keys():
+            self.with_inputs.pop(group, None)
         for group, job in list(self.jobs.items()):
             if job.beams is not None and job.beams.state.done and job.output is None:
                 job.conclude_beams()
@@ -304,7 +303,7 @@ class StepLoop:
         """Run the model on the pictures of prompts in this step: those that are not needed after it."""
         done = []
         for sequence, start, count, _ in batch.rows_behind:
-            params = self.given.get(sequence.group)
+            params = self.with_inputs.get(sequence.group)
             media = None if params is None else params.media
             if media is None:
                 continue
@@ -324,7 +323,7 @@ class StepLoop:
 
     def forget(self) -> None:
         """What was made of pictures, by the weights of then, is made again."""
-        for params in self.given.values():
+        for params in self.with_inputs.values():
             if params.media is not None:
                 params.media.forget()
 
@@ -332,10 +331,10 @@ class StepLoop:
         """The inputs of rows other than token ids; rows of the decode batch have none."""
         inputs: dict[int, RowInputs] = {}
         for i, (sequence, start, count, _) in enumerate(batch.rows_behind, batch.decodes):
-            params = self.given.get(sequence.group)
+            params = self.with_inputs.get(sequence.group)
             if params is None:
                 continue
-            row = inputs_of(params.given, start, count, sequence.begun)
+            row = inputs_of(params.prompt_inputs, start, count, sequence.begun)
             scores = self.jobs[sequence.group].prompt_scores
             if scores is not None:
                 row = RowInputs(scored=scores.wanted(start, count))
@@ -375,7 +374,7 @@ class StepLoop:
     def _drop(self, group: SequenceGroup, job: Job) -> None:
         """Forget a request that has its output. Twice is once."""
         self.jobs.pop(group, None)
-        self.given.pop(group, None)
+        self.with_inputs.pop(group, None)
         self._sampling.histories.drop(group)
         group.sequences = []  # they hold the group: without the circle both go at once, not with the garbage
         if job.params.source is not None:

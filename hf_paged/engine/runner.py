@@ -27,7 +27,7 @@ from .eager import EagerModel, Form
 from .forward_batch import Answer, ForwardBatch, LastTokens, RowInputs
 from .multimodal.cross import STATES, CrossInputs, trial_inputs, why_not_across
 from .multimodal.encoder import EncoderInput
-from .multimodal.extras import given
+from .multimodal.extras import decoder_arguments
 from .multimodal.media import Media
 from .multimodal.merging import Merger
 from .pools import Pools
@@ -311,7 +311,7 @@ class Runner:
                 if self.eager.takes_positions:
                     arguments["position_ids"] = torch.arange(len(row), device=self.eager.device)[None]
                 part = {} if across is None else across.part(0, len(row), stored=False).arguments
-                with given(self.eager.model, part), self.eager.head.in_place():
+                with decoder_arguments(self.eager.model, part), self.eager.head.in_place():
                     answer = self.eager.model(**arguments, use_cache=False, return_dict=True)
                     self.eager.head.require(answer.logits)
                 last.append(answer.logits[0, -1].to(torch.float32))

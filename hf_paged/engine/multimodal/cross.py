@@ -66,8 +66,8 @@ class CrossMedia(Media):
     def _name_tokens(self, key: bytes) -> None:
         mask = self.inputs.get(MASK)
         by_row = isinstance(mask, torch.Tensor) and mask.shape[:2] == (1, len(self.ids))
-        told = {name: value for name, value in self.inputs.items() if not (by_row and name == MASK)}
-        self.content = digest_of(told, key)
+        hashed = {name: value for name, value in self.inputs.items() if not (by_row and name == MASK)}
+        self.content = digest_of(hashed, key)
         self.place = slice(0, 0)
         self.names = self.ids
         if by_row and isinstance(mask, torch.Tensor):

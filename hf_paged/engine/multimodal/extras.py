@@ -75,7 +75,7 @@ def joined_extras(parts: Sequence[DecoderExtras | None], counts: Sequence[int]) 
 
 
 @contextmanager
-def given(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
+def decoder_arguments(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Add these arguments to every call of the model's decoder."""
     if not arguments:
         yield

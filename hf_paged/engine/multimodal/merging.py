@@ -19,7 +19,7 @@ from ..eager import EagerModel
 from ..probe import distance, far
 from ..support import Unservable, longest
 from .cross import CrossInputs, CrossMedia, cross_inputs_of
-from .extras import decoder_extras, given, joined_extras
+from .extras import decoder_arguments, decoder_extras, joined_extras
 from .media import Media, put_on
 
 TOKENS = ("input_ids", "inputs_embeds")
@@ -153,7 +153,7 @@ class Merger:
         eager = self._eager
         right, sequence = self._first_logits(media)
         embeds = eager.embedded(sequence)
-        with given(self._model, found.part(0, embeds.shape[1], stored=False).arguments):
+        with decoder_arguments(self._model, found.part(0, embeds.shape[1], stored=False).arguments):
             self._require_near(media, right, embeds, None)
 
     def _first_logits(self, media: Media) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,7 +249,7 @@ class Merger:
         new = len(right)
         where = media.where(0, count)
         extras = joined_extras([media.near(0, count)], [count])
-        with given(self._model, extras):
+        with decoder_arguments(self._model, extras):
             self._require_near(media, right, embeds, where)
             behind = count - media.place.stop
             one_delta = media.rope_deltas is not None and len(set(media.rope_deltas[1:])) == 1

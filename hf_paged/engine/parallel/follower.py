@@ -15,8 +15,8 @@ from ..forward_batch import LastTokens, PromptInputs
 from ..model_check import ModelCheck
 from ..multimodal.media import Media
 from ..runner import Runner
-from .given import on_device
 from .message import AdapterNews, MessageKind, Received, StepDecoder
+from .prompt_inputs import on_device
 from .ranks import RankError, Ranks
 
 logger = logging.getLogger("hf_paged")
@@ -67,7 +67,7 @@ class Follower:
                 self.free()
                 return True
             if kind is MessageKind.CLOSE:
-                self._decoder.given.clear()
+                self._decoder.prompts.clear()
                 words = "".join(map(chr, numbers[1:]))
                 if words:
                     self.ranks.reason = words
@@ -108,7 +108,7 @@ class Follower:
     def _check(self) -> None:
         """No request runs: check the model, and know of the other ranks whether theirs has changed."""
         changed = self._adapters.look_as_follower() | self._model_check.changed()
-        if not self.ranks.any(changed, self._adapters.alike()):
+        if not self.ranks.any(changed, self._adapters.agreement()):
             return
         self.free()
         self._forget()
@@ -125,7 +125,7 @@ class Follower:
     def _take_inputs(self, number: int) -> PromptInputs:
         """What a request is beside token ids: rows name it by its number."""
         sent = self.ranks.broadcast_object()
-        given = self._decoder.given[number] = on_device(sent, self.runner.eager.device)
+        given = self._decoder.prompts[number] = on_device(sent, self.runner.eager.device)
         self.ranks.any(False)
         return given
 
@@ -152,7 +152,7 @@ class Follower:
         if received.checks:
             self._model_check.require_untouched(len(received.batch.rows))
         else:
-            checks.skip(self._model_check.memory, told=True)
+            checks.skip(self._model_check.memory, decided=True)
         for group, top in zip(self.pools.groups.values(), received.tops, strict=True):
             group.reserve(top)
         for preparation in received.preparations:

@@ -16,9 +16,9 @@ from ..forward_batch import Answer, ForwardBatch, LastTokens
 from ..multimodal.media import Media
 from ..pools import Pools
 from ..requests.params import RequestParams
-from .given import SharedInputs, on_host
 from .message import AdapterNews, MessageKind, Preparation, StepEncoder
 from .packed import Packed
+from .prompt_inputs import SharedInputs, on_host
 from .ranks import Ranks
 
 
@@ -155,7 +155,7 @@ class Leader:
         self._give_adapters()
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.CHECK]))
-            return self.ranks.any(look(), self._adapters.alike())
+            return self.ranks.any(look(), self._adapters.agreement())
 
     def broadcast(self, value: Any) -> None:
         """Send a value to the callers of the other ranks' `follow()`."""

@@ -12,7 +12,7 @@ from ...model.slots import CROSS
 from ...scheduling import ScheduledBatch, StepPlan, Swaps, TokenSequence
 from ..forward_batch import PLAIN, ForwardBatch, LastTokens, PromptInputs, RowInputs, Scored
 from ..pools import Pools
-from .given import GivenRow, SharedInputs
+from .prompt_inputs import SentRow, SharedInputs
 
 UNSEEN = -1
 """In the place of a token that only rank 0's device has."""
@@ -139,18 +139,18 @@ class StepEncoder:
         gone = self._shared.take_gone()
         out.append(len(gone))
         out.extend(gone)
-        some = any(row.given is not None or row.positions is not None for row in batch.inputs.values())
+        some = any(row.prompt is not None or row.positions is not None for row in batch.inputs.values())
         out.append(some)
         if not some:
             self._across.clear()
         for i in range(batch.rows.decodes, len(batch.rows)) if some else ():
             sequence = batch.rows.sequences[i]
-            row = GivenRow.of(batch.inputs.get(i, PLAIN), sequence)
+            row = SentRow.of(batch.inputs.get(i, PLAIN), sequence)
             across = row.length, list(row.blocks or ())
             if across == self._across.get(sequence.row):
                 row = row._replace(blocks=None)
             self._across[sequence.row] = across
-            row.write(out, 0 if row.inputs.given is None else self._shared.of(sequence.group))
+            row.write(out, 0 if row.inputs.prompt is None else self._shared.of(sequence.group))
 
     def _write_adapters(self, out: array[int], batch: ForwardBatch, news: AdapterNews) -> None:
         """The slots of rows, if they are others than in the step before."""
@@ -190,7 +190,7 @@ class StepDecoder:
         self._sequences: dict[int, _RankRow] = {}
         self._members: tuple[TokenSequence, ...] = ()
         self._adapters: tuple[int, ...] | None = None
-        self.given: dict[int, PromptInputs] = {}
+        self.prompts: dict[int, PromptInputs] = {}
         """What rows are given, by rank 0's numbers."""
 
     def decode(self, numbers: Sequence[int]) -> Received:
@@ -231,7 +231,7 @@ class StepDecoder:
         )
         own = [] if unseen else ids[:decodes]
         for number in _take(read, next(read)):
-            self.given.pop(number, None)
+            self.prompts.pop(number, None)
         inputs = self._enter(rows, ids[len(own) :], scored, read if next(read) else None)
         on_host = {row: token for row, token in zip(row_ids, own, strict=False) if token != UNSEEN}
         batch = ForwardBatch(rows, self._last_tokens, inputs, members[:decodes], self._adapters)
@@ -259,9 +259,9 @@ class StepDecoder:
             end = begin + rows.counts[i]
             known = [token for token in ids[begin:end] if token != UNSEEN]
             row = own[i]
-            read = GivenRow()
+            read = SentRow()
             if given is not None:
-                read = GivenRow.read(given, self.given, row.start, rows.counts[i])
+                read = SentRow.read(given, self.prompts, row.start, rows.counts[i])
             if read.blocks is not None:
                 row.across = [self._across(read.blocks, read.length)] if read.length else []
             # Which tokens are scored is rank 0's; how many makes the shape of what all ranks compute.
@@ -337,7 +337,7 @@ def _ids_behind(batch: ForwardBatch) -> list[int]:
     found: list[int] = []
     for i, row in enumerate(batch.rows.rows_behind, batch.rows.decodes):
         known = row.tokens
-        if batch.inputs.get(i, PLAIN).given is not None:  # names of up to 64 bits
+        if batch.inputs.get(i, PLAIN).prompt is not None:  # names of up to 64 bits
             known = [max(token, 0) for token in known]
         found += known + [UNSEEN] * (row.count - len(known))
     return found

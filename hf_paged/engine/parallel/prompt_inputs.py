@@ -45,7 +45,7 @@ class SharedInputs:
 
     def missing(self, batch: ForwardBatch) -> dict[SequenceGroup, PromptInputs]:
         """What the rows of a batch are and the other ranks do not have. Media come when encoded."""
-        groups = {batch.rows.sequences[i].group: row.given for i, row in batch.inputs.items()}
+        groups = {batch.rows.sequences[i].group: row.prompt for i, row in batch.inputs.items()}
         return {
             group: given
             for group, given in groups.items()
@@ -83,7 +83,7 @@ def on_device(given: PromptInputs, device: torch.device) -> PromptInputs:
     return given.to(device) if isinstance(given, torch.Tensor) else given
 
 
-class GivenRow(NamedTuple):
+class SentRow(NamedTuple):
     """What a row is beside token ids, and its cross-attention table."""
 
     inputs: RowInputs = PLAIN
@@ -93,7 +93,7 @@ class GivenRow(NamedTuple):
     """Where these are; None if that is as in the row's step before."""
 
     @classmethod
-    def of(cls, inputs: RowInputs, sequence: TokenSequence) -> GivenRow:
+    def of(cls, inputs: RowInputs, sequence: TokenSequence) -> SentRow:
         """A row with these inputs."""
         if inputs.source is None:
             return cls(inputs)
@@ -103,7 +103,7 @@ class GivenRow(NamedTuple):
     def write(self, out: array[int], number: int) -> None:
         """Append this as numbers; number: of what the row is given."""
         inputs = self.inputs
-        if inputs.given is not None and not number:
+        if inputs.prompt is not None and not number:
             raise RuntimeError("other ranks do not have what a row is given; report this")
         out.extend((number, NO_DELTA if inputs.rope_delta is None else inputs.rope_delta))
         positions = inputs.positions
@@ -123,7 +123,7 @@ class GivenRow(NamedTuple):
             out.extend(self.blocks)
 
     @classmethod
-    def read(cls, read: Iterator[int], given: Mapping[int, PromptInputs], start: int, count: int) -> GivenRow:
+    def read(cls, read: Iterator[int], given: Mapping[int, PromptInputs], start: int, count: int) -> SentRow:
         """What `write` has written, for `count` tokens from `start` on."""
         number = next(read)
         delta = next(read)
@@ -133,7 +133,7 @@ class GivenRow(NamedTuple):
         count_of_blocks = next(read)
         blocks = None if count_of_blocks == UNCHANGED else list(itertools.islice(read, count_of_blocks))
         inputs = inputs_of(given[number], start, count, False) if number else PLAIN
-        if number and inputs.given is None:
+        if number and inputs.prompt is None:
             raise RuntimeError("this rank does not have what a row is given; report this")
         positions = None
         if axes:

@@ -149,13 +149,13 @@ class Ranks:
         smallest: list[int] = found.tolist()
         return smallest
 
-    def any(self, flag: bool, alike: object = None) -> bool:
-        """Whether it is true on any rank. alike: what must be the same on all, or all raise RuntimeError."""
-        digest = crc32(repr(alike).encode())
+    def any(self, flag: bool, agreed: object = None) -> bool:
+        """Whether it is true on any rank. agreed: what must be the same on all, or all raise RuntimeError."""
+        digest = crc32(repr(agreed).encode())
         none, smallest, largest = self.smallest([not flag, digest, -digest])
         if smallest != -largest:
             raise RuntimeError(
-                f"ranks have different adapters in their models (rank {self.rank}: {alike}); call pause(), "
+                f"ranks have different adapters in their models (rank {self.rank}: {agreed}); call pause(), "
                 "load, activate or delete the same on all ranks, then resume()"
             )
         return not none

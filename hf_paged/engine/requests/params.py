@@ -166,10 +166,10 @@ class RequestParams:
     @property
     def of_ids(self) -> bool:
         """Whether the rows of its decoder are token ids and nothing else."""
-        return self.given is None
+        return self.prompt_inputs is None
 
     @property
-    def given(self) -> PromptInputs | None:
+    def prompt_inputs(self) -> PromptInputs | None:
         """What the prompt is beside token ids."""
         return next((each for each in (self.media, self.embeds, self.source) if each is not None), None)
 

@@ -11,7 +11,7 @@ from ...scheduling import UNKNOWN, SequenceGroup, TokenSequence
 from ..job import Job
 from .histories import Histories, Owner
 from .rules import Recipe, Rule, processed
-from .warp import Warp, best_now, cut, draw, mend, penalised, scaled
+from .warp import Warp, cut, draw, greedy_tokens_now, mend, penalised, scaled
 
 MOST_IDS = 1 << 22
 """Ids that penalties read at once, padding included: 32 MB, and as much again for each operation on them."""
@@ -98,9 +98,9 @@ class InputBatch:
         if self._recipes:
             scores = self._processed(scores, [recipe.between for recipe in self._recipes], positions)
         # The next replay writes over what is known.
-        chosen = best_now(scores) if known is None or self._recipes else known.clone()
+        chosen = greedy_tokens_now(scores) if known is None or self._recipes else known.clone()
         if penalty is not None and not self._recipes:
-            chosen[:, penalty[0]] = best_now(penalty[1])
+            chosen[:, penalty[0]] = greedy_tokens_now(penalty[1])
         self.scores = scores if self.logprobs and self._changes else None
         self.uncut = None
         if self._drawn:
