@@ -81,7 +81,7 @@ class Ours(Peer):
                     waste.append(unused(engine))
 
         with waits(self._device) as waited:
-            engine._driving(drive)
+            engine._run_steps(drive)
         seconds, after = time.monotonic() - begin, engine.stats()
         outputs = [handle.result() for handle in handles]
         timings = [output.timing for output in outputs]

@@ -338,13 +338,13 @@ def test_a_lock_that_goes_round() -> None:
     """A thread that takes it again and again does not keep others out, and may take it twice."""
 
     class Owner:
-        _torn = True
+        _broken_off = True
         _closing = False
 
         def __init__(self) -> None:
             self.lock, self.taken = FairLock(), 0
 
-        def _settle(self) -> None:
+        def _finish_broken_off(self) -> None:
             assert self.lock.mine
 
         @in_turn

@@ -97,20 +97,20 @@ def test_when_the_model_must_be_checked() -> None:
     now = [0.0]
     checks = CheckPolicy(clock=lambda: now[0])
     assert not checks.skip(list)
-    checks.seen()
+    checks.mark_clean()
     for step in range(STEPS):
         assert checks.skip(lambda: ["memory"])
         assert checks.unseen == step + 1
     assert not checks.skip(list)
     assert checks.unseen == STEPS
-    checks.seen()
+    checks.mark_clean()
     assert checks.skip(list)
     now[0] = SECONDS
     assert not checks.skip(list)
-    checks.seen()
+    checks.mark_clean()
     checks.mark_dirty()
     assert not checks.skip(list)
-    assert checks.skip(list, told=True)
+    assert checks.skip(list, decided=True)
 
 
 def test_memory_is_kept_while_steps_go_unseen() -> None:
@@ -120,12 +120,12 @@ def test_memory_is_kept_while_steps_go_unseen() -> None:
         made.append(torch.zeros(1))
         return [made[-1]]
 
-    checks.seen()
+    checks.mark_clean()
     checks.skip(memory)
     checks.skip(memory)
     assert len(made) == 1
     kept = weakref.ref(made.pop())
-    checks.seen()
+    checks.mark_clean()
     assert kept() is not None
     checks.release()
     assert kept() is None
@@ -467,7 +467,7 @@ def test_a_step_of_another_state_is_not_replayed_without_a_look(engine: Engine) 
     for layer in engine.model.model.layers:
         layer.self_attn.scaling = 3.0
     notice(engine)
-    engine.checks.seen()
+    engine.checks.mark_clean()
     own_steps(engine)
     assert engine.checks.unseen == 1
     assert counts(engine)["replayed"] == before

@@ -460,9 +460,11 @@ def test_tokens_that_stand_elsewhere(name: str, way: str, monkeypatch: pytest.Mo
     ]
     texts = [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
     with small(model, num_blocks=120, max_batch_tokens=17, max_batch_sequences=16) as engine:
-        show = engine.runner.show
+        show = engine.runner.encode_media
         monkeypatch.setattr(
-            engine.runner, "show", lambda media, *adapters: seen.append(media) or show(media, *adapters)
+            engine.runner,
+            "encode_media",
+            lambda media, *adapters: seen.append(media) or show(media, *adapters),
         )
         others = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:2]]
         handles = [engine.submit(**inputs, **WAYS[way])]

@@ -86,7 +86,7 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
         shared = SharedInputs(requests)
         encoder = StepEncoder(shared)
         decoder = StepDecoder(engine.pools, LastTokens(6, engine.runner.eager.device))
-        run, show = engine.runner.run, engine.runner.show
+        run, show = engine.runner.run, engine.runner.encode_media
         most = 0
 
         def shown_there(media: Media, names: Any) -> None:
@@ -119,7 +119,7 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
             return run(batch)
 
         monkeypatch.setattr(engine.runner, "run", watched)
-        monkeypatch.setattr(engine.runner, "show", shown_there)
+        monkeypatch.setattr(engine.runner, "encode_media", shown_there)
         for _ in range(2):
             handles = [engine.submit(**each, max_new_tokens=5, do_sample=False) for each in prompts]
             assert all(each.result().error is None for each in handles)

@@ -261,12 +261,12 @@ def test_an_interrupt_while_weights_are_found_to_be_others() -> None:
 
         change()
         probe = Interrupted(files=files)
-        assert probe(lambda: engine._look())
+        assert probe(lambda: engine._check_before_step())
         for at in range(1, probe.count + 1):
             engine.generate([prompt], **options)
             change()
             interrupted = Interrupted(at, files)
-            interrupted(lambda: engine._look())
+            interrupted(lambda: engine._check_before_step())
             output = engine.generate([prompt], **options)[0]
             assert output.cached_tokens == 0, interrupted.where
             engine.check()

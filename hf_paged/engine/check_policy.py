@@ -47,15 +47,15 @@ class CheckPolicy:
         """The model's forward is about to run, operation by operation."""
         self._dirty |= self.foreign_forward
 
-    def seen(self) -> None:
+    def mark_clean(self) -> None:
         """The model was checked and is clean until it is marked dirty."""
         self.unseen = 0
         self._dirty = False
         self._until = self.clock() + SECONDS
 
     def skip(self, memory: Callable[[], Sequence[object]], decided: bool = False) -> bool:
-        """Begin a step without a check, unless one is due; whether it has begun so. `memory` finds what is
-        kept alive until `release`. decided: rank 0 has decided that none is due.
+        """Begin a step without a check, unless one is due: whether none is. memory: finds what is kept alive
+        until `release`. decided: rank 0 has decided that none is due.
         """
         if not decided and (self._dirty or self.unseen >= STEPS or self.clock() >= self._until):
             return False
@@ -64,6 +64,6 @@ class CheckPolicy:
         return True
 
     def release(self) -> None:
-        """The driver returns to its caller: mark the model dirty and keep none of its memory."""
+        """Mark the model dirty and keep none of its memory: control returns to the caller."""
         self._dirty = True
         self.kept = ()

@@ -206,7 +206,7 @@ class Decoding:
 
     # ---- the model's state
 
-    def look(self) -> None:
+    def check_captures(self) -> None:
         """Read the model's state anew, if there are captured steps: they read the memory that it had then."""
         if len(self.captures):
             self._check()

@@ -179,13 +179,13 @@ class Engine:
         """What this rank is, if several processes compute the model."""
         self._slow: Counter[str] = Counter()
         """How many requests had a processor that runs for their rows alone, by its name."""
-        self._aside: list[Output] = []
+        self._undelivered: list[Output] = []
         """What ended between two steps."""
         self._stepping = False
         """Whether a step or another change of the books runs. What comes in between (criteria, signal
         handlers) changes none of them.
         """
-        self._torn = False
+        self._broken_off = False
         """Whether a change of the books has begun that has not come to its end."""
         self._stale = False
         """Whether blocks of other weights may still be there, after an interrupt."""
@@ -358,7 +358,7 @@ class Engine:
                         show()
                 show()
         except BaseException:
-            _give_up(handles)
+            _cancel_all(handles)
             raise
         return with_errors_noticed([handle.result() for handle in handles], strict)
 
@@ -393,7 +393,7 @@ class Engine:
                 _require_accepted(handles[-1], strict)
             return with_errors_noticed([await handle for handle in handles], strict)
         except BaseException:
-            _give_up(handles)
+            _cancel_all(handles)
             raise
 
     async def astream(
@@ -464,15 +464,15 @@ class Engine:
             self.background = None
         if thread is not None:
             thread.stop(wait=not self.lock.mine)
-            self._take_over()
+            self._after_thread()
 
     @in_turn
-    def _take_over(self) -> None:
-        """The thread has taken its last step."""
+    def _after_thread(self) -> None:
+        """Check the model, and end cancelled jobs, after the thread's last step."""
         if not self._stepping:
-            self._sweep()
+            self._end_all_cancelled()
         with suppress(WeightsChanged):  # the requests concerned have ended
-            self._verify_model()
+            self._check_after_steps()
 
     def _turn(self) -> bool:
         """A step, if there is anything to do; the answer is whether there may be more. The engine's thread
@@ -485,17 +485,17 @@ class Engine:
     def _take_turn(self) -> bool:
         if self._closed:
             return False
-        self._take_in()
+        self._drain_inbox()
         if self._paused:
-            self._sweep()
+            self._end_all_cancelled()
         if self._paused or not self._busy:
-            self._verify_model()
+            self._check_after_steps()
             return False
         try:
             self._advance()
         except BaseException:
             with suppress(WeightsChanged):
-                self._verify_model()
+                self._check_after_steps()
             raise
         return True
 
@@ -520,15 +520,15 @@ class Engine:
 
         def steps() -> None:
             for job in jobs:
-                while job.output is None and not self._others_drive:
+                while job.output is None and not self._other_thread_drives:
                     self.lock.give_way()
                     if self._advance_for(job):
                         ended()
                     if enough():
                         return
 
-        if not self._others_drive:
-            self._driving(steps)
+        if not self._other_thread_drives:
+            self._run_steps(steps)
 
     @in_turn
     def _advance_for(self, job: Job) -> bool:
@@ -536,23 +536,23 @@ class Engine:
         return job.output is None and bool(self._advance())
 
     @property
-    def _others_drive(self) -> bool:
+    def _other_thread_drives(self) -> bool:
         """Whether another thread drives the engine."""
         thread = self.background
         return thread is not None and not thread.own and not thread.halted
 
-    def _driving(self, steps: Callable[[], T]) -> T:
-        """The answer of a row of steps. Their caller has done anything before this, and will do anything
-        after it.
+    def _run_steps(self, steps: Callable[[], T]) -> T:
+        """Take steps: their answer. The caller may change the model around them, so it is marked dirty on
+        entry and checked on exit.
         """
         self.checks.mark_dirty()
         try:
             answer = restoring(steps)
         except BaseException:
             with suppress(WeightsChanged):
-                self._verify_model()
+                self._check_after_steps()
             raise
-        self._verify_model()
+        self._check_after_steps()
         return answer
 
     async def _arrival(self, job: Job, each: bool = False) -> None:
@@ -591,16 +591,16 @@ class Engine:
 
     @in_turn
     def _end_cancelled(self, job: Job) -> None:
-        self._take_in()
+        self._drain_inbox()
         if (
             job.output is None and not self._stepping
         ):  # else it is in the middle of a step, and ends with the next one
             self._end([job])
-        self._pass_on()
+        self._raise_interrupts()
 
     @in_turn
     def _receive(self) -> None:
-        self._take_in()
+        self._drain_inbox()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -687,11 +687,11 @@ class Engine:
         if media is not None:
             self.runner.merger.require(media)
 
-    def _take_in(self) -> None:
+    def _drain_inbox(self) -> None:
         if (
             self._inbox and not self._stepping
         ):  # else a criterion, or a finalizer in the middle of anything: the next step does it
-            self._changing(self._enter)
+            self._atomically(self._enter)
 
     def _enter(self) -> None:
         """Enter the inbox in the books. A request leaves it last: after an interrupt it is entered again."""
@@ -716,41 +716,41 @@ class Engine:
     def step(self) -> list[Output]:
         """One step of all requests; the answer is what ended in it. Without work it does nothing."""
         self.lock.give_way()
-        return self._driving(self._advance_in_turn)
+        return self._run_steps(self._advance_in_turn)
 
     def _advance(self) -> list[Output]:
         """A step of all requests, by a caller that has the lock: what has ended since the step before."""
         if self._follower is not None or self._closed or self._paused or self._stepping:
             self._refuse_step()
         if self._inbox:
-            self._take_in()
+            self._drain_inbox()
         self._stepping = True
         try:
             cancelled = [job for job in list(self._jobs.values()) if job.cancelled]
             if cancelled:
-                self._aside += self._end(cancelled)
+                self._undelivered += self._end(cancelled)
             if self._adapters.leaving:
                 self._remove_idle_adapters()
+            scheduler = self.scheduler
+            admits = bool(scheduler.waiting or scheduler.preempted) and scheduler.may_admit
+            fresh = self._adapters.fresh and bool(self._adapters.layers)
+            must_check = admits or fresh or not scheduler.running or self._training != self.model.training
             if not self._jobs:
                 self._loop.in_flight = None  # it has only tokens too many
             else:
                 with self.pools.memory.lock:  # no other forward is in progress then
-                    scheduler = self.scheduler
-                    admits = bool(scheduler.waiting or scheduler.preempted) and scheduler.may_admit
-                    fresh = self._adapters.fresh and bool(self._adapters.layers)
-                    other = not scheduler.running or self._training != self.model.training
-                    if admits or fresh or other or not self.checks.skip(self._model_check.memory):
-                        self._look()
+                    if must_check or not self.checks.skip(self._model_check.memory):
+                        self._check_before_step()
                     with self._arithmetic():
-                        self._aside += self._changing(self._loop.step)
+                        self._undelivered += self._atomically(self._loop.step)
             if self._adapters.leaving:
                 self._remove_idle_adapters()
         finally:
             self._stepping = False
         if self._loop.interrupted:
-            self._pass_on()
-        ended = self._aside
-        self._aside = []
+            self._raise_interrupts()
+        ended = self._undelivered
+        self._undelivered = []
         return ended
 
     _advance_in_turn = in_turn(_advance)
@@ -766,62 +766,60 @@ class Engine:
             "a step is running already: a processor, criterion or signal handler must not drive the engine"
         )
 
-    def _changing(self, act: Callable[[], T]) -> T:
-        """The answer of `act`, which changes the books. Whatever breaks it off, they are whole before
-        anything else is done with them.
+    def _atomically(self, act: Callable[[], T]) -> T:
+        """Call `act`, which changes the books: its answer. If it is broken off, the books are recovered
+        before anything else uses them.
 
-        Python's garbage collector runs after it, not within. A step makes some objects for each of its rows
-        and drops them again. A collection within would move them to an older generation, and after enough of
-        those Python walks all of its objects: a quarter of a second where torch is loaded.
+        Python's garbage collector runs after it, not within. A step makes and drops some objects for each of
+        its rows. A collection within would move them to an older generation, and after enough of those
+        Python walks all of its objects: a quarter of a second where torch is loaded.
         """
         stepping = self._stepping
-        torn = self._torn
+        torn = self._broken_off
         collecting = gc.isenabled()
-        self._stepping = self._torn = True
+        self._stepping = self._broken_off = True
         try:
             gc.disable()
             answer = act()
-            self._torn = torn
+            self._broken_off = torn
             return answer
         except BaseException as error:
-            self._mend(error)
+            self._recover(error)
             raise
         finally:
             self._stepping = stepping
             if collecting:
                 gc.enable()
 
-    def _mend(self, error: BaseException) -> None:
-        """A change of the books broke off. An interrupt in here leaves them torn, and the next call mends
-        them.
-        """
-        self._torn = True
+    def _recover(self, error: BaseException) -> None:
+        """Recover the books after a change that broke off; after an interrupt in here the next call does."""
+        self._broken_off = True
         with self.pools.memory.lock:
             self.runner.eager.unplug()
             self._loop.start_over(error)
-        self._torn = False
+        self._broken_off = False
 
-    def _settle(self) -> None:
+    def _finish_broken_off(self) -> None:
         if self._stepping:
             return  # in the middle of a change, whose end does it
-        if self._torn:
-            self._mend(RuntimeError("a step broke off in the middle"))
+        if self._broken_off:
+            self._recover(RuntimeError("a step broke off in the middle"))
         if self._closing and not self._freed:
             self._free()
 
-    def _pass_on(self) -> None:
+    def _raise_interrupts(self) -> None:
         own = self.background is not None and self.background.own
         while self._loop.interrupted:
             error = self._loop.interrupted.popleft().interrupt()
             if error is not None and not own:
                 raise error
 
-    def _sweep(self) -> list[Output]:
+    def _end_all_cancelled(self) -> list[Output]:
         return self._end([job for job in list(self._jobs.values()) if job.cancelled])
 
     def _end(self, jobs: list[Job]) -> list[Output]:
         with self.pools.memory.lock:
-            return self._changing(lambda: [self._loop.end(job, "abort") for job in jobs]) if jobs else []
+            return self._atomically(lambda: [self._loop.end(job, "abort") for job in jobs]) if jobs else []
 
     # ---- the model in other hands
 
@@ -862,7 +860,7 @@ class Engine:
         jobs = [*self._jobs.values(), *[job for job, _ in list(self._inbox)]]
         handles = [Handle(job, self) for job in jobs if job.output is None]
         if abort:
-            _give_up(handles)
+            _cancel_all(handles)
         if not self._paused:
             for handle in handles:
                 handle.result()
@@ -871,28 +869,28 @@ class Engine:
     def _pause(self, mode: PauseMode) -> None:
         self._require_between_steps("pause")
         with suppress(WeightsChanged):  # the requests concerned have ended
-            self._verify_model()
+            self._check_after_steps()
         with self.pools.memory.lock:
-            self._changing(self._put_down if mode != "keep" else self._hold)
+            self._atomically(self._preempt_all if mode != "keep" else self._apply_in_flight)
         if self._leader is not None and not self._paused:
             self._leader.pause()
         self._paused = True
         self._mode = mode
-        self._pass_on()
+        self._raise_interrupts()
 
-    def _hold(self) -> None:
+    def _apply_in_flight(self) -> None:
         """Apply the tokens of the last step; blocks stay."""
-        self._aside += self._loop.finish_in_flight()
+        self._undelivered += self._loop.finish_in_flight()
 
-    def _put_down(self) -> None:
+    def _preempt_all(self) -> None:
         """Apply the tokens of the last step, and free every block."""
-        self._hold()
+        self._apply_in_flight()
         for group in list(self.scheduler.running):
             self.scheduler.preempt(group, swap=False)
         for group in self.scheduler.preempted:
             if group.swapped:
                 self.scheduler.begin_again(group)
-        self._loop.forget()
+        self._loop.forget_media()
 
     def resume(self) -> None:
         """Continue. Cached blocks, and those of requests that were kept, are dropped if the weights have
@@ -909,7 +907,7 @@ class Engine:
             with self.pools.memory.lock:
                 rewritten = self._model_check.rewritten() or self._adapters.rewritten(self._jobs)
                 if self.scheduler.begun and rewritten:
-                    self._changing(self._put_down)
+                    self._atomically(self._preempt_all)
         self._paused = False
 
     @in_turn
@@ -926,13 +924,13 @@ class Engine:
             raise RuntimeError("requests are running; call pause() before the weights change")
         with self.pools.memory.lock:
             if kv == "drop":
-                self._changing(self._put_down)
-                self._changing(self.pools.forget)
+                self._atomically(self._preempt_all)
+                self._atomically(self.pools.forget)
             else:
                 self._adapters.keep(self.scheduler.begun)
             self._model_check.changed(whole=True)
-            self._loop.forget()
-            self.runner.look()
+            self._loop.forget_media()
+            self.runner.check_captures()
         self._counts["weights_changed"] += 1
         self._counts["kv_kept"] += kv == "keep"
 
@@ -984,7 +982,7 @@ class Engine:
             tensor.data = tensor.data.to(device)
         self._asleep = None
 
-    def _look(self) -> None:
+    def _check_before_step(self) -> None:
         """Check that cached blocks match the current weights: fully when idle, else cheaply. In training mode
         also that no dropout is active.
         """
@@ -994,39 +992,37 @@ class Engine:
         self._training = self.model.training
         if not running:
             self._adapters.refresh()
-            self._changing(self._look_anew)
+            self._atomically(self._drop_stale_blocks)
         else:
             look = partial(self._model_check.require_untouched, running)
             if self.checks.unseen:
-                self._changing(look)
+                self._atomically(look)
             else:
                 look()
             if self._adapters.layers:
-                self._aside += self._changing(self._loop.end_changed_adapters)
+                self._undelivered += self._atomically(self._loop.end_changed_adapters)
         if not running or self._adapters.layers:
-            self._aside += self._changing(self._loop.end_lost)
-            self._changing(self._loop.renew_adapters)
+            self._undelivered += self._atomically(self._loop.end_lost)
+            self._atomically(self._loop.renew_adapters)
 
-    def _look_anew(self) -> None:
-        """Forget what was computed with other weights. What an interrupt has kept from being forgotten is
-        forgotten by the next look.
-        """
+    def _drop_stale_blocks(self) -> None:
+        """Drop blocks and media of other weights. What an interrupt keeps, the next check drops."""
         stale = self._stale
         self._stale = True
         changed = self._model_check.changed
         if (changed() if self._leader is None else self._leader.any_changed(changed)) or stale:
             self.pools.forget()
-            self._loop.forget()
-            self.runner.look()
+            self._loop.forget_media()
+            self.runner.check_captures()
         self._stale = False
 
     @in_turn
-    def _verify_model(self) -> None:
+    def _check_after_steps(self) -> None:
         if self._stepping:
             return  # the current step checks by itself
         try:
             with self.pools.memory.lock:
-                self._changing(self._loop.check_model)
+                self._atomically(self._loop.check_model)
         finally:
             self.checks.release()
         if not self._busy:
@@ -1103,7 +1099,7 @@ class Engine:
     @in_turn
     def stats(self) -> dict[str, Any]:
         """Requests by state, blocks by kind of layer, and what has been counted so far."""
-        self._take_in()
+        self._drain_inbox()
         scheduler = self.scheduler
         return {
             "form": self.runner.form,
@@ -1159,7 +1155,7 @@ class Engine:
 
     @in_turn
     def check(self) -> None:
-        """Recount all books; AssertionError on the first thing that does not add up (C7)."""
+        """Recount all books; AssertionError at the first difference (C7)."""
         self.scheduler.check()
 
     def close(self) -> None:
@@ -1171,16 +1167,16 @@ class Engine:
         self._ask_to_close()
         if self._freed:
             self.stop()
-            self._pass_on()
+            self._raise_interrupts()
 
     @in_turn
     def _ask_to_close(self) -> None:
-        self._closing = True  # `_settle` does it, now or after the step that runs
+        self._closing = True  # `_finish_broken_off` does it, now or after the step that runs
 
     def _free(self) -> None:
         """Close the engine. What an interrupt breaks off is done by the next call."""
         self._closed = True  # a request that comes from now on ends when it is entered
-        self._take_in()
+        self._drain_inbox()
         self._end(list(self._jobs.values()))
         self._loop.in_flight = None
         self.checks.release()
@@ -1201,11 +1197,11 @@ class Engine:
                 recorder.close()
 
     def _after_fork(self) -> None:
-        """In a forked process: what another thread was in the middle of has broken off."""
+        """In a forked process: recover from what other threads of the parent were doing."""
         self.lock.waiting.clear()
         if not self.lock.mine:
             self._stepping = False
-            self._torn = True
+            self._broken_off = True
             self.runner.eager.unplug()
 
     def __enter__(self) -> Engine:
@@ -1222,7 +1218,7 @@ def _require_accepted(handle: Handle, strict: bool) -> None:
         raise output.error
 
 
-def _give_up(handles: list[Handle]) -> None:
+def _cancel_all(handles: list[Handle]) -> None:
     """Cancel requests; the next step ends those that an interrupt keeps this from ending."""
     for handle in handles:
         handle._job.cancelled = True
@@ -1235,7 +1231,7 @@ for _method in (Engine.submit, Engine.generate, Engine.stream, Engine.agenerate,
 
 
 def _each(prompts: Iterable[Any]) -> list[Any]:
-    """A list of prompts; a single one would be taken apart."""
+    """The prompts as a list; raises for a single one, whose characters or ids would be prompts."""
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise TypeError(
             f"generate() takes a list of prompts, got {type(prompts).__name__}; for one of them write "

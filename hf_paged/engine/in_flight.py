@@ -38,7 +38,7 @@ class SamplingState:
         """Those of the last step, which serve the next one if it samples the same sequences."""
 
     def clear(self) -> None:
-        """Begin anew: a step broke off."""
+        """Drop all, after a step that broke off."""
         self.columns = InputBatch((), self.jobs, self.histories)
         self.histories.clear()
 
@@ -65,7 +65,7 @@ class InFlightStep:
     _scores: Callable[[], Sequence[torch.Tensor]] | None = None
     _tokens: list[int] = field(default_factory=list)
     _logprobs: dict[int, list[float]] = field(default_factory=dict)
-    """What is told of chosen tokens, by place."""
+    """Logprobs of chosen tokens, by place."""
     _ending: list[int] = field(default_factory=list)
     """Places whose sequence ends with its token."""
     sequences: tuple[TokenSequence, ...] = ()
@@ -106,7 +106,7 @@ class InFlightStep:
         self._download = download(wanted)
 
     def _add_rows_behind(self) -> tuple[array[int], Answer]:
-        """Add the sequences of the rows behind the decode batch, and hand over those that need the host: the
+        """Add the sequences of the rows after the decode batch, to the host's sampler where they need it: the
         rows and the logits of all that are sampled on the device.
         """
         decodes = self.batch.decodes
@@ -155,7 +155,7 @@ class InFlightStep:
         return bool(self._ending) or columns.has_criteria
 
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
-        """Give the tokens to the requests that still want them: those that failed, and why."""
+        """Append the tokens to requests that have not ended: the failed ones, and why."""
         columns = self._input_batch
         sequences = self.sequences
         streams = [] if columns is None else columns.streams
@@ -168,7 +168,7 @@ class InFlightStep:
             sequences = tuple([sequences[place] for place in here])
             streams = [streams[place] for place in here]
             tokens = [tokens[place] for place in here]
-        # All that is done for a sequence that goes on: its token is written down.
+        # All that is done for a sequence that continues: its token is appended.
         scheduler.confirm(self.plan, self.failed, sequences, tokens)
         if self._logprobs and columns is not None:
             for place in here:

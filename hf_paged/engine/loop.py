@@ -57,14 +57,14 @@ class StepLoop:
         self.preemption = preemption
         self.in_flight: InFlightStep | None = None
         self.interrupted: deque[Job] = deque()
-        """Requests that have ended with what is meant for their driver as well."""
+        """Requests that have ended with an exception that their driver must raise."""
         self.recorders: list[Recorder] = []
-        """Those that write a trace, or report to a map of the blocks."""
+        """Recorders that write a trace, or report to a map of the blocks."""
         self._sampling = SamplingState(jobs, LastTokens(scheduler.limits.sequences, runner.eager.device))
         self.with_inputs: dict[SequenceGroup, RequestParams] = {}
         """Requests whose rows are more than token ids, or are scored."""
         self.leader: Leader | None = None
-        """What gives each forward to the other ranks, if several processes compute the model."""
+        """Sends each forward to the other ranks, if several processes compute the model."""
 
     @property
     def last_tokens(self) -> LastTokens:
@@ -72,7 +72,7 @@ class StepLoop:
         return self._sampling.last_tokens
 
     def enter(self, job: Job) -> None:
-        """A request is in the scheduler's books."""
+        """Register a request that the scheduler has accepted."""
         assert job.group is not None
         if not job.params.of_ids or job.prompt_scores is not None:
             self.with_inputs[job.group] = job.params
@@ -114,7 +114,7 @@ class StepLoop:
         return ended
 
     def finish_in_flight(self) -> list[Output]:
-        """Give out the tokens of the step in flight: the requests that have ended with it."""
+        """Apply the tokens of the step in flight: the requests that have ended with it."""
         step = self.in_flight
         self.in_flight = None
         return self._apply(step)
@@ -127,7 +127,7 @@ class StepLoop:
         return self.finish_in_flight()
 
     def _note(self, plan: StepPlan) -> None:
-        """Enter a plan in traces, and what it begins in the requests that are admitted."""
+        """Record a plan in traces, and the start of the requests that it admits."""
         for recorder in self.recorders:
             recorder.planned(plan)
         for group in plan.admitted:
@@ -139,8 +139,8 @@ class StepLoop:
     def _run_apart(
         self, plan: StepPlan, error: Exception
     ) -> tuple[ScheduledBatch, Answer, dict[SequenceGroup, Exception]]:
-        """Each request by itself, on the same blocks: the rows that were computed, their logits, and the
-        requests that failed.
+        """Run each request of a failed step by itself, on the same blocks: the computed rows, their logits,
+        and the requests that failed.
         """
         done: list[int] = []
         logits: list[torch.Tensor] = []
@@ -165,7 +165,7 @@ class StepLoop:
 
     def _run(self, batch: ScheduledBatch) -> Answer:
         """The logits behind the rows that are sampled from."""
-        shown = self._show(batch) if self.with_inputs else []
+        shown = self._encode_media(batch) if self.with_inputs else []
         inputs = self._inputs(batch) if self.with_inputs else {}
         unseen = () if self.in_flight is None else self.in_flight.sequences
         adapters = self.adapters.of_rows(batch.sequences) if self.adapters.layers else None
@@ -218,14 +218,14 @@ class StepLoop:
         return [self.end(job, "error", failed[job.adapter]) for job in jobs]
 
     def renew_adapters(self) -> None:
-        """Look at the adapters of groups that wait. Pictures that others encoded are encoded again."""
+        """Renew the adapters of waiting groups; media that other adapters encoded are encoded again."""
         for group in self.adapters.renew(self.scheduler):
             params = self.with_inputs.get(group)
             if params is not None and params.media is not None:
                 params.media.forget()
 
     def end_lost(self) -> list[Output]:
-        """End requests that wait for adapters which are gone, or are the model's in another way by now."""
+        """End waiting requests whose adapter was removed, or is active on the model in another way."""
         ended = []
         for group in [*self.scheduler.preempted, *self.scheduler.waiting]:
             job = self.jobs[group]
@@ -259,16 +259,16 @@ class StepLoop:
         """
         if self.runner.eager.checks.unseen:
             self.model_check.require_untouched(len(self.scheduler.running))
-            self.runner.look()
+            self.runner.check_captures()
 
     def start_over(self, error: BaseException) -> None:
-        """A step broke off in the middle. What was computed is not known, so no request keeps any of it.
+        """Recover from a step that broke off: no request keeps what it computed.
 
-        Requests that are whole are computed again; one of whose sequences only some have their token ends
-        here, and so do those whose tokens may be of two models.
+        Requests are computed again. Those end here of which only some sequences have their token, or whose
+        tokens may be of two models.
         """
         self.in_flight = None
-        self.forget()
+        self.forget_media()
         self._sampling.clear()
         if self.leader is not None:
             self.leader.forget()
@@ -287,7 +287,7 @@ class StepLoop:
                 job.conclude_beams()
             if job.output is not None:
                 job.queue.end()
-                self._drop(group, job)
+                self._release(group, job)
             elif job.all_ended:
                 self.end(job)
             elif (
@@ -299,8 +299,8 @@ class StepLoop:
                     error if isinstance(error, Exception) else RuntimeError("a step broke off in the middle"),
                 )
 
-    def _show(self, batch: ScheduledBatch) -> list[Media]:
-        """Run the model on the pictures of prompts in this step: those that are not needed after it."""
+    def _encode_media(self, batch: ScheduledBatch) -> list[Media]:
+        """Encode the media of prompts in this step: those that are not needed after it."""
         done = []
         for sequence, start, count, _ in batch.rows_behind:
             params = self.with_inputs.get(sequence.group)
@@ -312,17 +312,17 @@ class StepLoop:
             if media.due(start, count, sequence.begun):
                 group = sequence.group
                 if self.leader is None:
-                    self.runner.show(media, group.request.adapter)
+                    self.runner.encode_media(media, group.request.adapter)
                 else:
-                    self.leader.show(media, group, self.runner.show)
+                    self.leader.encode_media(media, group, self.runner.encode_media)
             if media.rope_deltas:
                 sequence.group.leave_decode_batch()
             if media.spent(start, count):
                 done.append(media)
         return done
 
-    def forget(self) -> None:
-        """What was made of pictures, by the weights of then, is made again."""
+    def forget_media(self) -> None:
+        """Drop the embeddings of media: those of other weights are made again when needed."""
         for params in self.with_inputs.values():
             if params.media is not None:
                 params.media.forget()
@@ -353,17 +353,17 @@ class StepLoop:
         group = job.group
         assert group is not None
         if error is not None:
-            self._disown(group)
+            self._uncache(group)
         self.scheduler.abort(group)
         output = self.conclude(job, reason, error)
-        self._drop(group, job)  # not before there is an output: an interrupt may come in between
+        self._release(group, job)  # not before there is an output: an interrupt may come in between
         for recorder in self.recorders:
             recorder.ended(group.request.number, output.finish_reason)
         return output
 
     def conclude(self, job: Job, reason: FinishReason | None, error: BaseException | None = None) -> Output:
-        """Make the output of a request. Its tokenizer may raise in here, which is its own trouble, or change
-        the model, which the next step sees.
+        """Make the output of a request. Its tokenizer may raise, which fails this request alone, or change
+        the model, which the next step checks.
         """
         self.runner.eager.checks.mark_dirty()
         output = job.close(reason, None if error is None else raised_by(error))
@@ -371,17 +371,17 @@ class StepLoop:
             self.interrupted.append(job)
         return output
 
-    def _drop(self, group: SequenceGroup, job: Job) -> None:
-        """Forget a request that has its output. Twice is once."""
+    def _release(self, group: SequenceGroup, job: Job) -> None:
+        """Release a request that has its output. Twice is once."""
         self.jobs.pop(group, None)
         self.with_inputs.pop(group, None)
         self._sampling.histories.drop(group)
-        group.sequences = []  # they hold the group: without the circle both go at once, not with the garbage
+        group.sequences = []  # breaks the reference cycle: both are freed now, not by the collector
         if job.params.source is not None:
             job.params.source.made = None
 
-    def _disown(self, group: SequenceGroup) -> None:
-        """Uncache what a failed request has computed: it may be what failed."""
+    def _uncache(self, group: SequenceGroup) -> None:
+        """Uncache the blocks of a failed request: their content may be wrong."""
         for sequence in group.sequences:
             for table in sequence.tables:
                 for block in table.blocks:
@@ -389,7 +389,7 @@ class StepLoop:
 
 
 def _mixed(job: Job, changed: set[str]) -> WeightsChanged:
-    """What a request ends with whose adapters have changed."""
+    """The error of a request whose adapters have changed."""
     return WeightsChanged(
         f"the weights of adapter {min(changed.intersection(job.adapter))!r} have changed while its requests "
         "were running; their latest tokens may mix old and new weights, so they were ended. Call "

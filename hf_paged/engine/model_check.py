@@ -75,7 +75,7 @@ class ModelCheck:
                 f"the model's weights have changed under {running} running requests; call engine.pause() "
                 "before the change (or now) and engine.resume() after it"
             )
-        self._policy.seen()
+        self._policy.mark_clean()
 
     def memory(self) -> list[object]:
         """What holds the memory of the model's tensors: while it is kept, no other tensor gets that memory.
@@ -94,7 +94,7 @@ class ModelCheck:
         """
         before = self._state
         self._check(whole)
-        self._policy.seen()
+        self._policy.mark_clean()
         return self._state is None or self._state != before
 
     def rewritten(self) -> bool:

@@ -19,13 +19,13 @@ class EngineCore(Protocol):
     """An engine, as its handles, its thread and the lock around its methods see it."""
 
     lock: FairLock
-    _torn: bool
-    """Whether an interrupt has broken something off."""
+    _broken_off: bool
+    """Whether an interrupt has left a change of the books unfinished."""
     _closing: bool
     """Whether a method could not close it at once."""
 
-    def _settle(self) -> None:
-        """Finish either."""
+    def _finish_broken_off(self) -> None:
+        """Recover from the one, or finish closing."""
 
     def _turn(self) -> bool:
         """Do one step, if there is anything to do; the answer is whether there may be more."""
@@ -52,7 +52,7 @@ S = TypeVar("S", bound=EngineCore)
 
 
 def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A method that runs under its object's lock, on what is settled. A signal handler may call it while its
+    """A method that runs under its object's lock, after recovery. A signal handler may call it while its
     thread waits here.
     """
 
@@ -64,12 +64,12 @@ def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P
             with turns.lock:
                 turns.waiting.discard(me)
                 try:
-                    if self._torn or self._closing:
-                        self._settle()
+                    if self._broken_off or self._closing:
+                        self._finish_broken_off()
                     return method(self, *args, **kwargs)
                 finally:
-                    if self._torn or self._closing:
-                        self._settle()
+                    if self._broken_off or self._closing:
+                        self._finish_broken_off()
         finally:
             turns.waiting.discard(me)
 

@@ -163,7 +163,7 @@ class Runner:
             decoding.learn(batch, answer.logits)
         return answer
 
-    def show(self, media: Media, names: Names = ()) -> None:
+    def encode_media(self, media: Media, names: Names = ()) -> None:
         """Encode a prompt's pictures or recordings, with the adapters of its request. The model's attention
         is its own here.
         """
@@ -176,11 +176,11 @@ class Runner:
             self.decoding.has_rope_deltas = True
             self.decoding.forget()
 
-    def look(self) -> None:
+    def check_captures(self) -> None:
         """See whether the captured steps are still of the model as it is."""
         if self.decoding is not None:
             with self.eager.pools.memory.lock:
-                self.decoding.look()
+                self.decoding.check_captures()
 
     # ---- which form
 

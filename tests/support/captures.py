@@ -68,7 +68,7 @@ def drop(of: Any) -> None:
 
 def notice(engine: Engine) -> None:
     """Have an engine read its model's state, as a capture does."""
-    engine.runner.decoding.look()  # type: ignore[union-attr]
+    engine.runner.decoding.check_captures()  # type: ignore[union-attr]
 
 
 def sizes(engine: Engine, form: str) -> set[int]:

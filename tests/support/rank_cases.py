@@ -539,7 +539,7 @@ def inputs_that_take_long_to_read(rank: int) -> None:
         found = answers(engine.submit(**given, **GREEDY).result())
         assert found == alone_with_media(whole("llava"), given, **GREEDY)
 
-    read, show = Ranks.broadcast_object, Runner.show
+    read, show = Ranks.broadcast_object, Runner.encode_media
     pauses = itertools.chain([1.2 * rank], itertools.repeat(0))
     errors = itertools.chain([1], itertools.repeat(0))
 
@@ -555,7 +555,7 @@ def inputs_that_take_long_to_read(rank: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "broadcast_object", slowly)
-        patch.setattr(Runner, "show", broken)
+        patch.setattr(Runner, "encode_media", broken)
         patch.setattr("hf_paged.engine.parallel.ranks.GRACE", 0.8)
         led(rank, loaded("llava"), act)
 

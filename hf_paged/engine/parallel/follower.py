@@ -113,7 +113,7 @@ class Follower:
         self.free()
         self._forget()
         self._hold()
-        self.runner.look()
+        self.runner.check_captures()
 
     def _add_adapter(self, news: AdapterNews) -> None:
         """Take this rank's part of an adapter that rank 0 was given."""
@@ -137,7 +137,7 @@ class Follower:
         names = {number: name for name, number in self._adapters.numbered().items()}
         media = self._take_inputs(number)
         assert isinstance(media, Media)
-        self.runner.show(media, tuple([names[number] for number in read]))
+        self.runner.encode_media(media, tuple([names[number] for number in read]))
         media.inputs = {}
 
     def _note(self, news: AdapterNews) -> None:

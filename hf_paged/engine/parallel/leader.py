@@ -81,7 +81,7 @@ class Leader:
                 self.ranks.share(self._last_tokens.tokens)
             return run(batch)
 
-    def show(self, media: Media, group: SequenceGroup, show: Callable[[Media, Names], None]) -> None:
+    def encode_media(self, media: Media, group: SequenceGroup, run: Callable[[Media, Names], None]) -> None:
         """Encode a request's pictures or recordings on all ranks, each of which keeps the embeddings."""
         names = group.request.adapter
         packed = Packed(on_host(media))
@@ -92,7 +92,7 @@ class Leader:
             message.extend([numbers[name] for name in names])
             self.ranks.send(message)
             self._send_inputs(packed)
-            show(media, names)
+            run(media, names)
 
     def _send_inputs(self, packed: Packed) -> None:
         self.ranks.broadcast_object(packed)

@@ -164,7 +164,7 @@ class GrammarState:
         self._matcher: Any = None
         self._seen: list[int] = []
 
-    def behind(self, answer: list[int]) -> Any:
+    def matcher_after(self, answer: list[int]) -> Any:
         """The matcher behind these tokens. It has seen most of them, unless they are another beam's."""
         count = len(self._seen)
         if self._matcher is None or answer[:count] != self._seen:
@@ -198,7 +198,7 @@ class GrammarProcessor(LogitsProcessor):
         for row, answer in enumerate(input_ids[:, self._prompt :].tolist()):
             if self._grammar.ends.isdisjoint(answer):  # the others are over, and padded
                 state = self._states.setdefault(row, self.begin())
-                matchers.append(state.behind(answer))
+                matchers.append(state.matcher_after(answer))
                 rows.append(row)
         if not rows:
             return scores

@@ -236,7 +236,7 @@ def _matchers(job: Job, vocabulary: int) -> list[Any]:
     job.params.grammar.require_scores(vocabulary)
     begin = len(job.params.prompt)
     return [
-        job.grammar_states[sequence.index].behind(sequence.tokens[begin:])
+        job.grammar_states[sequence.index].matcher_after(sequence.tokens[begin:])
         for sequence in _group(job).sequences
     ]
 
