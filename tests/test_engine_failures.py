@@ -1,4 +1,4 @@
-"""Whatever happens to a request is its own: the neighbours get the same tokens, every block comes back (C11,
+"""A request that fails affects no other: others get the same tokens, and every block is freed (C11,
 C22, C34).
 """
 

@@ -1,4 +1,4 @@
-"""Bad input and things going wrong: a clear error or the right answer, and everything as before."""
+"""Invalid input and failures: a clear error or the right answer, and state as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine and others on one model at the same time: other engines, calls of generate(), looks from other
+"""An engine and others on one model at the same time: other engines, calls of generate(), checks from other
 threads (C24, C34).
 """
 

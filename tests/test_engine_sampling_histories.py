@@ -1,5 +1,5 @@
-"""Repetition penalties of many requests at once: the tokens of generate(), whoever comes, goes and is
-computed again.
+"""Repetition penalties of many requests at once: the tokens of generate(), while requests join, end and are
+preempted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Edges that an adversarial reviewer found: each was wrong once."""
+"""Edge cases that were wrong once."""
 
 from __future__ import annotations
 
