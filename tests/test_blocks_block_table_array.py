@@ -1,4 +1,4 @@
-"""A sheet says what its tables name, whatever has grown, moved or changed."""
+"""The array of block tables holds the blocks of its tables after growth, moves and changes."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import pytest
 from hf_paged.blocks import BlockPool, BlockTable, BlockTableArray
 
 
-def test_a_sheet_follows_its_tables() -> None:
+def test_the_array_follows_its_tables() -> None:
     """Rows in any order, longer than it was wide, behind windows, and in a row that another had."""
     chance, pool = random.Random(1), BlockPool(400, 2)
-    sheet, tables = BlockTableArray(), [BlockTable(pool) for _ in range(11)]
+    array, tables = BlockTableArray(), [BlockTable(pool) for _ in range(11)]
     for row, table in enumerate(tables):
         table.append(chance.randrange(1, 9))
-        sheet.put(row, table)
+        array.put(row, table)
     for _ in range(300):
         row = chance.randrange(len(tables))
         table, end = tables[row], tables[row].end
         table.append(1)
         if chance.random() < 0.2:
             table.release_before(table.length - 4)
-        sheet.put(row, table, end)
-        assert all(sheet.of(i, each) for i, each in enumerate(tables))
-    assert sheet.width == 32
+        array.put(row, table, end)
+        assert all(array.matches(i, each) for i, each in enumerate(tables))
+    assert array.width == 32
     tables[3].append(40)
-    assert not sheet.of(3, tables[3])
-    sheet.put(3, tables[10])
-    assert sheet.of(3, tables[10])
+    assert not array.matches(3, tables[3])
+    array.put(3, tables[10])
+    assert array.matches(3, tables[10])
 
 
 @pytest.mark.parametrize("blocks", [16, 17])
 def test_an_array_that_is_read_stays_as_it_is(blocks: int) -> None:
     pool = BlockPool(40, 1)
-    sheet, table = BlockTableArray(), BlockTable(pool)
+    array, table = BlockTableArray(), BlockTable(pool)
     table.append(3)
-    sheet.put(0, table)
-    kept = memoryview(sheet.ids)
+    array.put(0, table)
+    kept = memoryview(array.ids)
     table.append(blocks - 3)
-    sheet.put(0, table, 3)
-    assert sheet.of(0, table)
-    assert (kept.obj is sheet.ids) == (blocks == 16)
+    array.put(0, table, 3)
+    assert array.matches(0, table)
+    assert (kept.obj is array.ids) == (blocks == 16)

@@ -409,7 +409,7 @@ def test_the_tokens_of_a_chunk_as_rows() -> None:
     other.extend(group.kind, 1, 1)
     static = static_batch(8, 1, 4)
     tables = [*cache.tables(group.kind), *other.tables(group.kind)]
-    static.spread(*rows_in_array(tables, [4, 1]))
+    static.load_array(*rows_in_array(tables, [4, 1]))
     static.begin(group.captured_ops.advance)
     pages = write(group, static, torch.tensor([[4.0], [5], [6], [7], [70]]))
     assert static.lengths(CPU).tolist() == [4, 5, 6, 7, 7, 0, 0, 0]
@@ -442,7 +442,7 @@ def test_rows_of_one_token_and_a_chunk_behind_them(spans: bool) -> None:
         table.append(chance.randrange(10, 60))
     tables[2].release_before(9)
     batch = StaticSpans(12, 9, 17, 4, 1, CPU) if spans else static_batch(12, 1, 4)
-    batch.spread(*rows_in_array(tables, [1] * 6 + [3], [4, 0, 9, 2, 6, 5, 1]))
+    batch.load_array(*rows_in_array(tables, [1] * 6 + [3], [4, 0, 9, 2, 6, 5, 1]))
     assert batch.tokens.tolist()[:7] == [*(table.length - 1 for table in tables[:6]), tables[6].length - 3]
     if isinstance(batch, StaticSpans):
         assert batch.spans.totals.tolist() == [*(table.length for table in tables), 0, 0]

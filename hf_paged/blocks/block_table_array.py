@@ -51,7 +51,7 @@ class BlockTableArray:
         begin = row * self.width + first
         return self.ids[begin : begin + count]
 
-    def of(self, row: int, table: BlockTable) -> bool:
+    def matches(self, row: int, table: BlockTable) -> bool:
         """Whether a row is what its table names."""
         begin = row * self.width
         return list(self.ids[begin + table.released : begin + table.end]) == table.blocks

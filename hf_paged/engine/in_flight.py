@@ -192,8 +192,8 @@ class InFlightStep:
         for sequence, start, count, _ in self.batch.rows_behind:
             job = self._sampling.jobs.get(sequence.group) if sequence in found else None
             if job is not None and job.prompt_scores is not None:
-                job.prompt_scores.enter(start + 1, found[sequence].tolist())
-                job.prompt_scores.share(scheduler.prompt_scores, sequence.group.prompt, start, count)
+                job.prompt_scores.note(start + 1, found[sequence].tolist())
+                job.prompt_scores.publish(scheduler.prompt_scores, sequence.group.prompt, start, count)
 
     def _apply_one_by_one(
         self, scheduler: Scheduler, columns: InputBatch, places: Sequence[int]
@@ -214,7 +214,7 @@ class InFlightStep:
             elif tokens:
                 try:
                     notes = dict(zip(found, self._notes_at(job, found.values()), strict=False))
-                    job.take(scheduler, tokens, notes, self.answer.logits.device)
+                    job.append(scheduler, tokens, notes, self.answer.logits.device)
                 except (
                     Exception
                 ) as error:  # a criterion or a tokenizer of this request failed; others continue

@@ -103,14 +103,14 @@ class Job:
         single = self.beams is None and bool(self.params.ends)
         return checked_scores(answer, rows, vocabulary, self.params.sampled, single)[places]
 
-    def take(
+    def append(
         self,
         scheduler: Scheduler,
         tokens: Mapping[TokenSequence, int],
         notes: Mapping[TokenSequence, TokenLogprob],
         device: torch.device,
     ) -> None:
-        """Its running sequences have these next tokens, with notes if requested: see which end."""
+        """Append the next tokens of running sequences, with notes if requested, and find which end."""
         length = 1 + len(next(iter(tokens)).tokens)
         scheduler.extend(tokens, tokens.values())
         stopped: Mapping[TokenSequence, FinishReason | None] = {}
@@ -219,7 +219,7 @@ class Job:
         length = self._known_length + 1
         return [self._reason(token, length, why) for token, why in zip(tokens, stopped, strict=True)]
 
-    def take_beams(self, scheduler: Scheduler, step: BeamStep) -> None:
+    def append_beams(self, scheduler: Scheduler, step: BeamStep) -> None:
         """Its beams take a step."""
         assert self.group is not None
         assert self.beams is not None

@@ -37,7 +37,7 @@ class PagedCache(DynamicCache):
     """
 
     reuse: Reuse | None
-    """What the cache takes from its model's prefixes and leaves to others, if it does."""
+    """Prefix reuse of this cache, if it is enabled."""
     cross: PagedCache | None
     """The layers that attend to another sequence than the text (a picture's tokens), with tables of their
     own; None if none does.
@@ -193,7 +193,7 @@ class PagedCache(DynamicCache):
             self.cross._select(index)
 
     def settle(self) -> None:
-        """Pay what the rows are owed, in every layer."""
+        """Apply delayed operations of the rows, in every layer."""
         with self.sequences.memory.lock:
             for part in paged_parts(self):
                 part.sequences.flush()
@@ -226,7 +226,7 @@ class PagedCache(DynamicCache):
         self._follow_rows()
 
     def reset(self) -> None:
-        """Give back every block and begin anew."""
+        """Free every block; the cache is empty afterwards."""
         self.sequences.free()
         with self.sequences.changing_all():
             for layer in self._layers_of_rows():
@@ -238,7 +238,7 @@ class PagedCache(DynamicCache):
             self.reuse = Reuse(self.sequences, self.config)
 
     def _reorder_others(self, index: torch.Tensor) -> None:
-        """Do to what layers keep outside the pages what was done to the tables."""
+        """Apply a change of the tables to what layers keep outside the pages."""
         with self.sequences.changing_all():
             for layer in self._layers_of_rows():
                 layer.reorder_cache(index)
@@ -256,7 +256,7 @@ class PagedCache(DynamicCache):
             layer.follow()
 
     def mark(self) -> Mark:
-        """Where the cache is before a step, for `roll_back`."""
+        """The state of the cache before a step, for `roll_back`."""
         columns = self.sequences.positions
         begins = not all(columns.values())
         return Mark(columns, [layer.is_initialized for layer in self.own_layers] if begins else None)
@@ -274,7 +274,7 @@ class PagedCache(DynamicCache):
             layer.follow()
 
     def begin_at(self, columns: int) -> None:
-        """Let the layers know that their rows began with `columns` columns that were there already."""
+        """Notify the layers that their rows begin with `columns` cached columns."""
         for layer in self.own_layers:
             layer.columns = columns
 
@@ -291,7 +291,7 @@ class PagedCache(DynamicCache):
                 )
 
     def follow(self) -> None:
-        """Let the layers know what their rows have done without them: a replayed step passes them by."""
+        """Notify the layers of steps that their rows took in a replay, which calls no layer."""
         for layer in self.own_layers:
             if layer.is_initialized:
                 layer.columns = self.sequences.rows[layer.kind].columns

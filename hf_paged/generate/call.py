@@ -29,21 +29,21 @@ class _Plug:
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: set[Call] = set()
-        self.inside = False
-        """Whether it is plugged in, all of it."""
+        self.plugged = False
+        """Whether all of it is in place."""
         self.configs = decoder_configs(model)
         self.expanding = expanding_classes(model)
         wrapper = wrap(model, model.forward, bool(self.configs), may_skip_autograd(modules_of(model)))
         self.forward = ReplacedForward(model, model.__dict__.get("forward"), wrapper)
 
-    def push_in(self) -> None:
+    def plug_in(self) -> None:
         defer_expansion(self.expanding)
         switch(self.configs, NAME, self)
         self.forward.replace()
-        self.inside = True
+        self.plugged = True
 
-    def pull_out(self) -> None:
-        self.inside = False
+    def unplug(self) -> None:
+        self.plugged = False
         restore(self.configs, self)
         self.forward.restore()  # a wrapper that stays only passes through without a paged cache
 
@@ -66,10 +66,10 @@ def _settle(model: nn.Module) -> None:
             return
         plug.calls &= _running
         if not plug.calls:
-            plug.pull_out()
+            plug.unplug()
             _plugs.pop(model, None)
-        elif not plug.inside:
-            plug.push_in()
+        elif not plug.plugged:
+            plug.plug_in()
 
 
 def settle_models() -> None:
@@ -82,13 +82,13 @@ def settle_models() -> None:
 
 @dataclass(eq=False)
 class Call:
-    """A running generate(). `asked` is the word as a keyword; a config may request pages as well.
+    """A running generate(). `by_keyword`: whether the word was a keyword; a config may request pages as well.
 
     Everything that a call takes it gives back in `close`, which may be repeated: an interrupt within it
     leaves the rest to the next call of it.
     """
 
-    asked: bool
+    by_keyword: bool
     model: nn.Module | None = None
     configured_class: str = ""
     """The class of the model whose generation config has the word; nothing if no config had it."""
@@ -98,7 +98,7 @@ class Call:
     used: list[PagedCache] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
     left: bool = False
-    """Whether giving back has begun."""
+    """Whether the end of the call has begun."""
     outer: Call | None = field(default_factory=lambda: current_call.get())
     outer_snapshots: CallSnapshots | None = field(default_factory=call_snapshots.get)
 
@@ -139,7 +139,7 @@ class Call:
         self.leave(answer)
 
     def leave(self, answer: Any) -> None:
-        """Give back what the call has taken of its model."""
+        """Restore the model."""
         model = self.model
         if model is None:
             return
@@ -149,17 +149,17 @@ class Call:
         self.left = True
         try:
             _settle(model)
-            self._leave_prefixes(model, answer is not None)
+            self._publish_prefixes(model, answer is not None)
         finally:
-            self._give_back(model, answer is not None)
-        if answer is not None and left_behind(self.used[0], answer):
+            self._free_caches(model, answer is not None)
+        if answer is not None and bypassed(self.used[0], answer):
             warn(why_left(model))
         # Tables of the operation that broke off live as long as its traceback: count again without them.
         memory.suspect |= broken
         self.model = None
 
-    def _leave_prefixes(self, model: nn.Module, succeeded: bool) -> None:
-        """Leave what the caches hold to later calls."""
+    def _publish_prefixes(self, model: nn.Module, succeeded: bool) -> None:
+        """Publish the blocks of the caches for prefix reuse."""
         with memory_of(model).lock:
             for cache in self.used:
                 if cache.reuse is not None:
@@ -170,8 +170,8 @@ class Call:
                     finally:
                         cache.reuse.leave()
 
-    def _give_back(self, model: nn.Module, succeeded: bool) -> None:
-        """Free what the caches hold and the call was not asked to return."""
+    def _free_caches(self, model: nn.Module, succeeded: bool) -> None:
+        """Free the blocks of caches that the call does not return."""
         memory = memory_of(model)
         memory.paths = [str(path) for path in self.used[0].paths]
         if not succeeded:
@@ -184,8 +184,8 @@ class Call:
         memory.drain()
 
 
-def _leave_threads_behind() -> None:
-    """In a forked process: end the calls of threads that are not there."""
+def _end_calls_of_other_threads() -> None:
+    """In a forked process: end the calls of the parent's other threads."""
     for call in list(_running):
         if call.thread == threading.get_ident():
             continue
@@ -196,10 +196,10 @@ def _leave_threads_behind() -> None:
         call.leave(None)
 
 
-in_forked_process(_leave_threads_behind)
+in_forked_process(_end_calls_of_other_threads)
 
 
-def left_behind(cache: PagedCache, answer: Any) -> bool:
+def bypassed(cache: PagedCache, answer: Any) -> bool:
     """Whether the tokens of `answer` went through another cache than the one that was prepared."""
     sequences = answer if isinstance(answer, torch.Tensor) else getattr(answer, "sequences", None)
     return (

@@ -167,7 +167,7 @@ def _unique(
                 part.sequences.sources = prompt.equal.sources
             return repeat_rows(answer, len(first), index, layouts[asked])
         take_back_draws(states, device)
-        _take_back(parts, before, arguments.get("past_key_values"))
+        _drop_unique_rows(parts, before, arguments.get("past_key_values"))
     elif asked not in layouts and parts[0].sequences.columns == 0:
         with narrow_adapter_names(model, len(index), first):
             few = _without_cache(original, kept)
@@ -194,7 +194,7 @@ def _without_cache(original: Callable[..., Any], arguments: dict[str, Any]) -> A
         return None
 
 
-def _take_back(parts: list[PagedCache], before: list[Mark], cache: Any) -> None:
+def _drop_unique_rows(parts: list[PagedCache], before: list[Mark], cache: Any) -> None:
     """Forget the unique rows of a forward that draws random numbers: every row gets its own, as with
     stock.
     """

@@ -68,7 +68,7 @@ class Patch:
         )
 
     def put_in(self) -> None:
-        """Wrap the methods. What an interrupt has left out is done by doing it again."""
+        """Wrap the methods; may be repeated after an interrupt."""
         setattr(GenerationMixin, PATCH, self)
         for name, wrap in (
             ("generate", _wrap_generate),
@@ -84,7 +84,7 @@ class Patch:
             setattr(GenerationMixin, name, wrapper)
 
     def take_out(self) -> None:
-        """Give the methods back. Wrappers that others put on top of ours stay and pass through."""
+        """Restore the methods. Wrappers that others put on top of ours stay and pass through."""
         for name, original in self.originals.items():
             method = getattr(GenerationMixin, name)
             if getattr(method, "hf_paged", None) is method:
@@ -124,7 +124,7 @@ def install_cache() -> None:
 
 
 def uninstall_cache() -> None:
-    """Give transformers its methods back."""
+    """Restore transformers' methods."""
     patch = _patch()
     if patch is not None and installed():
         patch.take_out()
@@ -175,7 +175,7 @@ def _wrap_prepare_config(stock: Callable[..., Any], patch: Patch) -> Callable[..
     def _prepare_generation_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config, model_kwargs = stock(self, *args, **kwargs)
         call = current_call.get()
-        if patch.active and call is not None and call.asked:
+        if patch.active and call is not None and call.by_keyword:
             config.cache_implementation = WORD
         if patch.active and call is not None and config.cache_implementation == WORD:
             call.configured_class = type(self).__name__

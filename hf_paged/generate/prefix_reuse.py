@@ -14,7 +14,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..blocks import Prompt
 from ..config import CacheConfig
-from ..kv import Memory, Prefix, Sequences, TokenHistory, agree
+from ..kv import Memory, Prefix, Sequences, TokenHistory, tensors_agree
 from ..kv.prefixes import begin_with, computed_again, count_hits, longest_prefix
 from ..model.adapters.identity import AdapterStates
 from ..model.adapters.peft_layers import adapter_names_of
@@ -45,11 +45,11 @@ class FillableCache(CapturedCache, Protocol):
         """The paged layers that hold the tokens of `sequences`."""
 
     def begin_at(self, columns: int) -> None:
-        """Let the layers know that their rows began with columns that were there already."""
+        """Notify the layers that their rows begin with cached columns."""
 
 
 class Reuse:
-    """What one cache takes from its model's prefixes, and what it leaves to others."""
+    """Prefix reuse of one cache: what it finds, and what it publishes."""
 
     def __init__(self, sequences: Sequences, config: CacheConfig) -> None:
         self.sequences = sequences
@@ -93,13 +93,13 @@ class Reuse:
     # ---- a call
 
     def disable(self, reason: str) -> None:
-        """What the rows hold shall not be found."""
+        """Do not publish the rows, for this reason."""
         if self.disabled is None:
             self.disabled = reason
             _note(self.sequences.memory, reason)
 
     def leave(self) -> None:
-        """The call is over, however it ended."""
+        """Forget the running call, which has ended."""
         self._monitor.leave()
         self._forward = self._origin = self._tokens = None
         self._seen = 0
@@ -318,17 +318,17 @@ class Reuse:
         with computed_again(self.sequences, prefix) as agrees:
             part = self._rest(cache, model, arguments, prefix, columns, compute)
             if part is not None:
-                self._take_back(cache, mark, starts)
+                self._return_to(cache, mark, starts)
             answer = compute(arguments, True)
             if part is not None and self.disabled is None:
-                same = agrees() and agree(answer.logits[:, -1], part.logits[:, -1])
+                same = agrees() and tensors_agree(answer.logits[:, -1], part.logits[:, -1])
                 trust[state] = "trial" if same else "none"
         if trust.get(state) == "none":
             self.disable("a part of a prompt is not computed like the whole")
         return answer
 
-    def _take_back(self, cache: FillableCache, mark: Any, starts: list[int] | None) -> None:
-        """Go back to where a part of a prompt began."""
+    def _return_to(self, cache: FillableCache, mark: Any, starts: list[int] | None) -> None:
+        """Undo a part of a prompt."""
         cache.roll_back(mark)
         self.sequences.begin_at(starts)
 
@@ -376,11 +376,11 @@ class Reuse:
         # The answer ought to be longer, or the cached part was computed without the hook: all of it, as if
         # nothing had been found.
         identity_of(model).answers_in_part &= not short
-        self._take_back(cache, mark, starts)
+        self._return_to(cache, mark, starts)
         return None
 
     def _count(self, prompts: list[Prompt], prefix: Prefix | None, before: int, columns: int) -> None:
-        """Enter in the books what was found."""
+        """Count hits and misses."""
         counts = self.sequences.memory.counts
         reached = before if prefix is None else prefix.columns
         count_hits(self.sequences, prompts, prefix)

@@ -14,7 +14,7 @@ from .rows import Rows
 from .sequences import Sequences
 from .spans import StaticSpans
 from .static import StaticBatch
-from .store import Store, agree
+from .store import Store, tensors_agree
 
 __all__ = [
     "Batch",
@@ -38,8 +38,8 @@ __all__ = [
     "TokenHistory",
     "Transfer",
     "TritonOps",
-    "agree",
     "fork_safe_lock",
     "in_forked_process",
     "is_out_of_memory",
+    "tensors_agree",
 ]  # fmt: skip

@@ -110,7 +110,7 @@ class Batch(ABC):
     spans: SpanTensors | None = None
     """Sequences of several tokens among rows that are single tokens."""
 
-    def check(self) -> None:  # noqa: B027 - of those whose tables cannot change
+    def check(self) -> None:  # noqa: B027 - most batches need no check
         """Raise if the tables have changed since."""
 
     def first_visible(self, window: int | None) -> int:
@@ -132,7 +132,7 @@ class Batch(ABC):
         """
 
     def host_table(self) -> torch.Tensor:
-        """The same on the CPU, however it is had fastest there."""
+        """The same on the CPU, made in the fastest way."""
         return self.table(CPU)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The pools of one model: per kind of layer the books, and the stores that their block ids mean."""
+"""The pools of one model: for each kind of layer a block pool, and the stores that its blocks lie in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .training import TrainingMemory
 logger = logging.getLogger("hf_paged")
 
 ROOM_FOR = 16
-"""How many calls like its first one a pool is made for that keeps prefixes."""
+"""A pool that keeps prefixes is sized for so many calls like its first one."""
 AFFORDABLE = 0.5
 """The share of the free memory that a pool takes ahead of need; beyond it, it grows with the tokens."""
 
@@ -59,15 +59,15 @@ class LayerGroup:
         self._place: dict[int, tuple[Layout, int]] = {}
         self._count: Counter[Layout] = Counter()
         self.stores: dict[Layout, Store] = {}
-        """The stores there are now, by what they hold."""
+        """The current stores, by layout."""
         self._found: dict[int, tuple[Store, int]] = {}
-        """What `store` has answered, until a store is made or goes, or a layer's place changes."""
+        """Answers of `store`, until a store is made or freed, or a layer's place changes."""
         self.devices: frozenset[torch.device] = frozenset()
-        """Where the stores lie."""
+        """The devices of the stores."""
         self.host: HostBlocks | None = None
-        """Where its blocks may wait outside the device, if blocks are swapped."""
+        """The blocks in the host's memory, if blocks are swapped."""
         self.reserved: int | None = None
-        """The blocks that have memory, the first ones of the pool; None for all of them."""
+        """The first blocks of the pool, which have memory; None if all have."""
         self.kept: bool | None = None
         """Whether it stays where it is when the model trains; None if it does where it fits beside that."""
 
@@ -160,7 +160,7 @@ class LayerGroup:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What the stores hold."""
+        """The tensors of the stores."""
         return [data for store in self.stores.values() for data in (store.keys, store.values)]
 
     @property
@@ -212,7 +212,7 @@ class LayerGroup:
         )
 
     def make_room(self, need: int, hint: int) -> None:
-        """See to it that `need` blocks are available; `hint` is what a call that begins may come to need."""
+        """Make `need` blocks available; `hint` is what a call that begins may come to need."""
         pool = self.pool
         fixed = self.config.fixed
         if not fixed and hint > pool.free:
@@ -238,7 +238,7 @@ class LayerGroup:
         self.reserved = None
 
     def reserve(self, blocks: int) -> None:
-        """Have memory for the first `blocks` blocks; it grows at least to twice its size, within the pool."""
+        """Allocate memory for the first `blocks` blocks; it at least doubles, within the pool."""
         before = self.reserved
         if before is None or blocks <= before:
             return
@@ -251,7 +251,7 @@ class LayerGroup:
             self._back(blocks)
 
     def _back(self, blocks: int) -> None:
-        """Move the stores to memory for `blocks` blocks; all that they hold comes along."""
+        """Move the stores, with their content, to memory for `blocks` blocks."""
         logger.info(
             "the %s layers have memory for %d of %d blocks now", self.kind.name, blocks, self.pool.total
         )
@@ -347,7 +347,7 @@ class Memory:
         self.lock = fork_safe_lock()
         self.groups: dict[GroupKey, LayerGroup] = {}
         self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
-        """Users of the stores' addresses: captured steps."""
+        """Objects that keep addresses of stores: captured steps."""
         self.suspect = False
         """Whether a call failed since the books were last known to agree with the tables."""
         self._abandoned: deque[Holder] = deque()

@@ -125,6 +125,7 @@ class TritonOps(Ops):
                 return self._spans(query, pages, batch.spans, seen.window, options)
             rows, _, many, _ = query.shape
             tokens = query.transpose(1, 2).flatten(0, 1)
+            tokens = tokens.contiguous() if batch.packed else tokens
             read = self._decode if many == 1 or batch.longest == 1 else self._prefill
             out = read(tokens, pages, seen.window, options)
             return out.view(rows, many, *out.shape[1:])

@@ -11,7 +11,7 @@ from . import reference
 from .batch import Batch, Singles, Span, StridedView
 
 
-class LaneViews(Protocol):
+class LayerViews(Protocol):
     """A store, as far as the pages of its layers ask it."""
 
     def views(
@@ -31,7 +31,7 @@ class Pages(NamedTuple):
     """[slots, heads, value_dim]"""
     batch: Batch
     ops: Ops
-    store: LaneViews | None = None
+    store: LayerViews | None = None
     """The store that the slots are of, for what is made for all of its layers at once."""
     place: int = 0
     """The layer's place in the store."""

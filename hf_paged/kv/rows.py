@@ -39,12 +39,12 @@ class Rows:
         """The column at which each row begins; None where no row is padded."""
         self.columns = 0
         self.expected_columns = 0
-        """How long the rows may become; 0 if unknown."""
+        """The most columns that rows are expected to have; 0 if unknown."""
         self.expected_rows = 0
-        """How many rows there will be after the prompt, when equal ones are forked; 0 if as many as now."""
+        """The rows after the prompt, once equal ones are forked; 0 for as many as now."""
         self._keep_past = False
         self._cut = 0
-        """The column at which blocks that the window has passed were last freed, while the past is kept."""
+        """The column at which blocks behind the window were last freed, while the past is kept."""
         self.keeps_prefixes = False
         """Whether other rows may begin with what these hold: a new pool then gets room for more than one
         call.
@@ -57,9 +57,9 @@ class Rows:
         self.stamp = object()
         """A new object after every change: a caller that noted it can tell whether its copy is current."""
         self._counted = 0
-        """Tokens of every row that are counted in `columns` and not yet entered in the tables."""
+        """Tokens of every row that `columns` counts and the tables do not have yet."""
         self._room = 0
-        """How many more tokens need no block: every row's last block is its own and has that much room."""
+        """Tokens that need no new block: every row owns its last block, with room for so many."""
         self._batch: RowBatch | None = None
         self._workspace: dict[str, Any] = {}
 
@@ -69,14 +69,14 @@ class Rows:
 
     @property
     def tables(self) -> list[BlockTable]:
-        """The rows' tables, with every token entered."""
+        """The rows' tables, up to date."""
         if self._counted:
             self._enter()
         return self._tables
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return len(self._tables)
 
     @property
@@ -119,7 +119,7 @@ class Rows:
             return self._changed(new, same_blocks=not need, room=room)
 
     def _fill(self, new: int) -> RowBatch:
-        """A step of `new` columns for which every row's last block is its own and has room."""
+        """A step of `new` columns that every row's own last block has room for."""
         self.require_whole()
         self.torn = True
         now = self.group.pool.tick()
@@ -130,7 +130,7 @@ class Rows:
         return self._changed(new, same_blocks=True, room=self._room - new)
 
     def _own_room(self) -> int:
-        """How many tokens fit into every row's last block: one that was just written is its own."""
+        """Tokens that fit into every row's last block; a block that was just written is the row's own."""
         size = self.group.pool.block_size
         return min(-table.length % size for table in self._tables)
 
@@ -158,13 +158,13 @@ class Rows:
             self._room = self._own_room()
 
     def stage(self, new: int, static: StaticBatch, copies: Sequence[Copy] = ()) -> None:
-        """Upload the step of `new` columns that these rows have just taken, as it was before it."""
+        """Upload the step of `new` columns that these rows have just taken, with the lengths before it."""
         self._changed(new)
         static.load(self.tables, new, self.columns - new, copies)
         static.stamp = self.stamp
 
     def _enter(self) -> None:
-        """Enter in the tables what was only counted: it lies in blocks that the rows hold already."""
+        """Append the tokens that were only counted to the tables, whose blocks have room for them."""
         counted = self._counted
         self._counted = 0
         self._room = 0
@@ -172,7 +172,7 @@ class Rows:
             append(self._tables, [counted] * len(self._tables))
 
     def _make_room(self, rows: int, new: int) -> int:
-        """See to it that a step of `new` columns cannot fail; the answer is how many blocks it takes."""
+        """Reserve the blocks of a step of `new` columns, so it cannot fail: how many it takes."""
         first_step = self.columns == 0
         if first_step:
             self._open(rows)
@@ -221,7 +221,7 @@ class Rows:
         self.group.memory.suspect = suspect
 
     def require_whole(self) -> None:
-        """Raise if a step broke off: what the blocks hold is not known then."""
+        """Raise if a step broke off: the content of the blocks is unknown then."""
         if self.torn:
             raise RuntimeError(
                 "a step of this cache broke off in the middle, so its content is not known; use a new cache"
@@ -241,7 +241,7 @@ class Rows:
         return [min(new, max(0, self.columns + new - start)) for start in self.starts]
 
     def _row_blocks(self, new: int) -> int:
-        """The blocks of one row at its expected length."""
+        """Blocks of one row at its expected length."""
         blocks = self.group.pool.blocks_for(max(self.expected_columns, self.columns + new))
         if self.window is None:
             return blocks
@@ -275,7 +275,7 @@ class Rows:
                 table.near = first + i * stride
 
     def _keep_strided(self, look_closely: bool) -> None:
-        """Forget the view once a block lies elsewhere; after one more token only the last blocks can."""
+        """Drop the strided view once a block lies elsewhere; after one token only the last blocks can."""
         if self._strided is None:
             return
         size = self.group.pool.block_size
@@ -311,7 +311,7 @@ class Rows:
 
     @property
     def batch(self) -> RowBatch:
-        """Where everything lies now."""
+        """The index tensors of the current state."""
         return self._batch if self._batch is not None else self._changed()
 
     # ---- prefixes
@@ -367,7 +367,7 @@ class Rows:
             self._changed()
 
     def _find_strided(self) -> None:
-        """See whether rows that were found lie side by side."""
+        """Find out whether rows that began with cached blocks lie at equal distances."""
         size = self.group.pool.block_size
         firsts = [table.blocks[0] - table.released for table in self._tables if table.blocks]
         strides = {after - before for before, after in pairwise(firsts)} or {1}
@@ -446,7 +446,7 @@ class Rows:
             return twin
 
     def free(self) -> None:
-        """Give back every block; the rows are empty and may begin anew."""
+        """Free every block; the rows are empty and may be used again."""
         with self.group.memory.lock:
             suspect = self.group.memory.suspect
             self.group.memory.suspect = True

@@ -1,4 +1,4 @@
-"""The rows of one cache in all its groups, and what is still owed to them."""
+"""The rows of one cache in all its groups, and their delayed operations (forks, reorders)."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Sequences:
         self.memory = memory
         self.rows = {kind: Rows(group) for kind, group in groups.items()}
         self.copies = 0
-        """Into how many rows the running call expanded each prompt; 0 if equal rows are not looked for."""
+        """Rows into which the running call expanded each prompt; 0 if equal rows are not searched."""
         self.sources: list[int] | None = None
-        """Row i of the call is row sources[i] of these, which are not forked yet; None once they are."""
+        """Row i of the call is row sources[i] here, until rows are forked; None afterwards."""
         self.padding_known = True
-        """Whether the rows' starts describe the attention mask of this call completely."""
+        """Whether the rows' starts say all of this call's attention mask."""
         self.static: Mapping[LayerKind, StaticBatch] | None = None
-        """The index tensors of the step that is being captured, while it is."""
+        """The index tensors of a step while it is captured."""
         self.changes_all = False
         """Whether the cache is changing its rows, so that all layers may take part."""
         self.history: TokenHistory | None = None
-        """What the rows hold, for a cache whose blocks others may begin with."""
+        """The tokens of the rows, if other caches may reuse their blocks."""
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     @property
@@ -48,7 +48,7 @@ class Sequences:
 
     @property
     def positions(self) -> dict[LayerKind, int]:
-        """The column of each kind's rows: between two steps all the same, after a broken one perhaps not."""
+        """The columns of each kind's rows: equal between two steps, except after a step that broke off."""
         return {kind: rows.columns for kind, rows in self.rows.items()}
 
     @property
@@ -61,25 +61,25 @@ class Sequences:
         return max((rows.count for rows in self.rows.values() if rows.columns), default=0)
 
     def keep_history(self) -> TokenHistory:
-        """From the first token on note what the rows hold: others may begin with it."""
+        """Record the tokens of the rows from the first one on, for prefix reuse."""
         self.history = TokenHistory()
         for rows in self.rows.values():
             rows.keeps_prefixes = True
         return self.history
 
     def expect(self, columns: int) -> None:
-        """Set how long the rows may become."""
+        """Set the most columns that rows are expected to have."""
         for rows in self.rows.values():
             rows.expected_columns = columns
 
     def expect_rows(self, count: int) -> None:
-        """Set how many rows there will be once equal ones are forked."""
+        """Set the number of rows once equal ones are forked."""
         for rows in self.rows.values():
             rows.expected_rows = count
 
     @property
     def expected(self) -> int:
-        """How many columns the rows may come to have, 0 if unknown."""
+        """The most columns that rows are expected to have; 0 if unknown."""
         return max((rows.expected_columns for rows in self.rows.values()), default=0)
 
     def begin_at(self, starts: list[int] | None) -> None:
@@ -95,7 +95,7 @@ class Sequences:
     # ---- debts
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Replace row i by row index[i] before the next step; a device's indices travel meanwhile."""
+        """Replace row i by row index[i] before the next step; indices of a device are copied meanwhile."""
         self.flush()
         if index.device.type != "cuda":
             self.select(index.tolist())
@@ -135,7 +135,7 @@ class Sequences:
 
     @contextmanager
     def changing_all(self) -> Iterator[None]:
-        """Let the layers take part in a change of the rows."""
+        """Have the layers change with the rows."""
         with self.memory.lock:
             self.changes_all = True
             try:
@@ -161,12 +161,12 @@ class Sequences:
                 self.history.crop(columns)
 
     def keep_past(self) -> None:
-        """Keep what windows have passed until `crop`, so that a step can be taken back."""
+        """Keep tokens behind windows until `crop`, so that a step can be rolled back."""
         for rows in self.rows.values():
             rows.keep_past = True
 
     def fork(self) -> Sequences:
-        """A second cache's sequences over the same blocks, debts paid before; no tensor moves."""
+        """A second cache's sequences over the same blocks, after delayed operations; no tensor moves."""
         twin = Sequences(self.memory, {kind: rows.group for kind, rows in self.rows.items()})
         twin.rows = {kind: rows.fork() for kind, rows in self.rows.items()}
         twin.padding_known = self.padding_known
@@ -174,7 +174,7 @@ class Sequences:
         return twin
 
     def free(self) -> None:
-        """Give back every block."""
+        """Free every block."""
         self._pending = None
         self.sources = None
         self.copies = 0
@@ -185,6 +185,6 @@ class Sequences:
             self.history.clear()
 
     def tables(self, kind: LayerKind) -> list[BlockTable]:
-        """The tables of the rows in the group of `kind`, debts paid before."""
+        """The tables of the rows in the group of `kind`, after delayed operations."""
         self.rows[kind].require_whole()
         return self.rows[kind].tables

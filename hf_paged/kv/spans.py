@@ -42,7 +42,7 @@ class StaticSpans(StaticBatch):
         _, blocks, self.tokens, self._owners, totals, borders = parts
         self.spans: SpanTensors = SpanTensors(blocks.view(self.most, self.width), totals, borders, totals)
 
-    def spread(
+    def load_array(
         self, tables: BlockTableArray, row_ids: array[int], offsets: array[int], step: int, counts: array[int]
     ) -> None:
         """Upload a step in which row_ids[i] has taken counts[i] tokens after offsets[i] + step; rows of one

@@ -112,7 +112,7 @@ class StaticBatch(Batch):
             if copies:
                 sources[: len(copies)], targets[: len(copies)] = zip(*copies, strict=True)
 
-    def spread(
+    def load_array(
         self, tables: BlockTableArray, row_ids: array[int], offsets: array[int], step: int, counts: array[int]
     ) -> None:
         """Upload a step in which row_ids[i] has taken counts[i] tokens after offsets[i] + step; every token

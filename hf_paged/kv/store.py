@@ -14,7 +14,7 @@ from .ops_torch import Ops, Pages
 from .reference import invariant
 from .upload import upload
 
-ALIKE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2**-6, torch.bfloat16: 2**-4}
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2**-6, torch.bfloat16: 2**-4}
 """How far numbers may lie apart, relative to the largest, that were computed twice in batches of different
 shapes.
 """
@@ -119,7 +119,7 @@ class Store:
         """Whether the blocks of every pair hold the same, up to rounding."""
         one, other = upload(list(zip(*pairs, strict=True)), self.layout.device)
         layers = [data.view(self.blocks, -1) for pair in self.of_layer for data in pair]
-        return all(agree(blocks[one], blocks[other]) for blocks in layers)
+        return all(tensors_agree(blocks[one], blocks[other]) for blocks in layers)
 
     def _copy(self, ops: Ops, sources: torch.Tensor, targets: torch.Tensor) -> None:
         ops.copy(
@@ -127,10 +127,10 @@ class Store:
         )
 
 
-def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+def tensors_agree(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors that were computed in two ways hold the same, up to rounding."""
     furthest = (one.double() - other.double()).abs().amax()
-    return bool(furthest <= ALIKE.get(one.dtype, 0.0) * other.double().abs().amax())
+    return bool(furthest <= TOLERANCES.get(one.dtype, 0.0) * other.double().abs().amax())
 
 
 def allocate(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

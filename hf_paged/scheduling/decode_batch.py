@@ -196,6 +196,6 @@ class DecodeBatch:
                 f"the batch does not know when {sequence!r} ends",
             )
             for tables, table in zip(self.tables, self._tables_of(sequence), strict=True):
-                expect(tables.of(sequence.row, table), f"{sequence!r} has other blocks than its row")
+                expect(tables.matches(sequence.row, table), f"{sequence!r} has other blocks than its row")
         for what in (self._growing, self.ends.values()):
             expect(sum(map(len, what)) == len(self._offsets), "the batch waits for a sequence that left")

@@ -159,7 +159,7 @@ class Follower:
             self._make_room(preparation.swaps)
             self.pools.prepare(preparation.plan)
         if received.shares:
-            self.ranks.share(self._last_tokens.tokens)
+            self.ranks.broadcast_on_device(self._last_tokens.tokens)
         if received.known:
             last = self._last_tokens
             tokens = upload(list(received.known.values()), last.tokens.device)

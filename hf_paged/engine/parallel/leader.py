@@ -78,7 +78,7 @@ class Leader:
             self.ranks.send(array("i", [MessageKind.STEP]) + numbers)
             self._preparations = []
             if shares:
-                self.ranks.share(self._last_tokens.tokens)
+                self.ranks.broadcast_on_device(self._last_tokens.tokens)
             return run(batch)
 
     def encode_media(self, media: Media, group: SequenceGroup, run: Callable[[Media, Names], None]) -> None:

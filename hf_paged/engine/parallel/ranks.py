@@ -138,8 +138,8 @@ class Ranks:
     def _broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, self._first, group=self._group)
 
-    def share(self, tensor: torch.Tensor) -> None:
-        """Give rank 0's tensor to all, in the order of the device's work."""
+    def broadcast_on_device(self, tensor: torch.Tensor) -> None:
+        """Copy rank 0's tensor to all ranks, in the order of the device's work."""
         dist.broadcast(tensor, self._first, group=self.model_group)
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:

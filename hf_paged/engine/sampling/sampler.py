@@ -182,7 +182,7 @@ class HostSampler:
         if request.job.params.favourites is not None:
             found = _notes(self._logits[request.rows], tokens, request.job.params.favourites, scores)
             notes = dict(zip(sequences, found, strict=True))
-        request.job.take(scheduler, dict(zip(sequences, tokens, strict=True)), notes, self._logits.device)
+        request.job.append(scheduler, dict(zip(sequences, tokens, strict=True)), notes, self._logits.device)
 
     # ---- beams
 
@@ -207,7 +207,7 @@ class HostSampler:
         steps: dict[Job, BeamStep] = {}
         for alike in candidates.values():
             steps |= zip(alike, step(list(alike.values())), strict=True)
-        self._each(searching, lambda request: request.job.take_beams(scheduler, steps[request.job]))
+        self._each(searching, lambda request: request.job.append_beams(scheduler, steps[request.job]))
 
     def _continuations(self, request: SamplingRows, search: BeamSearch) -> Continuations:
         """The best continuations, or drawn ones, of a search with custom processors."""

@@ -127,7 +127,7 @@ class PromptLogprobs:
         tokens = self._prompt[start + 1 : start + count + 1]
         return Scored(tokens, self._favourites) if tokens else None
 
-    def enter(self, start: int, rows: Sequence[Sequence[float]]) -> None:
+    def note(self, start: int, rows: Sequence[Sequence[float]]) -> None:
         """The numbers of the tokens from `start` on."""
         own = rows[: max(0, len(self._rows) - start)]
         self._rows[start : start + len(own)] = own
@@ -136,9 +136,9 @@ class PromptLogprobs:
         """Take over the numbers of the tokens up to `start`, whose blocks were found."""
         first = next((i for i, row in enumerate(self._rows) if row is None), start + 1)
         for index in range(first // prompt.size, start // prompt.size + 1 if first <= start else 0):
-            self.enter(index * prompt.size, scores.rows(prompt.digests[index]))
+            self.note(index * prompt.size, scores.rows(prompt.digests[index]))
 
-    def share(self, scores: PromptScores, prompt: Prompt, start: int, count: int) -> None:
+    def publish(self, scores: PromptScores, prompt: Prompt, start: int, count: int) -> None:
         """Let others find the numbers of the blocks that a row has filled."""
         size = prompt.size
         for index in range(start // size, min(start + count, len(self._rows)) // size):

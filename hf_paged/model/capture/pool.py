@@ -177,7 +177,7 @@ class CapturePool:
         )
 
     def holds(self, step: CapturedStep) -> bool:
-        """Whether a step is still there: a pool that moves drops those that read it."""
+        """Whether a step was not dropped meanwhile: a pool that moves drops those that read it."""
         return any(step is each for each in self)
 
     def drop(self, group: LayerGroup | None = None) -> None:
@@ -266,7 +266,7 @@ class CapturePool:
         del trouble  # its traceback holds this frame, and with it the step's cache
 
     def _drop_failed(self, key: _Key, error: Exception) -> None:
-        """Let a step go whose capture, or the comparison behind it, has failed."""
+        """Drop a step whose capture, or first comparison, has failed."""
         self._steps.pop(key, None)
         if isinstance(error, _OtherState):
             return
