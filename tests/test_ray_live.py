@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ from ray_serving import DEMO, NAME, Application, free_port, kill_worker, local_r
 
 from hf_paged import demo
 from hf_paged.ray import map_batches
+from hf_paged.ray.gateway import Gateway
+from hf_paged.ray.replica import Replica
 
 PROMPTS = demo.prompts()
 
@@ -263,3 +267,18 @@ def test_batches_take_no_live_model(served: Application) -> None:
         data, lambda: (demo.model(), demo.tokenizer()), output="said", max_new_tokens=2, num_cpus=1
     )
     assert made.take_all()[0]["finish_reason"] == "length"
+
+
+def _gateway(options: dict[str, Any]) -> None:
+    Gateway(SimpleNamespace(options=lambda **_: SimpleNamespace(answer=None)), options)
+
+
+def _replica(options: dict[str, Any]) -> None:
+    asyncio.run(Replica.__init__(Replica.__new__(Replica), options))
+
+
+@pytest.mark.parametrize("part", [_gateway, _replica])
+def test_a_broken_template_is_refused_as_by_the_server(part: Callable[[dict[str, Any]], None]) -> None:
+    """Before an engine starts, and with the same words."""
+    with pytest.raises(ValueError, match=r"--chat-template is broken in line 1: .*give a Jinja template"):
+        part({**DEMO, "model": "demo", "chat-template": "{{ broken"})

@@ -77,13 +77,14 @@ class Gateway:
         self._keys = Keys(self._options.api_keys, self._options.share_prefixes, self._options.admin_api_keys)
         self._bodies = ByteBudget(self._options.limits.bodies_bytes, "the bodies that are being read")
         self._block_size: int = given.block_size
+        tokenizer = source.load_tokenizer()
         self._tokenizer = Tokenizer(
-            source.load_tokenizer(),
+            tokenizer,
             Images(None, self._options.limits, refusal="their blocks are not named"),
             ANY_ID,
             self._options.limits.body_bytes,
             1,
-            cli.template_of(given.chat_template),
+            cli.chat_template_of(given, tokenizer),
         )
 
     async def __call__(self, request: Request) -> Response:

@@ -206,6 +206,10 @@ class _Exchange:
 
 def _service(options: Mapping[str, Any], given: Any) -> Service:
     """The service of a new engine."""
+    source = cli.source_of(given)
+    tokenizer = source.load_processor()
+    template = cli.chat_template_of(given, tokenizer)
+    response_template = cli.response_template_of(given)
     connection, process = engine_process.start(options)
     try:
         client = EngineClient(connection)
@@ -214,11 +218,4 @@ def _service(options: Mapping[str, Any], given: Any) -> Service:
         raise RuntimeError(
             f"the engine's process ended with exit code {code} before it was ready; see this replica's log"
         ) from None
-    source = cli.source_of(given)
-    return Service.of(
-        client,
-        source.load_processor(),
-        cli.server_options(given, source.name),
-        cli.template_of(given.chat_template),
-        cli.response_template_of(given),
-    )
+    return Service.of(client, tokenizer, cli.server_options(given, source.name), template, response_template)
