@@ -149,6 +149,40 @@ def test_every_accepted_stream_ends_after_sigterm(process: Process) -> None:
     )
 
 
+def test_a_second_signal_ends_both_processes_with_one_line(process: Process) -> None:
+    """During the drain, under streams: requests are cut off, and the log has no traceback of any."""
+    [http] = psutil.Process(process.popen.pid).children()
+    begun = threading.Semaphore(0)
+
+    def read(body: dict[str, Any]) -> None:
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            httpx.Client(base_url=process.url, timeout=60) as client,
+            client.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            begun.release()
+            answer.read()
+
+    threads = [threading.Thread(target=read, args=({**LONG, "stream": each < 4},)) for each in range(5)]
+    for thread in threads:
+        thread.start()
+    for _ in range(4):
+        assert begun.acquire(timeout=60)
+    process.popen.send_signal(signal.SIGTERM)
+    process.wait_for("draining")
+    process.popen.send_signal(signal.SIGINT)
+    assert process.popen.wait(30) == 130
+    process.wait_for(None)
+    for thread in threads:
+        thread.join(60)
+    assert not http.is_running()
+    warned = [line for line in process.lines if line["level"] != "info"]
+    assert [line["message"] for line in warned] == ["ending at once", "cut off"]
+    assert warned[0]["signal"] == "SIGINT"
+    assert warned[1]["requests"] >= 4
+    assert not [line for line in process.lines if "trace" in line]
+
+
 @pytest.mark.parametrize("which", ["engine", "http"])
 def test_if_one_process_dies_the_other_ends(which: str) -> None:
     """A stream ends with an error or is cut off, the port closes, and the exit code is not 0."""
@@ -178,10 +212,13 @@ def test_if_one_process_dies_the_other_ends(which: str) -> None:
     ("arguments", "reason"),
     [
         (["serve", "no/such-model"], "couldn't find them in the cached files"),
-        (["serve", "demo", "--num-blocks", "0"], "num_blocks=0"),
+        (["serve", "demo", "--max-model-len", "99999"], "--max-model-len 99999 is beyond the"),
         (["serve", "demo", "--prot", "1"], "did you mean --port"),
         (["serve", "demo", "--response-template", "[{}]"], "is a JSON object"),
-        (["serve", "demo", "--lora-modules", "poet=no/such"], "no/such"),
+        (
+            ["serve", "demo", "--lora-modules", "poet=no/such"],
+            "--lora-modules poet=no/such cannot be loaded: ",
+        ),
     ],
 )
 def test_a_start_that_fails_says_why_and_leaves_no_process(

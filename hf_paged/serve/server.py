@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import signal
 import socket
@@ -75,9 +76,24 @@ class Server(uvicorn.Server):
         return f"{scheme}://{host}:{port}{options.root_path}"
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all connections, after streams that would not end by themselves."""
+        """Close all connections, after streams that would not end by themselves. What is still answered then is
+        cut off, and counted in one line of the log.
+        """
         self._service.live.end()
-        await super().shutdown(sockets)
+        reports = logging.getLogger("uvicorn.error")
+        reports.disabled = True  # it has a traceback for each request that is cut off
+        try:
+            await super().shutdown(sockets)
+            left = list(self.server_state.tasks)
+            for task in left:
+                task.cancel()
+            if left:
+                log.warning("cut off", extra={"requests": len(left)})
+                await asyncio.wait(left, timeout=LAST_SECONDS)
+            if self.force_exit:
+                await self.lifespan.shutdown()
+        finally:
+            reports.disabled = False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -89,6 +105,8 @@ class Server(uvicorn.Server):
         if self._drain is None and self._loop is not None and self.started:
             self._loop.call_soon_threadsafe(self._begin_drain, signal.Signals(sig).name)
         else:
+            if not self.should_exit:
+                log.warning("ending at once", extra={"signal": signal.Signals(sig).name})
             self.exit_code = FORCED
             self.should_exit = True
             self.force_exit = True
