@@ -357,7 +357,10 @@ def test_flags_are_those_of_the_server() -> None:
     [
         ({}, "args.model must be"),
         ({"model": "demo", "block-sise": 8}, "block-sise.*did you mean --block-size"),
-        ({"model": "demo", "block-size": "many"}, "invalid int value: 'many'"),
+        (
+            {"model": "demo", "block-size": "many"},
+            "block-size: expected a whole number from 1 on, got 'many'",
+        ),
         ({"model": "demo", "port": 1}, "http_options.port"),
         ({"model": "demo", "tensor_parallel_size": 2}, "a replica is one process"),
         ({"model": "demo", "dev": True}, "user_config"),

@@ -87,10 +87,18 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["serve", "demo", "--enable-cors"], "give --allowed-origin"),
         (["serve", "demo", "--attn-implementation", "sdpa"], "that of --kernels"),
         (["generate", "demo", "--max-new-tokens", "9"], "give --max-tokens"),
-        (["serve", "demo", "--lora-modules", "poet"], "name=path"),
-        (["serve", "demo", "--lora-modules", "a=b", "--lora-modules", "a=c"], "different names"),
+        (["serve", "demo", "--lora-modules", "poet"], "--lora-modules takes name=path, got 'poet'"),
+        (
+            ["serve", "demo", "--lora-modules", "a=b", "--lora-modules", "a=c"],
+            "--lora-modules a=c: 'a' is the name of two adapters; choose another one",
+        ),
+        (
+            ["serve", "demo", "--lora-modules", "demo=b"],
+            "--lora-modules demo=b: 'demo' is the name of the model and of an adapter; choose another one",
+        ),
+        (["serve", "demo", "--lora-modules", '{"name": '], "is no JSON: Expecting value"),
         (["serve", "demo", "--tensor-parallel-size=2", "--device=cpu"], "leave out --device"),
-        (["serve", "demo", "--tensor-parallel-size=0"], "1 or more"),
+        (["serve", "demo", "--tensor-parallel-size=0"], "--tensor-parallel-size/--tp: expected a whole"),
         (["serve", "demo", "--por", "5"], "did you mean --port?"),
         (["serve"], "MODEL"),
         (["sevre", "demo"], "serve"),
@@ -99,11 +107,31 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ["generate", "demo", "--device", "cpu", "--device-map", "auto", "--prompt", "a"],
             "give one of them",
         ),
-        (["serve", "demo", "--port", "70000"], "port"),
+        (
+            ["serve", "demo", "--port", "70000"],
+            "--port: expected a whole number from 0 to 65535, got '70000'",
+        ),
         (["serve", "demo", "--ssl-keyfile", "a"], "--ssl-certfile"),
         (["serve", "demo", "--root-path", "x/"], "/prefix"),
-        (["serve", "demo", "--limit-waiting", "-1"], "waiting"),
-        (["serve", "demo", "--max-model-len", "1"], "2 or more"),
+        (
+            ["serve", "demo", "--limit-waiting", "-1"],
+            "--limit-waiting -1 is out of range; give a whole number from 0 on",
+        ),
+        (["serve", "demo", "--limit-n", "0"], "--limit-n 0 is out of range; give a whole number from 1 on"),
+        (
+            ["serve", "demo", "--limit-body-seconds", "nan"],
+            "--limit-body-seconds nan is out of range; give a number from 0.001 on",
+        ),
+        (
+            ["serve", "demo", "--max-model-len", "1"],
+            "--max-model-len: expected a whole number from 2 on, got '1'",
+        ),
+        (["serve", "demo", "--num-blocks", "0"], "--num-blocks: expected a whole number from 1 on, got '0'"),
+        (["serve", "demo", "--gpu-memory-utilization", "9"], "expected a number from 0.001 to 1, got '9'"),
+        (
+            ["bench", "demo", "--num-prompts", "0"],
+            "--num-prompts: expected a whole number from 1 on, got '0'",
+        ),
         (["serve", "demo", "--api-key", " a"], "API key"),
         (["serve", "demo", "--prefix-cache-share", "key-0"], "KEY=SHARE"),
         (["serve", "demo", "--api-key", "a", "--prefix-cache-share", "key-1=2"], "expected one of key-0"),
@@ -292,7 +320,7 @@ def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert engine["max_batch_sequences"] == 7
     assert engine["max_adapters"] == 3
     assert "max_adapters" not in engine_options(flags())
-    assert adapter_sources(given.lora_modules) == {"poet": "a/b=c", "pirate": "d"}
+    assert adapter_sources(given.lora_modules, options.names) == {"poet": "a/b=c", "pirate": "d"}
     assert options.allow_runtime_lora_updating
     assert engine["memory_fraction"] == 0.5
     assert (engine["graphs"], engine["prefix_caching"], engine["policy"]) == (False, False, "priority")

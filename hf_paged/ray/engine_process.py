@@ -43,7 +43,8 @@ def main(descriptor: int) -> None:
     options = cli.server_options(given, source.name)
     keys = Keys(options.api_keys, admin_keys=options.admin_api_keys)
     shares = cli.cache_shares(given.prefix_cache_share, keys.names)
-    engine = cli.engine_of(given, source, shares, cli.adapter_sources(given.lora_modules))
+    modules = cli.adapter_sources(given.lora_modules, options.names)
+    engine = cli.engine_of(given, source, shares, modules)
     with tuned():
         EngineHost(engine, source.load_processor(), connection).run()
 

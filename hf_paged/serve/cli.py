@@ -74,7 +74,7 @@ def _add_serve(to: Parser) -> None:
     _add_source(to)
     add = to.add_argument_group("address").add_argument
     add("--host", help="0.0.0.0 serves the network; give --api-key then (127.0.0.1)")
-    add("--port", type=int, help="0 takes a free one, which the log names (8000)")
+    add("--port", type=number(int, 0, 65535), help="0 takes a free one, which the log names (8000)")
     add("--uds", type=new_socket, help="a Unix socket instead of --host and --port")
     add("--root-path", default="", help="the path under which a proxy shows the server: /prefix")
     add("--ssl-keyfile", help="for https, with --ssl-certfile")
@@ -89,7 +89,7 @@ def _add_serve(to: Parser) -> None:
     )
     _add_access(to.add_argument_group("access").add_argument)
     to.add_argument_group("ranks").add_argument(
-        "--tensor-parallel-size", "--tp", type=int, default=1, metavar="N",
+        "--tensor-parallel-size", "--tp", type=number(int, 1), default=1, metavar="N",
         help="devices that compute the model together, each a process with its part (1)",
     )  # fmt: skip
     _add_adapters(to.add_argument_group("adapters").add_argument)
@@ -127,7 +127,7 @@ def _add_adapters(add: Any) -> None:
         "--lora-modules", nargs="+", action="extend", default=[], metavar="NAME=PATH",
         help="LoRA adapters that requests choose as their model",
     )  # fmt: skip
-    add("--max-loras", type=int, help="adapters on the device at once (16)")
+    add("--max-loras", type=number(int, 1), help="adapters on the device at once (16)")
     add("--enable-lora", action="store_true", help="the default")
     add(
         "--allow-runtime-lora-updating", action="store_true",
@@ -136,12 +136,12 @@ def _add_adapters(add: Any) -> None:
 
 
 def _add_engine(add: Any) -> None:
-    add("--max-model-len", type=int, help="the longest sequence, prompt and answer")
-    add("--max-num-seqs", type=int, help="sequences that run at once (256)")
-    add("--max-num-batched-tokens", type=int, default=2048, help="tokens of a step (2048)")
-    add("--block-size", type=int, default=16, help="tokens of a block (16)")
-    add("--num-blocks", type=int, help="blocks of a pool, instead of a share of the memory")
-    add("--gpu-memory-utilization", type=float, help="share of the free memory for pools")
+    add("--max-model-len", type=number(int, 2), help="the longest sequence, prompt and answer")
+    add("--max-num-seqs", type=number(int, 1), help="sequences that run at once (256)")
+    add("--max-num-batched-tokens", type=number(int, 1), default=2048, help="tokens of a step (2048)")
+    add("--block-size", type=number(int, 1), default=16, help="tokens of a block (16)")
+    add("--num-blocks", type=number(int, 1), help="blocks of a pool, instead of a share of the memory")
+    add("--gpu-memory-utilization", type=number(float, 0.001, 1), help="share of the free memory for pools")
     add("--no-enable-prefix-caching", action="store_true", help="compute every prompt whole")
     add("--enable-prefix-caching", action="store_true", help="the default")
     policies = ["fcfs", "priority"]
@@ -205,11 +205,17 @@ def _add_chat(to: Parser) -> None:
 def _add_bench(to: Parser) -> None:
     _add_source(to)
     load = to.add_argument_group("load")
-    load.add_argument("--num-prompts", type=int, default=64, help="that come at once (64)")
-    load.add_argument("--input-len", type=int, default=128, help="tokens of a prompt (128)")
-    load.add_argument("--output-len", type=int, default=128, help="tokens of an answer in the mean (128)")
-    load.add_argument("--batch-size", type=int, default=16, help="prompts in a call of generate() (16)")
-    load.add_argument("--max-num-seqs", type=int, help="sequences that the engine runs at once (256)")
+    load.add_argument("--num-prompts", type=number(int, 1), default=64, help="that come at once (64)")
+    load.add_argument("--input-len", type=number(int, 1), default=128, help="tokens of a prompt (128)")
+    load.add_argument(
+        "--output-len", type=number(int, 1), default=128, help="tokens of an answer in the mean (128)"
+    )
+    load.add_argument(
+        "--batch-size", type=number(int, 1), default=16, help="prompts in a call of generate() (16)"
+    )
+    load.add_argument(
+        "--max-num-seqs", type=number(int, 1), help="sequences that the engine runs at once (256)"
+    )
     load.add_argument("--seed", type=int, default=0)
     shown = to.add_argument_group("answer")
     shown.add_argument("--out", type=new_file, metavar="FILE.svg", help="draw a picture")
@@ -359,8 +365,6 @@ def serve(given: argparse.Namespace) -> int:
     from . import ranks
 
     size = given.tensor_parallel_size
-    if size < 1:
-        raise ValueError(f"--tensor-parallel-size {size} is not a number of devices; give 1 or more")
     source = source_of(given)
     options = server_options(given, source.name)
     engine_options(given)  # what contradicts itself is refused before anything starts
@@ -370,7 +374,7 @@ def serve(given: argparse.Namespace) -> int:
         ranks.check_size(size)
     keys = Keys(options.api_keys, admin_keys=options.admin_api_keys)
     shares = cache_shares(given.prefix_cache_share, keys.names)
-    modules = adapter_sources(given.lora_modules)
+    modules = adapter_sources(given.lora_modules, options.names)
     if size > 1 and not ranks.leads():
         set_up(given.log_level, given.log_format)
         return ranks.follow(engine_of(given, source, shares, {}))
@@ -418,22 +422,33 @@ def engine_of(
         )
     engine = Engine(model, **options, cache_shares=shares)
     for name, path in modules.items():
-        engine.add_adapter(name, path)
+        try:
+            engine.add_adapter(name, path)
+        except (ValueError, OSError, TypeError, ImportError) as error:
+            raise ValueError(f"--lora-modules {name}={path} cannot be loaded: {error}") from error
     return engine
 
 
-def adapter_sources(given: Sequence[str]) -> dict[str, str]:
-    """Where adapters lie, by name: of name=path, or of JSON with both as vLLM takes it."""
+def adapter_sources(given: Sequence[str], models: Sequence[str]) -> dict[str, str]:
+    """Where adapters lie, by name: of name=path, or of JSON with both as vLLM takes it. models: the names of
+    the model.
+    """
     found: dict[str, str] = {}
     for each in given:
         if each.startswith("{"):
-            module = json.loads(each)
+            try:
+                module = json.loads(each)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"--lora-modules {each} is no JSON: {error}; give name=path") from error
             name = str(module.get("name", ""))
             path = str(module.get("path", ""))
         else:
             name, _, path = each.partition("=")
-        if not name or not path or name in found:
-            raise ValueError(f"--lora-modules takes name=path with different names, got {each!r}")
+        if not name or not path:
+            raise ValueError(f"--lora-modules takes name=path, got {each!r}")
+        if name in found or name in models:
+            of = "two adapters" if name in found else "the model and of an adapter"
+            raise ValueError(f"--lora-modules {each}: {name!r} is the name of {of}; choose another one")
         found[name] = path
     return found
 

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 T = TypeVar("T", int, float)
 MIB = 2**20
+MAY_BE_ZERO = ("waiting", "logprobs", "drain_seconds", "images")
+"""Limits under which nothing at all is let in."""
 HOST = re.compile(r"[^\s:/*@]+|\[[0-9a-fA-F:.]+\]")
 """A name or an address as a Host header has it, less its port."""
 PORTS = {"http": 80, "https": 443}
@@ -58,9 +60,13 @@ class ServerLimits:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            least = 0 if each.name in ("waiting", "logprobs", "drain_seconds", "images") else 1e-3
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 2**53:
-                raise ValueError(f"limit {each.name}={value!r} is not a number from {least} on")
+            whole = isinstance(each.default, int)
+            least = 0 if each.name in MAY_BE_ZERO else 1 if whole else 0.001
+            kinds = (int,) if whole else (int, float)
+            if type(value) not in kinds or not least <= value < 2**53:
+                flag = "--limit-" + each.name.replace("_", "-")
+                expected = "a whole number" if whole else "a number"
+                raise ValueError(f"{flag} {value!r} is out of range; give {expected} from {least} on")
 
 
 @dataclass(frozen=True)
@@ -109,11 +115,11 @@ class ServerOptions:
             raise ValueError("a key is given as --api-key and as --admin-api-key; give two different ones")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(
-                f"root_path={self.root_path!r} must look like '/prefix': a slash before, none behind"
+                f"--root-path {self.root_path!r} must look like '/prefix': a slash before, none behind"
             )
         if f"{self.root_path}/".startswith("/v1/"):
             raise ValueError(
-                f"root_path={self.root_path!r} begins as the server's own paths do, such as /v1/models; give "
+                f"--root-path {self.root_path} begins as the server's own paths do, such as /v1/models; give "
                 "the part before /v1, or leave it out"
             )
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
@@ -144,10 +150,10 @@ class ServerOptions:
             )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(
-                f"max_model_len={self.max_model_len} leaves no room for an answer; give 2 or more"
+                f"--max-model-len {self.max_model_len} leaves no room for an answer; give 2 or more"
             )
         if not 0 <= self.port < 65536:
-            raise ValueError(f"port={self.port} is not a port; give one from 0 to 65535")
+            raise ValueError(f"--port {self.port} is not a port; give one from 0 to 65535")
 
     def _check_tls(self, certfile: str) -> None:
         """Load the files as the server will, which starts later."""
