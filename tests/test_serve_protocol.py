@@ -57,6 +57,76 @@ def test_an_unknown_field_names_the_nearest() -> None:
     assert refused(CompletionRequest, {"max_tokens": 3})["code"] == "missing_parameter"
 
 
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "where", "nearest"),
+    [
+        (ChatRequest, {"messages": [{"rolee": "user", "content": "a"}]}, "messages.0.rolee", "role"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "txt": 1}]}]},
+            "messages.0.content.0.txt",
+            "text",
+        ),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"ulr": "a"}}]}]},
+            "messages.0.content.0.image_url.ulr",
+            "url",
+        ),
+        (
+            ChatRequest,
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"argument": "{}"}}]}]},
+            "messages.0.tool_calls.0.function.argument",
+            "arguments",
+        ),
+        (
+            ChatRequest,
+            {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"scheme": {}}}},
+            "response_format.json_schema.scheme",
+            "schema",
+        ),
+        (
+            ChatRequest,
+            {**CHAT, "stream_options": {"with_usage": True}},
+            "stream_options.with_usage",
+            "include_usage",
+        ),
+        (ChatRequest, {**CHAT, "structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "json"),
+        (
+            ChatRequest,
+            {**CHAT, "tool_choice": {"type": "function", "function": {"nam": "a"}}},
+            "tool_choice.function.nam",
+            "name",
+        ),
+        (
+            ResponsesRequest,
+            {"input": [{"role": "user", "content": [{"type": "input_text", "txt": "a"}]}]},
+            "input.0.content.0.txt",
+            "text",
+        ),
+        (ResponsesRequest, {"input": "a", "tools": [{"parametres": {}}]}, "tools.0.parametres", "parameters"),
+    ],
+)
+def test_an_unknown_field_within_a_field_names_the_nearest_there(
+    kind: Any, body: dict[str, Any], where: str, nearest: str
+) -> None:
+    error = refused(kind, body)
+    assert error["message"] == f"unknown field {where!r}; did you mean {nearest!r}?"
+    assert (error["param"], error["code"]) == (where, "unknown_parameter")
+    *_, last = where.split(".")
+    odd = json.loads(json.dumps(body).replace(f'"{last}"', '"zzzz"'))
+    assert refused(kind, odd)["message"].endswith("zzzz'; leave it out")
+
+
+def test_an_error_within_a_field_has_its_place() -> None:
+    part = {"role": "user", "content": [{"type": "text"}]}
+    assert refused(ChatRequest, {"messages": [part]})["param"] == "messages.0.content.0.text"
+    assert refused(CompletionRequest, {"prompt": "a", "logit_bias": {"5": 1e9}})["param"] == "logit_bias.5"
+
+
 @pytest.mark.parametrize(
     ("kind", "field", "own"),
     [

@@ -6,7 +6,8 @@ import asyncio
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -64,8 +65,6 @@ ALIKE = {
     "response_format": ("text",),
 }
 """What a field of one kind of request is called in others."""
-FORMS = frozenset({"str", "int", "float", "bool"})
-"""What errors have in their place for one of the forms of a value."""
 MOST_OBJECTS = 25_000
 """Objects in a body: each is checked in the event loop, in about 10 us."""
 SMALL_BODY = 65536
@@ -565,14 +564,69 @@ def _explained(error: ValidationError, kind: type[Part]) -> ApiError:
     unknown = [each for each in errors if each["type"] == "extra_forbidden"]
     # Of a value that may have several forms, the one that fits furthest is meant; its type decides.
     first = unknown[0] if unknown else max(errors, key=_fit)
-    names = [str(part)[:80] for part in first["loc"] if "[" not in str(part) and part not in FORMS]
+    if unknown:
+        return _unknown_field(kind, first["loc"])
+    _, names = _place(kind, first["loc"])
     where = ".".join(names)[:160]
-    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
-        of_others = [name for name in ALIKE.get(where, ()) if name in kind.model_fields]
-        close = of_others or difflib.get_close_matches(where, kind.model_fields, 1)
-        hint = f"did you mean {close[0]!r}?" if close else "leave it out"
-        return invalid(f"unknown field {where!r}; {hint}", where, "unknown_parameter")
     if first["type"] == "missing":
         return invalid(f"the field {where!r} is missing; give it", where, "missing_parameter")
     message = first["msg"].removeprefix("Value error, ")
     return invalid(f"{where}: {message}" if where else message, where or None, "invalid_value")
+
+
+def _unknown_field(kind: type[Part], steps: tuple[int | str, ...]) -> ApiError:
+    """The error that names the nearest field of the object in which an unknown one is."""
+    forms, names = _place(kind, steps[:-1])
+    name = str(steps[-1])[:80]
+    where = ".".join([*names, name])[:160]
+    known = [each for form in _objects(forms) for each in _fields(form)]
+    of_others = [] if names else [each for each in ALIKE.get(name, ()) if each in known]
+    close = of_others or difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+    return invalid(f"unknown field {where!r}; {hint}", where, "unknown_parameter")
+
+
+def _place(kind: type[Part], steps: tuple[int | str, ...]) -> tuple[list[Any], list[str]]:
+    """Where an error is: the forms that a value may have there, and the names of fields on the way.
+
+    Steps that are no names are those of pydantic's, from a value to one of its forms.
+    """
+    forms: list[Any] = [kind]
+    names = []
+    for step in steps:
+        objects = _objects(forms)
+        fields = _fields(objects[0]) if len(objects) == 1 else {}
+        keyed = [get_args(each)[1] for each in forms if get_origin(each) is dict]
+        if isinstance(step, int):
+            inner = [get_args(each)[0] for each in forms if get_origin(each) is list]
+        elif len(objects) > 1:  # the step is the type of one of them
+            forms = [each for each in objects if step in get_args(_fields(each)["type"])]
+            continue
+        elif step in fields:
+            inner = [fields[step]]
+        elif keyed:
+            inner = keyed
+        else:
+            continue
+        forms = [form for each in inner for form in _forms(each)]
+        names.append(str(step)[:80])
+    return forms, names
+
+
+def _forms(annotation: Any) -> list[Any]:
+    """The types that a value may have."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _forms(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [form for each in get_args(annotation) for form in _forms(each)]
+    return [annotation]
+
+
+def _objects(forms: list[Any]) -> list[type[Part]]:
+    return [each for each in forms if isinstance(each, type) and issubclass(each, Part)]
+
+
+def _fields(kind: type[Part]) -> dict[str, Any]:
+    """The types of an object's fields by the names that they have in JSON."""
+    return {each.alias or name: each.annotation for name, each in kind.model_fields.items()}
