@@ -76,8 +76,8 @@ class Server(uvicorn.Server):
         return f"{scheme}://{host}:{port}{options.root_path}"
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all connections, after streams that would not end by themselves. What is still answered then is
-        cut off, and counted in one line of the log.
+        """Close all connections, after streams that would not end by themselves. Requests that are still
+        answered then are cut off, and counted in one line of the log.
         """
         self._service.live.end()
         reports = logging.getLogger("uvicorn.error")
