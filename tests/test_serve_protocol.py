@@ -265,9 +265,8 @@ def _errors(kind: type[BaseModel], body: dict[str, Any]) -> int:
     [
         ({"prompt": "a", **{f"x{i}": 1 for i in range(300)}}, 400, "301 fields"),
         ({"prompt": "a", "y" * 100_000: 1}, 400, "y" * 80 + "'"),
-        ({"prompt": "a", "tools": [{}] * 30_000}, 413, "25000 objects"),
     ],
-    ids=range(3),
+    ids=range(2),
 )
 def test_large_and_odd_objects(body: dict[str, Any], status: int, named: str) -> None:
     with pytest.raises(ApiError) as caught:
@@ -275,9 +274,6 @@ def test_large_and_odd_objects(body: dict[str, Any], status: int, named: str) ->
     assert caught.value.status == status
     assert named in caught.value.message
     assert len(caught.value.message) < 300
-    parsed(
-        CompletionRequest, fields_of(json.dumps({"prompt": "{" * 30_000}).encode())
-    )  # a text may have them
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from ..blocks import extra_key
 from ..blocks.prefix_lookup import Prompt
 from ..serve import cli, logs
-from ..serve.admission import ByteBudget
+from ..serve.bodies import Bodies
 from ..serve.errors import ApiError, unavailable
 from ..serve.guard import REQUEST_ID
 from ..serve.images import Images
@@ -29,7 +29,6 @@ from ..serve.protocol import (
     CompletionRequest,
     fields_of,
     parsed,
-    read_body,
 )
 from ..serve.responses import OF_RESPONSES, ResponsesRequest
 from ..serve.tokens import Tokenizer
@@ -75,7 +74,7 @@ class Gateway:
         self._options = cli.server_options(given, source.name)
         self._replicas = replicas.options(stream=True).answer
         self._keys = Keys(self._options.api_keys, self._options.share_prefixes, self._options.admin_api_keys)
-        self._bodies = ByteBudget(self._options.limits.bodies_bytes, "the bodies that are being read")
+        self._bodies = Bodies(self._options.limits)
         self._block_size: int = given.block_size
         tokenizer = source.load_tokenizer()
         self._tokenizer = Tokenizer(
@@ -132,9 +131,7 @@ class Gateway:
                 f"{path[:80]!r} is of one server, and behind this address there are several; send chats to "
                 "/v1/chat/completions, and change weights and adapters by user_config",
             )
-        body = (
-            await read_body(request, self._options.limits, self._bodies) if request.method == "POST" else b""
-        )
+        body = await self._bodies.read(request) if request.method == "POST" else b""
         scope = {
             "type": "http",
             "http_version": "1.1",

@@ -37,7 +37,6 @@ from .protocol import (
     UnloadAdapterRequest,
     fields_of,
     parsed,
-    read_body,
 )
 from .responses import ResponsesRequest
 from .service import Service
@@ -360,7 +359,7 @@ def _add_posts(app: FastAPI, service: Service) -> None:
 
 def _add_post(app: FastAPI, service: Service, post: Post) -> None:
     async def route(request: Request) -> Response:
-        body = await read_body(request, service.options.limits, service.bodies)
+        body = await service.bodies.read(request)
         return await post.answer(service, request, body)
 
     app.add_api_route(

@@ -17,7 +17,7 @@ from .context import Context
 from .engine_client import CallError
 from .errors import ApiError, invalid
 from .openapi import OF_BODIES, body_of, errors
-from .protocol import Part, fields_of, parsed, read_body
+from .protocol import Part, fields_of, parsed
 from .service import Service
 
 WEIGHTS = "*.safetensors"
@@ -34,8 +34,6 @@ class LoadWeightsRequest(Part):
 def add_dev_routes(app: FastAPI, service: Service) -> None:
     """What vLLM's servers have for training loops, and the engine's own ways to change weights."""
 
-    limits = service.options.limits
-
     async def admitted(http: Request) -> None:
         """Refuse a request that may not, or that has options which the route does not know."""
         if service.options.admin_api_keys and not Context.of(http.scope).tenant.admin:
@@ -44,7 +42,7 @@ def add_dev_routes(app: FastAPI, service: Service) -> None:
         known = [each.alias for each in route.dependant.query_params]
         given = list(http.query_params)
         if route.path != "/load_weights" and _has_body(http):
-            body = await read_body(http, limits, service.bodies)
+            body = await service.bodies.read(http)
             given += [f"{name} (in the body)" for name in fields_of(body)]
         for name in given:
             if name not in known:
@@ -52,7 +50,7 @@ def add_dev_routes(app: FastAPI, service: Service) -> None:
                 raise invalid(f"unknown option {name[:80]!r}; {route.path} takes {takes}", name[:80])
 
     async def load(http: Request) -> Response:
-        body = await read_body(http, limits, service.bodies)
+        body = await service.bodies.read(http)
         request = parsed(LoadWeightsRequest, fields_of(body))
         count = await asked("load_weights", weight_files(request.path))
         return JSONResponse({"loaded": count})

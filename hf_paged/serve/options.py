@@ -30,6 +30,7 @@ class ServerLimits:
     """What one request and one server may take. Every limit has a flag: `--limit-body-bytes` and so on."""
 
     body_bytes: int = _limit(8 * MIB, "bytes of a request's body")
+    body_values: int = _limit(2**18, "numbers, texts, lists and objects in a request's body")
     bodies_bytes: int = _limit(256 * MIB, "of all bodies that are being read, beyond 64 KiB of each")
     prompts: int = _limit(128, "prompts in one request")
     n: int = _limit(128, "answers to a prompt; at most --max-num-seqs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import json
 from collections.abc import Iterable, Mapping
@@ -21,11 +20,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import CoreSchema, ErrorDetails, from_json
-from starlette.requests import ClientDisconnect, Request
 
-from .admission import ByteBudget
-from .errors import ApiError, invalid, too_large
-from .options import ServerLimits
+from .errors import ApiError, invalid
 
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "this server answers in text"),
@@ -65,10 +61,6 @@ ALIKE = {
     "response_format": ("text",),
 }
 """What a field of one kind of request is called in others."""
-MOST_OBJECTS = 25_000
-"""Objects in a body: each is checked in the event loop, in about 10 us."""
-SMALL_BODY = 65536
-"""Bytes of a body that are read whatever others hold."""
 MOST_FIELDS = 200
 """Fields of an object that has named ones: each unknown one would be an error of its own."""
 WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
@@ -472,37 +464,6 @@ class UnloadAdapterRequest(Part):
 B = TypeVar("B", bound=Part)
 
 
-async def read_body(request: Request, limits: ServerLimits, budget: ByteBudget) -> bytes:
-    """The body of a request: JSON by its header, of limited size, in limited time.
-
-    budget: of all bodies that are being read.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, f"the body has content-type {kind[:80]!r}; send application/json")
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > limits.body_bytes:
-        raise too_large(f"the body has {declared} bytes and the limit is {limits.body_bytes}; send less")
-    body = bytearray()
-    held = 0
-    try:
-        async with asyncio.timeout(limits.body_seconds):
-            async for part in request.stream():
-                body += part
-                if len(body) > limits.body_bytes:
-                    raise too_large(f"the body has more than {limits.body_bytes} bytes; send less")
-                more = max(len(body) - SMALL_BODY, 0) - held
-                budget.take(more)
-                held += more
-    except TimeoutError:
-        raise ApiError(408, f"the body took longer than {limits.body_seconds} s; send it faster") from None
-    except ClientDisconnect:
-        raise invalid("the client left before its body was complete") from None
-    finally:
-        budget.give(held)
-    return bytes(body)
-
-
 def fields_of(body: bytes, neutral: Mapping[str, tuple[tuple[Any, ...], str]] = NEUTRAL) -> dict[str, Any]:
     """The fields of a JSON body that ask for something. NaN, lone surrogates and deep nesting are no JSON."""
     try:
@@ -513,27 +474,11 @@ def fields_of(body: bytes, neutral: Mapping[str, tuple[tuple[Any, ...], str]] = 
         ) from error
     if not isinstance(found, dict):
         raise invalid(f"the body is a JSON {type(found).__name__}, expected an object")
-    if body.count(b"{") > MOST_OBJECTS:  # or texts have them
-        _require_few_objects(found)
     return {
         name: value
         for name, value in found.items()
         if value is not None and name not in WITHOUT_EFFECT and not _neutral(name, value, neutral)
     }
-
-
-def _require_few_objects(body: Any) -> None:
-    found = 0
-    values = [body]
-    while values:
-        value = values.pop()
-        if type(value) is dict:
-            found += 1
-            values += value.values()
-        elif type(value) is list:
-            values += value
-        if found > MOST_OBJECTS:
-            raise too_large(f"the body has more than {MOST_OBJECTS} objects; send fewer")
 
 
 def _neutral(name: str, value: Any, neutral: Mapping[str, tuple[tuple[Any, ...], str]]) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..engine.requests.prompts import words_of
 from .adapters import Adapters
-from .admission import ByteBudget, QueueLimit
+from .admission import QueueLimit
+from .bodies import Bodies
 from .engine_client import EngineClient
 from .errors import ApiError, invalid
 from .images import Images
@@ -37,7 +38,7 @@ class Service:
     options: ServerOptions
     sampling: Sampling
     admission: QueueLimit
-    bodies: ByteBudget
+    bodies: Bodies
     metrics: Metrics
     keys: Keys
     wakes: Turns
@@ -78,7 +79,7 @@ class Service:
             options,
             sampling,
             QueueLimit(budget + limits.waiting, lambda: not engine.driven, lambda: metrics.end_to_end.mean),
-            ByteBudget(limits.bodies_bytes, "the bodies that are being read"),
+            Bodies(limits),
             metrics,
             Keys(options.api_keys, options.share_prefixes, options.admin_api_keys),
             Turns(EVENTS),
