@@ -8,6 +8,7 @@ import logging
 import shutil
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,13 @@ def flags(*arguments: str) -> Any:
     given, unknown = parser()[0].parse_known_args(["serve", "demo", *arguments])
     assert not unknown
     return given
+
+
+OTLP_ERROR = (
+    "--otlp-traces-endpoint grpc://a:4317 is no URL; spans are sent in OTLP over HTTP"
+    if find_spec("opentelemetry.sdk")
+    else "--otlp-traces-endpoint needs opentelemetry.exporter: pip install 'hf_paged[otel]'"
+)
 
 
 @pytest.mark.parametrize("name", WITHOUT_EXTRA)
@@ -185,6 +193,7 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "--revision main: demo is no checkpoint on the Hub; leave the flag out",
         ),
         (["serve", "/no/such/folder"], "folder"),
+        (["serve", "demo", "--otlp-traces-endpoint", "grpc://a:4317"], OTLP_ERROR),
         (["serve", "demo", "--root-path", "/v1"], "give the part before /v1"),
         (["serve", "demo", "--root-path", "/v1/chat"], "give the part before /v1"),
         (["serve", "demo", "--allowed-origin", "https://a.b/"], "expected https://a.b: scheme"),

@@ -150,8 +150,11 @@ def _require_few_shown(call: EndpointCall, prompts: list[ChatPrompt]) -> None:
 
 def _call(service: Service, http: Request, request: Generating) -> EndpointCall:
     model = service.model(request.model)
+    context = Context.of(http.scope)
+    if service.spans is not None:
+        service.spans.note_request(context, request, model)
     service.sampling.check(request, service.tokenizer.vocabulary)
-    return EndpointCall(service, http, Context.of(http.scope), request, model)
+    return EndpointCall(service, http, context, request, model)
 
 
 async def _answered(
@@ -192,6 +195,8 @@ async def _answered(
             partial(_own, call),
         )
         form.prompt_notes = generation.prompt_notes
+        if service.spans is not None:
+            stack.callback(service.spans.note_answers, call.context, generation)
         stack.callback(_disown, call, generation)
         stack.callback(generation.close)
         stack.enter_context(service.admission.under_way(generation))

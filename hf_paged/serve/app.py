@@ -97,6 +97,8 @@ async def _life(service: Service) -> AsyncIterator[None]:
         service.tokenizer.close()
         service.tokenizer.images.close()
         service.structured.close()
+        if service.spans is not None:
+            service.spans.close()
         service.engine.close()
 
 

@@ -99,6 +99,11 @@ def _add_serve(to: Parser) -> None:
     add("--chat-template", help="a Jinja file, or the template itself")
     add("--response-template", help="a JSON file or the template: how tool calls and reasoning are read")
     add("--dev", action="store_true", help="routes for training loops: /pause, /load_weights, ...")
+    add(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="an OpenTelemetry collector that gets a span of each request",
+    )
     add("--vllm-metric-names", action="store_true", help="serve the metrics as vllm:..., too")
     levels = ["debug", "info", "warning", "error"]
     add("--log-level", default="info", choices=levels, help="the least that is logged (info)")
@@ -531,8 +536,10 @@ def server_options(given: argparse.Namespace, name: str) -> Any:
         )
     plain = (
         "uds", "root_path", "max_model_len", "vllm_metric_names", "share_prefixes", "dev",
-        "allow_runtime_lora_updating",
+        "otlp_traces_endpoint", "allow_runtime_lora_updating",
     )  # fmt: skip
+    if given.otlp_traces_endpoint is not None:
+        _require_opentelemetry()
     tls = ("ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs")
     return ServerOptions(
         names=tuple(given.served_model_name or [name]),
@@ -545,6 +552,15 @@ def server_options(given: argparse.Namespace, name: str) -> Any:
         **address,
         **{each: getattr(given, each) for each in (*plain, *tls)},
     )
+
+
+def _require_opentelemetry() -> None:
+    try:
+        from . import spans  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"--otlp-traces-endpoint needs {error.name}: pip install 'hf_paged[otel]'"
+        ) from error
 
 
 def _keys(given: argparse.Namespace) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ class Context:
     request_id: str
     tenant: Tenant
     notes: dict[str, Any] = field(default_factory=dict)
+    span: dict[str, Any] = field(default_factory=dict)
+    """Attributes of its span, where spans are made."""
 
     @classmethod
     def of(cls, scope: Any) -> Context:

@@ -140,7 +140,7 @@ class Generation:
         self._own = own
         self._news = asyncio.Event()
         self._wake: Callable[[], None] = partial(wakes.post, self._news.set)
-        self._begun = time.monotonic()
+        self.begun = time.monotonic()
         self.answers: list[TextAnswers] = []
         self._ticked = False
         """Whether the timer has rung since the last piece."""
@@ -236,11 +236,11 @@ class Generation:
         metrics.prompt_tokens.add(len(answers.ids), model_name=name)
         metrics.queries.add(len(answers.ids), model_name=name)
         metrics.hits.add(end.cached_tokens, model_name=name)
-        metrics.end_to_end.observe(time.monotonic() - self._begun, model_name=name)
+        metrics.end_to_end.observe(time.monotonic() - self.begun, model_name=name)
         if end.started is not None:
-            metrics.queued.observe(end.started - self._begun, model_name=name)
+            metrics.queued.observe(end.started - self.begun, model_name=name)
         if end.first_token is not None:
-            metrics.first_token.observe(end.first_token - self._begun, model_name=name)
+            metrics.first_token.observe(end.first_token - self.begun, model_name=name)
         for reason in answers.reasons:
             metrics.success.add(finished_reason=str(reason), model_name=name)
         if end.failure is not None:

@@ -34,6 +34,7 @@ class Guard:
         self._options = service.options
         self._keys = service.keys
         self._metrics = service.metrics
+        self._spans = service.spans
         self._turns = service.turns
         options = service.options
         hosts = options.allowed_hosts or ((*LOOPBACK_NAMES, options.host) if options.loopback else ())
@@ -62,7 +63,7 @@ class Guard:
             log.exception("unexpected error", extra={"request_id": context.request_id})
             await answer.fail(ApiError(500, "the server failed; see its log"), scope, receive)
         finally:
-            self._note(scope, context, answer.status, time.monotonic() - begun)
+            self._note(scope, headers, context, answer.status, time.monotonic() - begun)
 
     def _admitted(self, scope: Scope, headers: Headers) -> Tenant:
         """Whose request it is, or 400, 401 or 403."""
@@ -108,9 +109,11 @@ class Guard:
                 f"pages of {origin[:80]!r} may not call this server; --allowed-origin allows them",
             )
 
-    def _note(self, scope: Scope, context: Context, status: int, seconds: float) -> None:
+    def _note(self, scope: Scope, headers: Headers, context: Context, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", None) or "none"
         self._metrics.http.add(route=route, status=str(status))
+        if self._spans is not None:
+            self._spans.record(context, headers, route, status, seconds)
         level = logging.DEBUG if route in OPEN_PATHS or route == "/metrics" else logging.INFO
         facts = {
             "request_id": context.request_id,

@@ -17,7 +17,7 @@ Style = Literal["json", "text", "auto"]
 MOST_RECORDS = 10_000
 """Log lines that may wait for their writer."""
 LAST_SECONDS = 2.0
-LOGGERS = ("hf_paged", "uvicorn", "uvicorn.error")
+LOGGERS = ("hf_paged", "uvicorn", "uvicorn.error", "opentelemetry")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 
 

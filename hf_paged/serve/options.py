@@ -102,6 +102,7 @@ class ServerOptions:
     allowed_media_domains: tuple[str, ...] = ()
     max_model_len: int | None = None
     vllm_metric_names: bool = False
+    otlp_traces_endpoint: str | None = None
     allow_runtime_lora_updating: bool = False
     dev: bool = False
     limits: ServerLimits = field(default_factory=ServerLimits)
@@ -148,6 +149,12 @@ class ServerOptions:
             raise ValueError(
                 f"--allowed-host {self.allowed_hosts[0]} beside --uds: no Host header is checked on a Unix "
                 "socket, which only its user and group reach; leave --allowed-host out"
+            )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"--otlp-traces-endpoint {endpoint} is no URL; spans are sent in OTLP over HTTP, so give one "
+                "such as http://127.0.0.1:4318/v1/traces"
             )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(

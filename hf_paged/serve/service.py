@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.requests.prompts import words_of
 from .adapters import Adapters
@@ -25,12 +25,15 @@ from .text import AnswerText
 from .tokens import Tokenizer
 from .turns import BODIES, EVENTS, Turns
 
+if TYPE_CHECKING:
+    from .spans import Spans
+
 
 @dataclass(frozen=True)
 class Service:
     """A served model: its engine and tokenizer, who may ask, how much, and what is counted.
 
-    longest: the most tokens of a sequence here.
+    longest: the most tokens of a sequence here. spans: None unless the options name a collector.
     """
 
     engine: EngineClient
@@ -48,6 +51,7 @@ class Service:
     structured: StructuredOutput
     replies: Replies
     longest: int
+    spans: Spans | None
     created: float = field(default_factory=time.time)
 
     @classmethod
@@ -89,6 +93,7 @@ class Service:
             StructuredOutput(engine, limits),
             Replies(response_template or facts.response_template),
             longest,
+            _spans(options.otlp_traces_endpoint),
         )
 
     def model(self, name: str | None) -> str:
@@ -140,3 +145,12 @@ class Service:
         if read:
             hidden |= frozenset(self.sampling.ends)
         return [AnswerText(decoder, request.stop or (), keep, hidden) for _ in range(request.drawn)]
+
+
+def _spans(endpoint: str | None) -> Spans | None:
+    """What makes spans; its packages are imported here, for servers that have a collector."""
+    if endpoint is None:
+        return None
+    from .spans import Spans
+
+    return Spans(endpoint)
