@@ -16,6 +16,7 @@ import pytest
 
 import hf_paged
 from hf_paged import demo
+from hf_paged.engine import Handle
 from hf_paged.serve.cli import (
     adapter_sources,
     cache_shares,
@@ -351,11 +352,40 @@ def test_generate_prints_the_answer(capsys: pytest.CaptureFixture[str], tmp_path
     file = tmp_path / "prompts"
     file.write_text("The fox\n\nThe owl\n")
     assert main(["generate", "demo", "--file", str(file), "--lines", "--max-tokens", "12"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    printed = capsys.readouterr()
+    assert "2/2" in printed.err, "a bar"
+    lines = [json.loads(line) for line in printed.out.splitlines()]
     assert [(line["prompt"], line["text"]) for line in lines] == [
         (p, wanted(p)) for p in ("The fox", "The owl")
     ]
     assert "empty" in failing(capsys, "generate", "demo", "--prompt", " ")
+
+
+def test_lines_are_printed_as_answers_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose prompt is too long has its error, and the exit code is 1; those before it are there already when
+    the work breaks off.
+    """
+    file = tmp_path / "prompts"
+    file.write_text("The fox\n" + "fox " * 2000 + "\nThe owl\n")
+    asked = ["generate", "demo", "--file", str(file), "--lines", "--max-tokens", "4"]
+    assert main(asked) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["finish_reason"] for line in lines] == ["length", "refused", "length"]
+    assert "1024" in lines[1]["error"]
+    assert "error" not in lines[0]
+    answers = iter([Handle.result])
+
+    def result(handle: Handle, *arguments: Any) -> Any:
+        return next(answers, interrupt)(handle, *arguments)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Handle, "result", result)
+    assert main(asked) == 130
+    assert json.loads(capsys.readouterr().out) == lines[0]
 
 
 def test_completion_knows_commands_and_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

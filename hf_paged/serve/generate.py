@@ -6,6 +6,8 @@ import json
 import sys
 from typing import Any
 
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
+
 from ..engine import Engine
 from .flags import content_of, is_utf8
 from .loading import Source
@@ -28,17 +30,29 @@ def prompts_of(prompt: str | None, file: str | None, lines: bool) -> list[str]:
 
 
 def run(source: Source, prompts: list[str], chat: bool, as_json: bool, options: dict[str, Any]) -> int:
-    """Print the answers: one as it grows, several as lines of JSON in order. The answer is the exit code."""
+    """Print the answers: one as it grows, several as lines of JSON. The answer is the exit code."""
     tokenizer = source.load_tokenizer()
     asked: list[Any] = [[{"role": "user", "content": each}] for each in prompts] if chat else list(prompts)
     with Engine(source.load(), tokenizer) as engine:
         if len(asked) == 1 and not as_json:
             return _stream(engine, asked[0], options)
-        failed = False
-        for prompt, output in zip(prompts, engine.generate(asked, **options), strict=True):
-            found = {"prompt": prompt, "text": output.text, "finish_reason": output.finish_reason}
-            print(json.dumps(found, ensure_ascii=False), flush=True)
-            failed |= output.error is not None
+        return _print_lines(engine, asked, prompts, options)
+
+
+def _print_lines(engine: Engine, asked: list[Any], prompts: list[str], options: dict[str, Any]) -> int:
+    """Print each answer once it and those before it are there. A bar counts them on stderr, unless they are
+    printed on a terminal themselves.
+    """
+    handles = [engine.submit(each, **options) for each in asked]
+    failed = False
+    hidden = len(handles) == 1 or sys.stdout.isatty()
+    for prompt, handle in zip(prompts, tqdm(handles, unit="answer", disable=hidden), strict=True):
+        output = handle.result()
+        found = {"prompt": prompt, "text": output.text, "finish_reason": output.finish_reason}
+        if output.error is not None:
+            found["error"] = str(output.error)
+            failed = True
+        print(json.dumps(found, ensure_ascii=False), flush=True)
     return int(failed)
 
 
