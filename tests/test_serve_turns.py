@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -32,6 +33,32 @@ def test_turns_are_taken_in_order_and_between_others() -> None:
     order, rounds = asyncio.run(run())
     assert order == [i for i in range(40) if i != 20]
     assert 9 <= rounds <= 30
+
+
+def test_others_run_in_a_pause_between_turns() -> None:
+    """What comes in a turn that lasts is answered before the next one."""
+
+    async def run() -> list[str]:
+        loop = asyncio.get_running_loop()
+        turns = Turns(1, pause=0.001)
+        order: list[str] = []
+
+        async def long(i: int) -> None:
+            await turns.take()
+            order.append(f"long {i}")
+            asyncio.get_running_loop().call_soon(arrive, i)
+            time.sleep(0.005)
+
+        def arrive(i: int) -> None:
+            """As a request does: it is read in one turn and answered in the next one."""
+            loop.call_soon(order.append, f"answered {i}")
+
+        await asyncio.gather(*(long(i) for i in range(3)))
+        await turns.take()
+        return order
+
+    order = asyncio.run(run())
+    assert order == ["long 0", "answered 0", "long 1", "answered 1", "long 2", "answered 2"]
 
 
 def test_many_events_take_several_turns() -> None:

@@ -15,8 +15,10 @@ SMALL = 65536
 """Bytes of a body that are read whatever others hold, and that are counted at once."""
 MOST_OBJECTS = 10_000
 """Objects in a body: each is checked in the event loop, in about 10 us."""
-MOST_FIELDS = 65_536
+MOST_FIELDS = 40_000
 """Fields of all objects in a body: each takes the event loop about 1 us."""
+PAUSE = 0.005
+"""Seconds between the turns in which large bodies are parsed."""
 
 
 class Bodies:
@@ -29,7 +31,7 @@ class Bodies:
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
         self._budget = ByteBudget(limits.bodies_bytes, "the bodies that are being read")
-        self._large = Turns(1)
+        self._large = Turns(1, PAUSE)
 
     @property
     def held(self) -> int:

@@ -61,6 +61,8 @@ ALIKE = {
     "response_format": ("text",),
 }
 """What a field of one kind of request is called in others."""
+MOST_PROMPTS = 10_000
+"""Prompts of a request that are looked at; --limit-prompts is what is answered."""
 MOST_FIELDS = 200
 """Fields of an object that has named ones: each unknown one would be an error of its own."""
 WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
@@ -78,6 +80,10 @@ def _prompts(value: Any) -> Any:
     if isinstance(value, list) and value:
         if all(type(each) is int for each in value):
             return [value]
+        if len(value) > MOST_PROMPTS:
+            raise ValueError(
+                f"{len(value)} prompts are given and at most {MOST_PROMPTS} are read; send fewer"
+            )
         ids = all(isinstance(each, list) and each and all(type(i) is int for i in each) for each in value)
         if ids or all(isinstance(each, str) for each in value):
             return value

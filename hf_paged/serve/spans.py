@@ -1,6 +1,4 @@
-"""Spans of requests for OpenTelemetry, with attributes by its conventions for generative AI. No prompts, answers or
-keys are among them.
-"""
+"""Spans of requests, for OpenTelemetry: by its conventions for generative AI, without texts and keys."""
 
 from __future__ import annotations
 

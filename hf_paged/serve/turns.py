@@ -22,8 +22,10 @@ delay /health and all streams by all of them.
 class Turns:
     """Acts of which at most so many are done in one turn of the event loop, first come, first served."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, pause: float = 0.0) -> None:
+        """pause: seconds between two such turns, in which the loop does what else is due."""
         self._most = most
+        self._pause = pause
         self._acts: deque[Callable[[], None]] = deque()
         self._scheduled = False
 
@@ -41,7 +43,11 @@ class Turns:
     def _schedule(self) -> None:
         if self._acts and not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._do)
+            loop = asyncio.get_running_loop()
+            if self._pause:
+                loop.call_later(self._pause, self._do)
+            else:
+                loop.call_soon(self._do)
 
     def _do(self) -> None:
         self._scheduled = False
