@@ -62,6 +62,22 @@ def test_bodies_have_a_budget_together() -> None:
         until(lambda: served.service.bodies.held == 0)
 
 
+def test_the_load_counts_what_is_under_way() -> None:
+    with serving() as served:
+
+        def load() -> dict[str, int]:
+            return served.client.get("/load").json()
+
+        assert load() == {"server_load": 0}
+        body = {"prompt": ["The fox", "The owl"], "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with served.client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200, answer.read()
+            lines = answer.iter_lines()
+            next(lines)
+            assert load() == {"server_load": 2}
+        until(lambda: load() == {"server_load": 0})
+
+
 def test_a_drain_waits_and_then_breaks_off() -> None:
     class Request:
         cancelled = False

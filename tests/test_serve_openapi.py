@@ -71,6 +71,7 @@ def test_states_and_facts(served: Served) -> None:
         ("/live", openapi.ServerState),
         ("/ready", openapi.ServerState),
         ("/version", openapi.Version),
+        ("/load", openapi.ServerLoad),
         ("/v1/models", openapi.ServedModels),
         ("/v1/models/demo", openapi.ServedModel),
     ):

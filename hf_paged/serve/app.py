@@ -182,6 +182,10 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     async def version() -> Any:
         return {"version": hf_paged.__version__}
 
+    @app.get("/load", response_model=openapi.ServerLoad, summary="How many answers are under way or wait")
+    async def load() -> Any:
+        return {"server_load": service.admission.in_flight}
+
     @app.get("/v1/models", response_model=openapi.ServedModels)
     async def models() -> Any:
         names = [*service.options.names, *(each.name for each in service.adapters)]

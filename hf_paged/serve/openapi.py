@@ -42,6 +42,7 @@ ErrorBody = form("ErrorBody", error=ErrorFields)
 
 ServerState = form("ServerState", status=Literal["ready", "draining", "alive"])
 Version = form("Version", version=str)
+ServerLoad = form("ServerLoad", server_load=int)
 ServedModel = form(
     "ServedModel", id=str, object=Literal["model"], created=int, owned_by=str, root=str, parent=str | None,
     max_model_len=int,
