@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -403,6 +404,18 @@ def test_completion_knows_commands_and_flags(capsys: pytest.CaptureFixture[str],
     assert completed("hf-paged", "tr") == ["trace"]
     assert completed("hf-paged", "serve", "--lora") == ["--lora-modules"]
     assert "--system" in completed("hf-paged", "chat", "demo", "--s")
+
+
+def test_a_reader_that_has_enough_is_no_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, written = os.pipe()
+    os.close(read)
+    with os.fdopen(written, "w", buffering=1) as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert main(["completion", "bash"]) == 1
+        print("what the interpreter writes at its end goes nowhere")
+    assert capsys.readouterr().err == ""
 
 
 def test_info_says_what_runs_on_pages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
