@@ -133,18 +133,7 @@ class ServerOptions:
             )
         if self.ssl_certfile:
             self._check_tls(self.ssl_certfile)
-        for host in self.allowed_hosts:
-            if not HOST.fullmatch(host):
-                raise ValueError(
-                    f"--allowed-host {host} matches no Host header, which is compared without its port; give "
-                    "a name or an address such as a.b or [::1]"
-                )
-        for origin in self.allowed_origins:
-            if origin not in ("*", "null", _origin(origin)):
-                raise ValueError(
-                    f"--allowed-origin {origin} matches no Origin header; expected {_origin(origin)}: "
-                    "scheme, host, and a port other than the scheme's, in lower case, or * for any origin"
-                )
+        self._check_headers()
         if self.uds is not None and self.allowed_hosts:
             raise ValueError(
                 f"--allowed-host {self.allowed_hosts[0]} beside --uds: no Host header is checked on a Unix "
@@ -162,6 +151,21 @@ class ServerOptions:
             )
         if not 0 <= self.port < 65536:
             raise ValueError(f"--port {self.port} is not a port; give one from 0 to 65535")
+
+    def _check_headers(self) -> None:
+        """Whether hosts and origins are such as headers have."""
+        for host in self.allowed_hosts:
+            if not HOST.fullmatch(host):
+                raise ValueError(
+                    f"--allowed-host {host} matches no Host header, which is compared without its port; give "
+                    "a name or an address such as a.b or [::1]"
+                )
+        for origin in self.allowed_origins:
+            if origin not in ("*", "null", _origin(origin)):
+                raise ValueError(
+                    f"--allowed-origin {origin} matches no Origin header; expected {_origin(origin)}: "
+                    "scheme, host, and a port other than the scheme's, in lower case, or * for any origin"
+                )
 
     def _check_tls(self, certfile: str) -> None:
         """Load the files as the server will, which starts later."""
