@@ -59,7 +59,7 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
     return {
         "prompt_ids": prompt_ids,
         "completion_ids": [row.token_ids for row in rows],
-        "logprobs": [[note.processed for note in row.logprobs] for row in rows],
+        "logprobs": [row.logprobs.processed for row in rows],
     }
 
 

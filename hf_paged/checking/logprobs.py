@@ -28,7 +28,7 @@ def of_outputs(outputs: Sequence[Any], device: torch.device) -> tuple[dict[str, 
     shown = [[int(i >= width - len(prompt)) for i in range(width)] for prompt, _ in answers]
     ids, mask = (torch.tensor(each, device=device) for each in (padded, shown))
     notes = [answer.logprobs for _, answer in answers]
-    logprobs = None if None in notes else [[note.logprob for note in each] for each in notes]
+    logprobs = None if None in notes else [each.raw for each in notes]
     tokens = [answer.token_ids for _, answer in answers]
     return {"input_ids": ids, "attention_mask": mask}, tokens, logprobs
 

@@ -97,7 +97,7 @@ class BatchRequest:
                 request_id=self.name_of(place),
                 prompt_ids=self.prompt,
                 generated_tokens=list(sequence.token_ids),
-                logprobs=[note.processed or 0.0 for note in sequence.logprobs or ()],
+                logprobs=[each or 0.0 for each in sequence.logprobs.processed] if sequence.logprobs else [],
                 error=error,
                 status=RequestStatus.FINISHED if error is None else RequestStatus.FAILED,
                 created_time=self.created,

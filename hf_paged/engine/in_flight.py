@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,11 +20,11 @@ from ..scheduling import (
 )
 from .forward_batch import Answer, LastTokens, download
 from .job import Job
-from .outputs.output import TokenLogprob
+from .outputs.output import TokenLogprob, TokenLogprobs
 from .sampling.histories import Histories
 from .sampling.input_batch import InputBatch
 from .sampling.sampler import HostSampler, SamplingRows, no_token
-from .sampling.scores import chosen_note_of, chosen_numbers_of
+from .sampling.scores import chosen_numbers_of
 
 
 class SamplingState:
@@ -96,13 +96,12 @@ class InFlightStep:
         last.tokens[last.index_of(row_ids)] = tokens.to(last.tokens.device)
         wanted = [for_host]
         if columns.logprobs:
-            most = max(columns.jobs[place].params.favourites or 0 for place in columns.logprobs)
             tensors = [answer.logits, tokens, columns.scores, columns.uncut]
             if len(columns.logprobs) < len(self.sequences):
                 index = upload(columns.logprobs, tokens.device)
                 tensors = [None if each is None else each[index] for each in tensors]
             logits, own, *others = tensors
-            wanted.append(chosen_numbers_of(logits, own, most, *others))
+            wanted.append(chosen_numbers_of(logits, own, columns.favourites, *others))
         self._download = download(wanted)
 
     def _add_rows_behind(self) -> tuple[array[int], Answer]:
@@ -170,16 +169,17 @@ class InFlightStep:
             tokens = [tokens[place] for place in here]
         # All that is done for a sequence that continues: its token is appended.
         scheduler.confirm(self.plan, self.failed, sequences, tokens)
-        if self._logprobs and columns is not None:
-            for place in here:
-                columns.streams[place].logprobs += self._notes_at(columns.jobs[place], [place])
+        if columns is not None:
+            for place, row in self._logprobs.items():
+                if place not in one_by_one:
+                    columns.streams[place].logprobs.add_row(row, columns.favourites)
         for stream, token in zip(streams, tokens, strict=True):
             stream.so_far.append(token)
         if self.answer.scores:
             self.note_prompts(scheduler)
         if columns is None:
             return {}
-        for job in columns.jobs:
+        for job in columns.requests:
             if job.queue.readers:
                 job.queue.put()
         return self._apply_one_by_one(scheduler, columns, sorted(one_by_one)) if one_by_one else {}
@@ -213,7 +213,7 @@ class InFlightStep:
                 failed[job] = no_token(job)
             elif tokens:
                 try:
-                    notes = dict(zip(found, self._notes_at(job, found.values()), strict=False))
+                    notes = {sequence: self._note_at(columns, i) for sequence, i in found.items()}
                     job.append(scheduler, tokens, notes, self.answer.logits.device)
                 except (
                     Exception
@@ -221,9 +221,10 @@ class InFlightStep:
                     failed[job] = error
         return failed
 
-    def _notes_at(self, job: Job, places: Iterable[int]) -> list[TokenLogprob]:
-        """The logprobs of a job's tokens at these places; none if it requested none."""
-        favourites = job.params.favourites
-        if favourites is None:
-            return []
-        return [chosen_note_of(self._logprobs[i], self._tokens[i], favourites) for i in places]
+    def _note_at(self, columns: InputBatch, place: int) -> TokenLogprob | None:
+        """The logprob of a token, if its job requested one."""
+        if place not in self._logprobs:
+            return None
+        notes = TokenLogprobs(columns.jobs[place].params.favourites or 0)
+        notes.add_row(self._logprobs[place], columns.favourites)
+        return notes[0]

@@ -38,7 +38,10 @@ class Job:
         """What was active on the model when it came, if none of the model's adapters can be chosen."""
         self.tokenizer = tokenizer
         self.beams = BeamSearch(params) if params.beams > 1 else None
-        self.streams = [Stream(i, tokenizer, whole=self.beams is not None) for i in range(params.answers)]
+        self.streams = [
+            Stream(i, tokenizer, self.beams is not None, params.favourites or 0)
+            for i in range(params.answers)
+        ]
         self.timing = Timing(time.monotonic())
         self.queue = OutputQueue(self.streams)
         self.number: int | None = None
@@ -107,7 +110,7 @@ class Job:
         self,
         scheduler: Scheduler,
         tokens: Mapping[TokenSequence, int],
-        notes: Mapping[TokenSequence, TokenLogprob],
+        notes: Mapping[TokenSequence, TokenLogprob | None],
         device: torch.device,
     ) -> None:
         """Append the next tokens of running sequences, with notes if requested, and find which end."""
@@ -197,7 +200,7 @@ class Job:
         if self.group is None or self.beams is not None:
             return
         for stream in self.streams:
-            del stream.logprobs[len(stream.tokens) :]
+            stream.logprobs.crop(len(stream.tokens))
         for sequence in self.group.sequences:
             sequence.tokens = [*self.params.prompt, *self.streams[sequence.index].tokens]
 
@@ -239,7 +242,7 @@ class Job:
         for stream, best in zip(self.streams, self.beams.answers(), strict=True):
             if stream.finish_reason is None:
                 stream.score = best.score
-                stream.logprobs.clear()
+                stream.logprobs.crop(0)
                 stream.add(best.tokens, best.notes, best.reason or "length")
         self.queue.put()
 

@@ -4,6 +4,9 @@ batch (C35).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -20,6 +23,30 @@ def uniform(*keys: torch.Tensor) -> torch.Tensor:
     for key in keys:
         state = _mix(state + (key + 1) * GOLDEN)
     return _shift(state, 64 - BITS).double() * 2.0**-BITS
+
+
+class RowNumbers:
+    """The random numbers of rows, each with a seed and the number of a sample: those of `uniform(seeds,
+    indices, positions)`. The host makes them: to a device every operation would be given by itself.
+    """
+
+    def __init__(self, seeds: Sequence[int], indices: Sequence[int]) -> None:
+        self._state = _stirred(_stirred(np.zeros(len(seeds), np.uint64), seeds), indices)
+        """[rows], of what does not change from step to step."""
+
+    def at(self, positions: Sequence[int]) -> np.ndarray:
+        """Numbers [rows] in fp64, each at a position of its own."""
+        bits: np.ndarray = _stirred(self._state, positions) >> np.uint64(64 - BITS)
+        return bits * 2.0**-BITS
+
+
+def _stirred(state: np.ndarray, keys: Sequence[int]) -> np.ndarray:
+    """The next state [rows], on the host."""
+    x = state + (np.array(keys, np.int64).view(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN % 2**64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(FIRST % 2**64)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(SECOND % 2**64)
+    stirred: np.ndarray = x ^ (x >> np.uint64(31))
+    return stirred
 
 
 def gumbel(*keys: torch.Tensor) -> torch.Tensor:

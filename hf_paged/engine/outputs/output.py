@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from itertools import chain
+from math import nan
+from typing import Literal, NamedTuple, overload
 
 FinishReason = Literal["stop", "length", "abort", "refused", "error"]
 TROUBLE: tuple[FinishReason, ...] = ("refused", "error", "abort")
+FIRST = 4
+"""The numbers of a token before those of the favourites beside it."""
 
 
 class TokenLogprob(NamedTuple):
@@ -27,6 +33,84 @@ class TokenLogprob(NamedTuple):
     kept: float | None = None
 
 
+class TokenLogprobs(Sequence[TokenLogprob]):
+    """One TokenLogprob for each token of an answer, made when it is read.
+
+    A rollout has too many tokens for an object each: Python's garbage collector would walk through them again
+    and again.
+
+    A row of numbers for each token: the token, its logprob, its logprob as it was chosen and the share that
+    cuts left (NaN for None); then the logprobs of the favourites, the best first, and their ids.
+    """
+
+    def __init__(self, favourites: int = 0, notes: Iterable[TokenLogprob] = ()) -> None:
+        self._favourites = favourites
+        self._width = FIRST + 2 * favourites
+        self._numbers = array("d")
+        for note in notes:
+            self.append(note)
+
+    def __len__(self) -> int:
+        return len(self._numbers) // self._width
+
+    @overload
+    def __getitem__(self, place: int) -> TokenLogprob: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[TokenLogprob]: ...
+    def __getitem__(self, place: int | slice) -> TokenLogprob | list[TokenLogprob]:
+        places = range(len(self))[place]
+        return self._note(places) if isinstance(places, int) else list(map(self._note, places))
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # they grow
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    @property
+    def raw(self) -> list[float]:
+        """The logprob of each token, before any processor."""
+        return self._numbers[1 :: self._width].tolist()
+
+    @property
+    def processed(self) -> list[float | None]:
+        """The logprob of each token as it was chosen; None of a beam's."""
+        return [None if each != each else each for each in self._numbers[2 :: self._width]]
+
+    def append(self, note: TokenLogprob) -> None:
+        """Add what is known of the next token."""
+        numbers = [nan if each is None else each for each in (note.processed, note.kept)]
+        ids, logprobs = zip(*note.favourites, strict=True) if note.favourites else ((), ())
+        self._numbers.extend(chain((note.token_id, note.logprob), numbers, logprobs, ids))
+
+    def add_row(self, row: list[float], favourites: int) -> None:
+        """Add the numbers of the next token, which may be beside more favourites than are wanted here."""
+        if favourites != self._favourites:
+            ids = FIRST + favourites
+            row = row[: FIRST + self._favourites] + row[ids : ids + self._favourites]
+        self._numbers.fromlist(row)
+
+    def crop(self, tokens: int) -> None:
+        """Keep those of the first tokens."""
+        del self._numbers[tokens * self._width :]
+
+    def copy(self) -> TokenLogprobs:
+        """The same, which does not grow with these."""
+        copied = TokenLogprobs(self._favourites)
+        copied._numbers = self._numbers[:]
+        return copied
+
+    def _note(self, place: int) -> TokenLogprob:
+        begin = place * self._width
+        token, logprob, processed, kept, *others = self._numbers[begin : begin + self._width]
+        half = self._favourites
+        pairs = tuple(zip(map(int, others[half:]), others[:half], strict=True))
+        told = (None if each != each else each for each in (processed, kept))
+        return TokenLogprob(int(token), logprob, pairs, *told)
+
+
 @dataclass(frozen=True)
 class SequenceOutput:
     """One answer: new tokens only.
@@ -34,19 +118,19 @@ class SequenceOutput:
     finish_reason: "stop" (an end-of-sequence token, a stop string or a stopping criterion), "length"
         (max_new_tokens, max_length or max_time), "abort", "refused" or "error".
     score: of a beam, as generate() scores it.
-    logprobs: if they were requested.
+    logprobs: if they were requested, one for each token.
     """
 
     token_ids: list[int]
     text: str | None
     finish_reason: FinishReason
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: TokenLogprobs | None = None
     score: float | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
         """The sum of the tokens' logprobs, if they were requested."""
-        return None if self.logprobs is None else sum(each.logprob for each in self.logprobs)
+        return None if self.logprobs is None else sum(self.logprobs.raw)
 
 
 @dataclass

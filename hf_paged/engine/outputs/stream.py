@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .output import FinishReason, Increment, NewTokens, SequenceOutput, TokenLogprob
+from .output import FinishReason, Increment, NewTokens, SequenceOutput, TokenLogprob, TokenLogprobs
 from .text import Detokeniser
 
 
@@ -26,12 +26,12 @@ class Stream:
     an exception that it raises is kept as `trouble` and ends the request.
     """
 
-    def __init__(self, index: int, tokenizer: Any, whole: bool) -> None:
+    def __init__(self, index: int, tokenizer: Any, whole: bool, favourites: int = 0) -> None:
         self.index = index
         self.whole = whole
         self.so_far: list[int] = []
         """Its tokens until it ends; the last one comes with its end."""
-        self.logprobs: list[TokenLogprob] = []
+        self.logprobs = TokenLogprobs(favourites)
         self.score: float | None = None
         self.trouble: BaseException | None = None
         """Why there is no text, or no more of it."""
@@ -56,7 +56,8 @@ class Stream:
         self, tokens: list[int], logprobs: list[TokenLogprob], finish_reason: FinishReason | None
     ) -> None:
         """Grow, or end, or both."""
-        self.logprobs += logprobs
+        for note in logprobs:
+            self.logprobs.append(note)
         if finish_reason is None:
             self.so_far += tokens
         else:
@@ -133,5 +134,5 @@ class Stream:
         if self.trouble is not None:
             reason = "error"
         return SequenceOutput(
-            list(tokens), text, reason, list(self.logprobs) if with_logprobs else None, self.score
+            list(tokens), text, reason, self.logprobs.copy() if with_logprobs else None, self.score
         )

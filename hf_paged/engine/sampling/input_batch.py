@@ -9,6 +9,7 @@ import torch
 from ...kv.upload import upload
 from ...scheduling import UNKNOWN, SequenceGroup, TokenSequence
 from ..job import Job
+from ..random_numbers import RowNumbers
 from .histories import Histories, Owner
 from .rules import Recipe, Rule, processed
 from .warp import Warp, cut, draw, greedy_tokens_now, mend, penalised, scaled
@@ -42,21 +43,27 @@ class InputBatch:
     ) -> None:
         self.sequences = sequences
         self.jobs = [jobs[sequence.group] for sequence in sequences]
+        self.requests = list(dict.fromkeys(self.jobs))
+        """The same, each once."""
         self._owners = list(zip(self.jobs, sequences, strict=True))
         params = [job.params for job in self.jobs]
         self.streams = [job.streams[sequence.index] for job, sequence in self._owners]
         self._ends = [each.ends for each in params]
         self.any_end = frozenset([UNKNOWN]).union(*set(self._ends))
         self.logprobs = [place for place, each in enumerate(params) if each.favourites is not None]
+        self.favourites = max([params[place].favourites or 0 for place in self.logprobs], default=0)
+        """How many are reported beside a token at most."""
         self.has_criteria = any(each.criteria for each in params)
         self._histories = histories
         self._drawn = [place for place, each in enumerate(params) if each.sampled]
         self._penalties = {
             place: (each.warp or Warp()).repetition for place, each in enumerate(params) if each.penalised
         }
-        self._seeds = [params[place].seed for place in self._drawn]
-        self._indices = [sequences[place].index for place in self._drawn]
+        seeds = [params[place].seed for place in self._drawn]
+        self._numbers = RowNumbers(seeds, [sequences[place].index for place in self._drawn])
         self._warps = [params[place].warp or Warp() for place in self._drawn]
+        self._warped = any(each._replace(repetition=1.0) != Warp() for each in self._warps)
+        """Whether drawn rows are scaled or cut."""
         self._recipes: list[Recipe] = []
         if any(each.has_rules for each in params):
             self._recipes = [each.recipe or Recipe() for each in params]
@@ -147,8 +154,10 @@ class InputBatch:
         """The chosen tokens with drawn ones in the rows that are sampled."""
         every = len(self._drawn) == len(self._owners)
         places = None if every else upload(self._drawn, scores.device)
-        own = whole = scaled(scores if places is None else scores[places], self._warps)
-        own = cut(own, self._warps)
+        own = whole = scores if places is None else scores[places]
+        if self._warped:
+            whole = scaled(own, self._warps)
+            own = cut(whole, self._warps)
         where = [positions[place] for place in self._drawn]
         if self._recipes:
             rules = [self._recipes[place].after for place in self._drawn]
@@ -157,7 +166,7 @@ class InputBatch:
             self.scores = own if places is None else scores.index_copy(0, places, own)
             if own is not whole:
                 self.uncut = whole if places is None else scores.index_copy(0, places, whole)
-        chosen[0, slice(None) if places is None else places] = draw(own, self._seeds, self._indices, where)
+        chosen[0, slice(None) if places is None else places] = draw(own, self._numbers, where)
         return mend(chosen, scores.shape[1])
 
     def _processed(

@@ -12,14 +12,15 @@ from ...kv.upload import upload
 from ...scheduling import UNKNOWN, Scheduler, SequenceGroup, TokenSequence
 from ..forward_batch import download
 from ..job import Job
-from ..outputs.output import TokenLogprob
+from ..outputs.output import TokenLogprob, TokenLogprobs
+from ..random_numbers import RowNumbers
 from ..requests.callables import require_known
 from .beams import BeamCandidates, BeamSearch, BeamStep, Continuations, step
 from .candidates import BeamScorer, top_continuations
 from .grammar import masked, next_token_bitmasks, unfollowed
 from .histories import Histories
 from .input_batch import InputBatch
-from .scores import chosen_note_of, chosen_numbers_of
+from .scores import chosen_numbers_of
 from .warp import draw
 
 
@@ -277,8 +278,8 @@ def _drawn(request: SamplingRows, scores: torch.Tensor) -> torch.Tensor:
     assert request.job.group is not None
     sequences = request.job.group.sequences
     seeds = [request.job.params.seed] * len(sequences)
-    indices = [sequence.index for sequence in sequences]
-    return draw(scores, seeds, indices, [len(sequence.tokens) for sequence in sequences])
+    numbers = RowNumbers(seeds, [sequence.index for sequence in sequences])
+    return draw(scores, numbers, [len(sequence.tokens) for sequence in sequences])
 
 
 def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
@@ -299,7 +300,8 @@ def _notes(
     """The logprob of each token of logits [tokens, vocabulary], and its top logprobs. scores: what they were
     chosen from.
     """
-    numbers = chosen_numbers_of(logits, upload(tokens, logits.device), favourites, scores).tolist()
-    notes = [chosen_note_of(own, token, favourites) for own, token in zip(numbers, tokens, strict=True)]
+    notes = TokenLogprobs(favourites)
+    for row in chosen_numbers_of(logits, upload(tokens, logits.device), favourites, scores).tolist():
+        notes.add_row(row, favourites)
     beams = scores is None
     return [note._replace(kept=None, processed=None if beams else note.processed) for note in notes]

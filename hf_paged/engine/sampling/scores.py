@@ -74,24 +74,16 @@ def chosen_numbers_of(
     scores: torch.Tensor | None,
     uncut: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same of tokens that were chosen after logits [rows, vocabulary], with two more columns: their
-    logprobs under the `scores` [rows, vocabulary] that they were chosen from, None if those are the logits;
-    and the share of the probability of `uncut`, None if nothing was cut, that the scores kept.
+    """The rows of `TokenLogprobs` for tokens that were chosen after logits [rows, vocabulary], in fp64.
+
+    scores: what they were chosen from, [rows, vocabulary], None if it is the logits. uncut: the same before
+        cuts, None if nothing was cut.
     """
     numbers = numbers_of(logits, tokens, favourites)
-    chosen = numbers[:, :1]
-    if scores is not None:
-        chosen = numbers_of(scores, tokens, 0)
-    kept = torch.ones_like(chosen)
-    if scores is not None and uncut is not None:
-        kept = _kept(scores, uncut)
-    return torch.cat([numbers, chosen, kept], 1)
-
-
-def chosen_note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:
-    """A row of `chosen_numbers_of`, perhaps with more favourites than are wanted."""
-    favoured = note_of(numbers[:-2], token, favourites).favourites if favourites else ()
-    return TokenLogprob(token, numbers[0], favoured, numbers[-2], numbers[-1])
+    own = numbers[:, :1]
+    chosen = own if scores is None else numbers_of(scores, tokens, 0)
+    kept = torch.ones_like(own) if scores is None or uncut is None else _kept(scores, uncut)
+    return torch.cat([tokens[:, None].double(), own, chosen, kept, numbers[:, 1:]], 1)
 
 
 def token_scores(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 from ...kv.ops import on, triton_package
 from ...kv.upload import upload
 from ...scheduling import UNKNOWN
-from ..random_numbers import uniform
+from ..random_numbers import RowNumbers
 
 
 class Warp(NamedTuple):
@@ -127,15 +127,13 @@ def cut(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
     return scores
 
 
-def draw(
-    scores: torch.Tensor, seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]
-) -> torch.Tensor:
+def draw(scores: torch.Tensor, numbers: RowNumbers, positions: Sequence[int]) -> torch.Tensor:
     """A token [rows] for every row of scores [rows, vocabulary], drawn by its softmax.
 
     The draw depends on the seed of the row's request, the number of its sample and the position of the token,
     and on nothing else (C35).
     """
-    chance = uniform(*upload([seeds, indices, positions], scores.device))
+    chance = upload(numbers.at(positions), scores.device, torch.float64)
     kernels = triton_package("auto", scores.device, scores.dtype)
     if kernels is not None:
         with on(scores.device):
