@@ -230,6 +230,14 @@ class Vllm(Peer):
         )
         return Served(time.monotonic() - begin, sum(len(output.outputs[0].token_ids) for output in outputs))
 
+    def sample(self, prompts: list[list[int]], samples: int, new: int, logprobs: bool = False) -> None:
+        """Draw several answers to each prompt, all of them `new` tokens long."""
+        options = self._vllm.SamplingParams(
+            n=samples, temperature=1.0, min_tokens=new, max_tokens=new, ignore_eos=True, detokenize=False,
+            logprobs=0 if logprobs else None,
+        )  # fmt: skip
+        self._llm.generate([{"prompt_token_ids": each} for each in prompts], options, use_tqdm=False)
+
     def close(self) -> None:
         del self._llm
         self._folder.cleanup()

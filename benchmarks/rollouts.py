@@ -10,6 +10,7 @@ loop      iterations of rollout, loss and optimizer step with LoRA: seconds of e
 engine    output tokens a second of the engine with and without log-probabilities, and with repeated rows in
           generate()
 batch     `model.generate_batch` on transformers' engine and on this one
+vllm      the rows of `engine` by vLLM on the same card, where it is installed
 weights   seconds and bytes of pause, new weights, sleep and wake_up
 invariant what batch_invariant costs the sampler, generate() and the trainer's forward, and the largest
           difference of log-probabilities between sampler and trainer
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import statistics
 import sys
 import time
@@ -29,6 +31,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from peers import Vllm
 from shapes import Report, build, common_parser, report_of
 from torch.profiler import ProfilerActivity, profile
 
@@ -52,11 +55,19 @@ class Bench:
         self.model.generation_config.pad_token_id = 0
         self.model.generation_config.eos_token_id = None
         self.on_gpu = self.model.device.type == "cuda"
+        self._calls = 1
 
-    def prompts(self, count: int, tokens: int) -> torch.Tensor:
-        """Random ids [count, tokens], the same at every call."""
-        random = torch.Generator(self.model.device).manual_seed(1)
+    def prompts(self, count: int, tokens: int, seed: int = 1) -> torch.Tensor:
+        """Random ids [count, tokens], the same at every call with this seed."""
+        random = torch.Generator(self.model.device).manual_seed(seed)
         return torch.randint(10, 1000, (count, tokens), device=self.model.device, generator=random)
+
+    def new_prompts(self, count: int, tokens: int) -> torch.Tensor:
+        """Others at every call. Engines would find known ones in their prefix caches, where a trainer's step
+        between two rollouts drops them.
+        """
+        self._calls += 1
+        return self.prompts(count, tokens, self._calls)
 
     def timed(self, call: Callable[..., Any], *args: Any, **keywords: Any) -> tuple[Any, float]:
         """What a call answers, and how long it takes with the device's work."""
@@ -210,7 +221,6 @@ def loop(bench: Bench) -> None:
 def engine(bench: Bench) -> None:
     """Tokens a second with and without log-probabilities, and of generate() over the same rows."""
     prompts, copies, tokens, new = bench.options.engine_rows
-    ids = bench.prompts(prompts, tokens)
     asked = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0}
     total = prompts * copies * new
     bench.report.table(
@@ -229,7 +239,7 @@ def engine(bench: Bench) -> None:
 
                 def call(options: dict[str, Any] = options) -> Any:
                     return own.generate(
-                        ids.tolist(),
+                        bench.new_prompts(prompts, tokens).tolist(),
                         num_return_sequences=copies,
                         progress=False,
                         strict=True,
@@ -244,9 +254,13 @@ def engine(bench: Bench) -> None:
                 bench.report.row(way=way, seconds=seconds, rate=total / seconds, share=plain / seconds, **met)
     bench.rest()
     with bench.report.surviving("engine, generate()"):
-        repeated = ids.repeat_interleave(copies, 0)
-        bench.sampled(bench.model, repeated, new, "paged")
-        seconds = bench.seconds(lambda: bench.sampled(bench.model, repeated, new, "paged"))
+
+        def repeated() -> Any:
+            ids = bench.new_prompts(prompts, tokens).repeat_interleave(copies, 0)
+            return bench.sampled(bench.model, ids, new, "paged")
+
+        repeated()
+        seconds = statistics.median(bench.seconds(repeated) for _ in range(bench.options.rounds))
         bench.report.row(
             way="generate(), equal rows", seconds=seconds, rate=total / seconds, share=plain / seconds,
             **bench.bar(plain / seconds >= 0.85),
@@ -258,7 +272,6 @@ def batch(bench: Bench) -> None:
     from transformers import GenerationConfig
 
     prompts, copies, tokens, new = bench.options.engine_rows
-    ids = bench.prompts(prompts, tokens).repeat_interleave(copies, 0).tolist()
     config = GenerationConfig(max_new_tokens=new, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
     bench.report.table(
         "batch",
@@ -273,15 +286,41 @@ def batch(bench: Bench) -> None:
             hf_paged.install(generate_batch=ours)
 
             def call() -> Any:
+                ids = bench.new_prompts(prompts, tokens).repeat_interleave(copies, 0).tolist()
                 return bench.model.generate_batch(ids, generation_config=config, progress_bar=False)
 
             try:
                 first = bench.seconds(call)
-                seconds = bench.seconds(call)
+                seconds = statistics.median(bench.seconds(call) for _ in range(bench.options.rounds))
             finally:
                 hf_paged.install(generate_batch=False)
             rate = prompts * copies * new / seconds
             bench.report.row(way=way, first=first, seconds=seconds, rate=rate)
+
+
+def vllm(bench: Bench) -> None:
+    """The same samples by vLLM, with and without log-probabilities."""
+    if importlib.util.find_spec("vllm") is None:
+        print("vLLM is not installed here", flush=True)
+        return
+    prompts, copies, tokens, new = bench.options.engine_rows
+    bench.report.table(
+        "vllm",
+        f"vLLM: {prompts} prompts of {tokens} x {copies} samples x {new} new, temperature 1",
+        way=("way", ""), seconds=("s", ".2f"), rate=("tok/s", ",.0f"),
+    )  # fmt: skip
+    bench.rest()
+    peer = Vllm(bench.model, at_once=prompts * copies)
+    for way, logprobs in (("vLLM", False), ("vLLM, logprobs", True)):
+        with bench.report.surviving(way):
+
+            def call(logprobs: bool = logprobs) -> None:
+                peer.sample(bench.new_prompts(prompts, tokens).tolist(), copies, new, logprobs)
+
+            call()
+            seconds = statistics.median(bench.seconds(call) for _ in range(bench.options.rounds))
+            bench.report.row(way=way, seconds=seconds, rate=prompts * copies * new / seconds)
+    peer.close()
 
 
 # ---- weights that change
@@ -467,6 +506,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "weights": weights,
     "invariant": invariant,
     "forward": forward,
+    "vllm": vllm,  # last: it keeps its share of the memory
 }
 
 
