@@ -289,7 +289,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
         """The ids of at most so many requests with the same prompt, and the prompt."""
         alike: dict[tuple[int, ...], list[str]] = {}
         for request_id, tokens in zip(ids, inputs, strict=True):
-            alike.setdefault(tuple(map(int, tokens)), []).append(request_id)
+            key = tuple(tokens if isinstance(tokens, list) else map(int, tokens))  # of lists no id is touched
+            alike.setdefault(key, []).append(request_id)
         for prompt in sorted(alike, reverse=True) if self._use_prefix_sharing else alike:
             for begin in range(0, len(alike[prompt]), most):
                 yield alike[prompt][begin : begin + most], prompt
