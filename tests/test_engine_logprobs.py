@@ -169,7 +169,7 @@ def test_rows_beside_more_favourites_keep_their_own() -> None:
     row = [7.0, -1.5, -1.25, 1.0, -0.5, -0.75, -1.0, 3.0, 4.0, 5.0]
     for wanted, favourites in enumerate([(), ((3, -0.5),), ((3, -0.5), (4, -0.75))]):
         notes = TokenLogprobs(wanted)
-        notes.add_row(row, 3)
+        notes.writer(3)(row)
         notes.append(TokenLogprob(8, -2.0, favourites))  # a beam's
         assert notes == [TokenLogprob(7, -1.5, favourites, -1.25, 1.0), TokenLogprob(8, -2.0, favourites)]
         assert notes.processed == [-1.25, None]

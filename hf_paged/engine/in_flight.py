@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -64,8 +65,8 @@ class InFlightStep:
     _download: Callable[[], Sequence[torch.Tensor]] | None = None
     _scores: Callable[[], Sequence[torch.Tensor]] | None = None
     _tokens: list[int] = field(default_factory=list)
-    _logprobs: dict[int, list[float]] = field(default_factory=dict)
-    """Logprobs of chosen tokens, by place."""
+    _logprobs: list[list[float]] = field(default_factory=list)
+    """The rows of the logprobs that were requested."""
     _ending: list[int] = field(default_factory=list)
     """Places whose sequence ends with its token."""
     sequences: tuple[TokenSequence, ...] = ()
@@ -144,7 +145,7 @@ class InFlightStep:
         tokens, *logprobs = self._download()
         self._tokens = tokens.tolist()
         for numbers in logprobs:
-            self._logprobs = dict(zip(columns.logprobs, numbers.tolist(), strict=True))
+            self._logprobs = numbers.tolist()
         self._ending = list(self.batch.last)
         if not columns.any_end.isdisjoint(self._tokens):
             self._ending += columns.ending(self._tokens)
@@ -169,10 +170,11 @@ class InFlightStep:
             tokens = [tokens[place] for place in here]
         # All that is done for a sequence that continues: its token is appended.
         scheduler.confirm(self.plan, self.failed, sequences, tokens)
-        if columns is not None:
-            for place, row in self._logprobs.items():
+        if self._logprobs and columns is not None:
+            writers = zip(columns.logprobs, columns.writers, self._logprobs, strict=True)
+            for place, write, row in writers:
                 if place not in one_by_one:
-                    columns.streams[place].logprobs.add_row(row, columns.favourites)
+                    write(row)
         for stream, token in zip(streams, tokens, strict=True):
             stream.so_far.append(token)
         if self.answer.scores:
@@ -223,8 +225,9 @@ class InFlightStep:
 
     def _note_at(self, columns: InputBatch, place: int) -> TokenLogprob | None:
         """The logprob of a token, if its job requested one."""
-        if place not in self._logprobs:
+        favourites = columns.jobs[place].params.favourites
+        if favourites is None:
             return None
-        notes = TokenLogprobs(columns.jobs[place].params.favourites or 0)
-        notes.add_row(self._logprobs[place], columns.favourites)
+        notes = TokenLogprobs(favourites)
+        notes.writer(columns.favourites)(self._logprobs[bisect_left(columns.logprobs, place)])
         return notes[0]

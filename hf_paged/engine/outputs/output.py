@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import nan
@@ -85,12 +85,13 @@ class TokenLogprobs(Sequence[TokenLogprob]):
         ids, logprobs = zip(*note.favourites, strict=True) if note.favourites else ((), ())
         self._numbers.extend(chain((note.token_id, note.logprob), numbers, logprobs, ids))
 
-    def add_row(self, row: list[float], favourites: int) -> None:
-        """Add the numbers of the next token, which may be beside more favourites than are wanted here."""
-        if favourites != self._favourites:
-            ids = FIRST + favourites
-            row = row[: FIRST + self._favourites] + row[ids : ids + self._favourites]
-        self._numbers.fromlist(row)
+    def writer(self, favourites: int) -> Callable[[list[float]], None]:
+        """What adds the row of the next token, which may be beside more favourites than are wanted here."""
+        write = self._numbers.fromlist
+        own, ids = FIRST + self._favourites, FIRST + favourites
+        if own == ids:
+            return write
+        return lambda row: write(row[:own] + row[ids : ids + self._favourites])
 
     def crop(self, tokens: int) -> None:
         """Keep those of the first tokens."""

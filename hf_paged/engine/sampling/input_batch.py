@@ -53,6 +53,7 @@ class InputBatch:
         self.logprobs = [place for place, each in enumerate(params) if each.favourites is not None]
         self.favourites = max([params[place].favourites or 0 for place in self.logprobs], default=0)
         """How many are reported beside a token at most."""
+        self.writers = [self.streams[place].logprobs.writer(self.favourites) for place in self.logprobs]
         self.has_criteria = any(each.criteria for each in params)
         self._histories = histories
         self._drawn = [place for place, each in enumerate(params) if each.sampled]

@@ -301,7 +301,8 @@ def _notes(
     chosen from.
     """
     notes = TokenLogprobs(favourites)
+    write = notes.writer(favourites)
     for row in chosen_numbers_of(logits, upload(tokens, logits.device), favourites, scores).tolist():
-        notes.add_row(row, favourites)
+        write(row)
     beams = scores is None
     return [note._replace(kept=None, processed=None if beams else note.processed) for note in notes]

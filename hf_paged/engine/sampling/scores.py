@@ -27,13 +27,12 @@ def numbers_of(logits: torch.Tensor, tokens: torch.Tensor, favourites: int) -> t
     if whole is None:
         logits = logits.log_softmax(-1)
     own = logits.gather(1, tokens[:, None])
-    places = tokens[:, None][:, :0]
     if favourites:
         best, places = logits.topk(favourites)
         own = torch.cat([own, best], 1)
     if whole is not None:
         own = own - whole[0] - whole[1]
-    return torch.cat([own.double(), places.double()], 1)
+    return torch.cat([own.double(), places.double()], 1) if favourites else own.double()
 
 
 def _logsumexp(scores: torch.Tensor) -> torch.Tensor | None:
