@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
     counts: dict[tuple[int, ...], int] = {}
     for ids in prompt_ids:  # trainers repeat a prompt for each of its completions
         counts[tuple(ids)] = counts.get(tuple(ids), 0) + 1
+    own = GenerationConfig(**config)
+    alike = not own.do_sample and (own.num_beams or 1) == 1
     need = WorkloadNeed(len(prompts), max(map(len, prompt_ids)) + config["max_new_tokens"])
     handles: dict[tuple[int, ...], Handle] = {}
     with evaluating(model):
@@ -46,7 +49,7 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
             for prompt, count in counts.items():
                 handles[prompt] = engine.submit(
                     list(prompt),
-                    GenerationConfig(**{**config, "num_return_sequences": count}),
+                    GenerationConfig(**{**config, "num_return_sequences": 1 if alike else count}),
                     logprobs=True,
                     # Of the trainer's random state.
                     seed=int(torch.randint(2**31, (), device="cpu", dtype=torch.long)),
@@ -67,7 +70,7 @@ def _sequences(output: Any) -> Any:
     """The answers of a request, one after the other."""
     if output.error is not None:
         raise output.error
-    return iter(output.sequences)
+    return cycle(output.sequences)  # greedy ones are computed once
 
 
 def _whole_model(trainer: Any) -> Any:

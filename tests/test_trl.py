@@ -68,6 +68,16 @@ def test_every_row_has_its_completion_and_the_samplers_logprobs(trainer: Any) ->
     assert rollout_func(rows, trainer)["completion_ids"] == found["completion_ids"]
 
 
+def test_greedy_completions_of_a_prompt_are_alike(trainer: Any) -> None:
+    first, second = demo.prompts()[:2]
+    trainer.generation_config = GenerationConfig(max_new_tokens=NEW, do_sample=False)
+    found = rollout_func([first, second, first], trainer)
+    for text, new in zip([first, second, first], found["completion_ids"], strict=True):
+        ids = torch.tensor([trainer.processing_class(text)["input_ids"]])
+        right = trainer.model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
+        assert new == right.tolist()
+
+
 def test_a_part_in_another_mode_keeps_it(trainer: Any) -> None:
     """A trainer's frozen parts may be in eval mode while the rest trains."""
     frozen = trainer.model.model.layers[0].eval()
