@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from hf_paged import Engine
 from hf_paged.engine import Unservable
 from hf_paged.engine.check_policy import WeightsChanged
+from hf_paged.model.adapters import LoraLayers
 
 
 @pytest.fixture
@@ -69,6 +70,35 @@ def test_switching_while_requests_run_changes_none_of_them(model: Any, engine: E
     engine.step()
     model.set_adapter("three")
     assert tokens(handle) == alone(model, ids, "one")
+
+
+def test_requests_that_come_together_are_looked_at_once(
+    model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout submits its prompts to an idle engine, and each has what is active then."""
+    looks: list[Any] = []
+
+    def layers(*given: Any) -> LoraLayers:
+        looks.append(given)
+        return LoraLayers(*given)
+
+    monkeypatch.setattr("hf_paged.engine.adapters.LoraLayers", layers)
+    ids = [prompt(i) for i in range(5)]
+    names = ["one", "two", "two", "three", "one"]
+    handles = []
+    for each, name in zip(ids, names, strict=True):
+        model.set_adapter(name)
+        handles.append(engine.submit(each, max_new_tokens=NEW, do_sample=False))
+    assert len(looks) == 1
+    assert list(map(tokens, handles)) == [alone(model, *each) for each in zip(ids, names, strict=True)]
+
+
+def test_adapters_that_come_between_two_requests_are_seen() -> None:
+    plain = build(BY_NAME["llama"]).eval()
+    with Engine(plain, block_size=4) as engine:
+        engine.submit(prompt(2), max_new_tokens=NEW, do_sample=False)
+        late = peft.get_peft_model(plain, lora(), "one").eval()
+        assert ask(engine, prompt(1)) == alone(late, prompt(1), "one")
 
 
 @pytest.mark.parametrize("form", ["folder", "state dict", "peft model"])

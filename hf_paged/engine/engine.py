@@ -283,7 +283,7 @@ class Engine:
         if params.embeds is not None or params.media is not None:
             self._require_vectors(params.media)
         job = Job(params, None, self.tokenizer)
-        if not self.scheduler.running:
+        if not self.scheduler.unfinished:  # a look takes milliseconds, and the next step takes another
             self._adapters.look_again()
         job.adapter = self._adapters.resolve(adapter)
         job.active = self._adapters.active
