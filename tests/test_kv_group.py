@@ -129,6 +129,22 @@ def test_no_memory_is_out_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         group.store(0)
 
 
+def test_memory_that_is_short_for_twice_as_much_and_for_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Growth that fails twice is the pool's own error, and what was there stays."""
+
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no")
+
+    _, group = make(num_blocks=9)
+    group.reserved = 2
+    group.back(2)
+    store, _ = group.store(0)
+    monkeypatch.setattr("hf_paged.kv.store.allocate", fail)
+    with pytest.raises(hf_paged.OutOfBlocks, match="no memory for a pool of 3 blocks"):
+        group.back(3)
+    assert (group.backed, group.store(0)[0], store.blocks) == (2, store, 2)
+
+
 def test_ahead_of_need_only_what_is_affordable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that may become very long does not take the device's memory before it does."""
     _, group = make(block_size=4)

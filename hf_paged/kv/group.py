@@ -237,18 +237,29 @@ class LayerGroup:
         self.pool = BlockPool(total, self.pool.block_size)
         self.reserved = None
 
+    @property
+    def backed(self) -> int:
+        """How many of the first blocks have memory, or get it with the first token."""
+        return self.pool.total if self.reserved is None else self.reserved
+
+    def back(self, blocks: int) -> None:
+        """Have memory for the first `blocks` blocks in all layers whose layout is known."""
+        self.reserve(blocks)
+        for layer in self._place:
+            self.store(layer)
+
     def reserve(self, blocks: int) -> None:
         """Allocate memory for the first `blocks` blocks; it at least doubles, within the pool."""
         before = self.reserved
         if before is None or blocks <= before:
             return
-        wanted = min(self.pool.total, max(blocks, 2 * before))
-        try:
-            self._back(wanted)
-        except (MemoryError, RuntimeError) as error:
-            if wanted == blocks or not is_out_of_memory(error):
-                raise self._translate(error, wanted) from error
-            self._back(blocks)
+        for wanted in (min(self.pool.total, max(blocks, 2 * before)), blocks):
+            try:
+                return self._back(wanted)
+            except (MemoryError, RuntimeError) as error:
+                if wanted == blocks or not is_out_of_memory(error):
+                    raise self._translate(error, wanted) from error
+        return None
 
     def _back(self, blocks: int) -> None:
         """Move the stores, with their content, to memory for `blocks` blocks."""
