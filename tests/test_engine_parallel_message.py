@@ -25,9 +25,8 @@ def test_a_batch_is_the_same_on_the_other_side(
 ) -> None:
     """Rows, tables and ids of every step, with chunks, samples, preemption and requests that come and go."""
     with small_engine(_model(name), num_blocks=30, run_ahead=ahead) as engine:
-        encoder = StepEncoder(SharedInputs({}))
+        encoder = StepEncoder(SharedInputs({}), len(engine.pools.groups))
         decoder = StepDecoder(engine.pools, LastTokens(6, engine.runner.eager.device))
-        groups = len(engine.pools.groups)
         run = engine.runner.run
         decoding = []
 
@@ -39,11 +38,10 @@ def test_a_batch_is_the_same_on_the_other_side(
                 *[tuple([(i + k) % 3 - 1 for i in range(len(batch.rows.sequences))]) for k in (0, 1)],
             )
             sent = batch._replace(adapters=slots[step // 2 % 3])
-            numbers, shares = encoder.encode(sent, [], [7] * groups, True, news)
+            numbers, shares = encoder.encode(sent, [], True, news)
             found = decoder.decode(numbers)
             assert found.news == news
             assert found.batch.adapters == sent.adapters
-            assert found.tops == [7] * groups
             assert (found.checks, found.shares) == (True, shares)
             rows, other = batch.rows, found.batch.rows
             for each in ("row_ids", "offsets", "counts", "step", "longest", "tokens", "decodes"):
@@ -84,7 +82,7 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
     with small_engine(model) as engine:
         requests = engine._loop.with_inputs
         shared = SharedInputs(requests)
-        encoder = StepEncoder(shared)
+        encoder = StepEncoder(shared, len(engine.pools.groups))
         decoder = StepDecoder(engine.pools, LastTokens(6, engine.runner.eager.device))
         run, show = engine.runner.run, engine.runner.encode_media
         most = 0
@@ -102,7 +100,7 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
             nonlocal most
             for group, each in shared.missing(batch).items():
                 decoder.prompts[shared.add(group)] = on_device(on_host(each), engine.runner.eager.device)
-            sent, _ = encoder.encode(batch, [], [7] * len(engine.pools.groups), True, AdapterNews())
+            sent, _ = encoder.encode(batch, [], True, AdapterNews())
             found = decoder.decode(sent).batch
             most = max(most, len(decoder.prompts))
             for i, sequence in enumerate(batch.rows.sequences):

@@ -25,7 +25,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 import hf_paged
 from hf_paged.kv import Memory
 from hf_paged.model.capture.graph import Graph
-from hf_paged.model.capture.pool import CapturePool
+from hf_paged.model.capture.pool import DIFFERS, CapturePool, Unsteady, outcome_of
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.step import CapturedStep, Size
 from hf_paged.model.lazy import NotCapturable
@@ -563,23 +563,32 @@ def test_quantized_linear_layers(llama: Any, ids: torch.Tensor) -> None:
 
 
 class _Source:
-    """A step of some size of one code; `trouble` is what its comparison raises."""
+    """A step of some size of one code. trouble: what its comparison raises; differs: what it shows."""
 
     comparable = True
     holders = ("single",)
     code = "single"
     model = nn.Linear(1, 1)
 
-    def __init__(self, rows: int, trouble: Exception | None = None) -> None:
+    def __init__(self, rows: int, trouble: Exception | None = None, differs: bool = False) -> None:
         self.size = Size("single", rows)
         self.trouble = trouble
+        self.differs = differs
+        self.recomputed = 0
+
+    @property
+    def outcome(self) -> int:
+        return DIFFERS if self.differs else outcome_of(self.trouble)
 
     def load(self, step: CapturedStep) -> None:
         if self.trouble is not None:
             raise self.trouble
 
     def agrees(self, step: CapturedStep, answer: Any) -> bool:
-        return True
+        return not self.differs
+
+    def recompute(self) -> None:
+        self.recomputed += 1
 
     def is_worth_it(self, seen: int) -> bool:
         return True
@@ -600,13 +609,13 @@ def test_ranks_trust_a_size_together() -> None:
     compare the next size, and wait for the answers of ranks that replay it already.
     """
     pools = [_Captured(Memory()) for _ in range(2)]
-    votes: list[bool] = []
+    votes: list[int] = []
     for pool in pools:
-        pool.join(lambda number: min(number, *votes))
+        pool.join(lambda number, computed: min(number, *votes))
     state: Any = object()
 
     def step(*sources: _Source) -> list[bool]:
-        votes[:] = [source.trouble is None for source in sources]
+        votes[:] = [source.outcome for source in sources]
         due = [pool.is_due(state, source) for pool, source in zip(pools, sources, strict=True)]
         for pool, source in zip(pools, sources, strict=True):
             if all(due):
@@ -616,7 +625,17 @@ def test_ranks_trust_a_size_together() -> None:
     assert step(_Source(4), _Source(4)) == [False, False]
     assert step(_Source(4), _Source(4)) == [True, True]
     assert step(_Source(4), _Source(4, torch.OutOfMemoryError())) == [True, True]
-    for _ in range(250):  # however long one rank waits with what found no memory
+    for _ in range(250):  # all ranks wait with what found no memory on one
         dues = step(_Source(4), _Source(4)), step(_Source(8), _Source(8))
         assert all(one == other for one, other in dues)
-    assert [pool.sizes() for pool in pools] == [[Size("single", 8)]] * 2
+    assert [pool.sizes() for pool in pools] == [[Size("single", 8), Size("single", 4)]] * 2
+    assert step(_Source(2), _Source(2)) == [False, False]
+    assert step(_Source(2), _Source(2, KeyError())) == [True, True]
+    assert [list(pool.reasons) for pool in pools] == [[(state, Size("single", 2))]] * 2
+    assert step(_Source(16), _Source(16)) == [False, False]
+    both = _Source(16, differs=True), _Source(16)
+    assert step(*both) == [True, True]
+    assert [each.recomputed for each in both] == [1, 1], "a forward of ranks is computed by all"
+    assert step(_Source(32), _Source(32)) == [False, False]
+    assert step(_Source(32, Unsteady("moves")), _Source(32)) == [True, True]
+    assert [pool.unsteady for pool in pools] == [True, True]

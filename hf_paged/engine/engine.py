@@ -45,7 +45,7 @@ from .multimodal.media import Media
 from .outputs.handle import Handle
 from .outputs.output import Increment, Output, with_errors_noticed
 from .outputs.queue import Wake
-from .parallel import Follower, Leader, Ranks, ranks_of, tried_alike
+from .parallel import Follower, Leader, Ranks, made_alike, ranks_of, tried_alike
 from .pools import Pools
 from .preemption import Preemption
 from .protocol import in_turn
@@ -109,15 +109,25 @@ class Engine:
             self._longest_source = None
             longest_across = longest_picture(self.model)
         self._ranks = ranks_of(self.model, self.config)
+        with made_alike(self._ranks):
+            self._make(longest_across)
+        if self._ranks is not None:
+            weakref.finalize(self, self._ranks.abandon).atexit = False
+        _engines.add(self)
+
+    def _make(self, longest_across: int | None) -> None:
+        """Try the model out, and make the pools and all that computes. longest_across: the most tokens that
+        an encoder makes, or that a picture becomes.
+        """
         self.pools = Pools(self.model, self.config)
         # Finalizers run in the middle of anything, so this one only notes that the pools have no owner.
         weakref.finalize(self, self.pools.memory.abandon, self.pools).atexit = False
         self.runner = Runner(self.model, self.pools)
         self._require_no_dropout()
-        self._training = inner.training
+        self._training = self.model.training
         with self.pools.memory.lock:
             before = ModelSnapshot(self.model)
-        with nullcontext() if self._ranks is None else tried_alike(self._ranks, self.pools, self.runner):
+        with tried_alike(self._ranks, self.pools, self.runner):
             written = versions(self.model)
             with self._arithmetic():
                 restoring(self.runner.try_out)
@@ -139,7 +149,6 @@ class Engine:
         )
         if self._ranks is not None:
             self._join(self._ranks)
-        _engines.add(self)
 
     def _make_scheduler(self) -> Scheduler:
         for kv_group in self.pools.kv_groups:
@@ -1058,9 +1067,15 @@ class Engine:
 
     @in_turn
     def _enter_adapter(self, name: str, layers: Mapping[str, LowRank], loaded: HostAdapter) -> None:
-        self._adapters.add(name, loaded)
         if self._leader is not None:
-            self._leader.add_adapter(name, layers, now=not self._paused)
+            self._leader.require_between_forwards("add_adapter()")
+        self._adapters.add(name, loaded)
+        try:
+            if self._leader is not None:
+                self._leader.add_adapter(name, layers, now=not self._paused)
+        except Exception:  # a rank has no memory for it
+            self._adapters.remove(name)
+            raise
 
     @in_turn
     def remove_adapter(self, name: str, when: Literal["now", "idle"] = "now") -> None:

@@ -207,6 +207,12 @@ class Pools:
             ):  # it may not be needed, and blocks in use claim no more than they need
                 group.reserve(min(need, group.pool.total))
 
+    def back(self, blocks: Sequence[int]) -> None:
+        """Have memory for so many first blocks of every kind, before a step needs it."""
+        with self.memory.lock:
+            for count, group in zip(blocks, self.groups.values(), strict=True):
+                group.back(count)
+
     def prepare(self, plan: StepPlan) -> None:
         """Before the rows of a plan: have memory for every block that was handed out, swap, and copy."""
         for group in self.groups.values():

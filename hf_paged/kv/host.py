@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -63,6 +63,8 @@ class HostBlocks:
         self.most = most
         self.pool = BlockPool(0, group.pool.block_size)
         self.slab_blocks = max(1, min(most, SLAB_BYTES // max(1, group.block_bytes)))
+        self.grown: Callable[[int], object] = lambda blocks: None
+        """Called with the blocks that there is memory for, before any is used; may raise MemoryError."""
         self._buffers: dict[tuple[Layout, int], _HostBuffer] = {}
 
     @property
@@ -105,7 +107,9 @@ class HostBlocks:
         slabs = self.pool.total // self.slab_blocks + 1
         for buffer in self._buffers.values():
             buffer.have(slabs)
-        self.pool.grow(min(self.most, slabs * self.slab_blocks))
+        total = min(self.most, slabs * self.slab_blocks)
+        self.grown(total)
+        self.pool.grow(total)
         logger.info(
             "%d blocks of the %s layers may wait on the host now, %.1f MB",
             self.pool.total,

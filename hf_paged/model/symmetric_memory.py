@@ -42,6 +42,8 @@ class SymmetricMemory:
         self._rank = group.rank()
         self._name = group.group_name
         self._multiple = WORD * group.size()
+        self.sums = 0
+        """How many were begun."""
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """A tensor for this rank's part of a sum; None where the kernel cannot take that many numbers."""
@@ -53,6 +55,7 @@ class SymmetricMemory:
     def sum(self, room: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of what they wrote, in a tensor of its own: the same bits on all of them."""
         out = torch.empty_like(room)
+        self.sums += 1
         torch.ops.symm_mem.two_shot_all_reduce_out(room, "sum", self._name, out)
         return out
 
@@ -76,6 +79,11 @@ def end_waits(group: dist.ProcessGroup) -> None:
     for whose, memory in list(_known.values()):
         if whose() is group and memory is not None:
             memory.end_waits()
+
+
+def sums_of(group: dist.ProcessGroup) -> int:
+    """How many sums the ranks of a group have begun here."""
+    return sum(memory.sums for whose, memory in list(_known.values()) if memory and whose() is group)
 
 
 def symmetric_memory_of(group: dist.ProcessGroup) -> SymmetricMemory | None:

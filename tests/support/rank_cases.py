@@ -12,6 +12,7 @@ there are CUDA devices each rank has one, and its steps are captured:
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import json
 import multiprocessing
@@ -62,13 +63,18 @@ from transformers.distributed import DistributedConfig
 from transformers.generation.continuous_batching import RequestStatus
 
 import hf_paged
+from hf_paged.blocks import OutOfBlocks
 from hf_paged.engine import Engine, RankError
-from hf_paged.engine.parallel import Ranks
+from hf_paged.engine.adapters import EngineAdapters
+from hf_paged.engine.in_flight import InFlightStep
+from hf_paged.engine.parallel import Ranks, follower
 from hf_paged.engine.parallel.message import MessageKind
 from hf_paged.engine.runner import Runner
-from hf_paged.kv import budget
+from hf_paged.engine.support import Unservable
+from hf_paged.kv import HostBlocks, budget, group
 from hf_paged.model.adapters.loading import load_adapter
 from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.tensor_parallel import mesh_of
 
 FOLDER = Path(sys.argv[1])
 CUDA = torch.cuda.is_available()
@@ -401,23 +407,160 @@ def a_thread_that_waits(rank: int) -> None:
 
 
 def an_error_of_all_ranks(rank: int) -> None:
-    """It ends the request that causes it and no other."""
+    """It ends the request that causes it and no other; one for want of memory, too."""
+    for error in (ZeroDivisionError, torch.OutOfMemoryError):
+        _an_error_of_all_ranks(rank, error)
+
+
+def _an_error_of_all_ranks(rank: int, error: type[Exception]) -> None:
     model = loaded("llama")
     forward = model.model.layers[1].mlp.forward
 
     def picky(states: torch.Tensor) -> torch.Tensor:
         if states.shape[1] == 5 or states.shape[1] == 5 + 17:
-            raise ZeroDivisionError("five tokens")
+            raise error("five tokens")
         return forward(states)
 
     def act(engine: Engine) -> None:
         bad = engine.submit([9, 8, 7, 6, 5], max_new_tokens=3, do_sample=False)
         good = engine.submit(PROMPTS[1], max_new_tokens=3, do_sample=False)
-        assert isinstance(bad.result().error, ZeroDivisionError)
+        assert isinstance(bad.result().error, error)
         assert answers(good.result()) == alone(whole("llama"), PROMPTS[1], max_new_tokens=3, do_sample=False)
 
     model.model.layers[1].mlp.forward = picky
     led(rank, model, act, max_batch_tokens=64)
+
+
+def no_memory_for_blocks_on_one_rank(rank: int) -> None:
+    """Before a forward all ranks have memory for its blocks, or the step fails on all as in one process."""
+    full = [rank == 1]
+
+    def scarce(act: Callable[..., Any]) -> Callable[..., Any]:
+        def take(*given: Any) -> Any:
+            if full[0]:
+                raise torch.OutOfMemoryError("no memory on purpose")
+            return act(*given)
+
+        return take
+
+    def receive(scarcity: bool) -> None:
+        full[0] = scarcity and rank == 1
+
+    def act(engine: Engine) -> None:
+        long = [5 + k % 90 for k in range(150)]
+        expected = alone(whole("llama"), long, **GREEDY)
+        bad = engine.submit(PROMPTS[1], **GREEDY).result()
+        assert bad.finish_reason == "error"
+        assert "rank 1: OutOfBlocks: no memory" in str(bad.error), bad.error
+        engine.broadcast(False)
+        assert answers(engine.submit(PROMPTS[1], **GREEDY).result()) == right("llama", 1, 0, NEW)
+        engine.broadcast(True)
+        handle = engine.submit(long, **GREEDY)
+        raises(OutOfBlocks, "rank 1: OutOfBlocks: no memory", handle.result)
+        raises(OutOfBlocks, "rank 1: OutOfBlocks: no memory", handle.result)
+        engine.broadcast(False)
+        assert answers(handle.result()) == expected
+        engine.check()
+
+    options = {**SMALL, "num_blocks": None}
+    model = loaded("llama")
+    with Engine(model, **options) as engine:
+        (total,) = [each.pool.total for each in engine.pools.groups.values()]
+        assert rank == 0 or not engine.follow()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_paged.engine.pools.SHARE_AT_FIRST", 20.5 / total)
+        engine = Engine(model, **options)
+        patch.setattr(group.Store, "grow", scarce(group.Store.grow))
+        patch.setattr("hf_paged.kv.group.Store", scarce(group.Store))
+        with engine:
+            if rank:
+                assert not engine.follow(receive)
+            else:
+                act(engine)
+
+
+def no_memory_on_one_host(rank: int) -> None:
+    """Blocks that one rank has no room for are computed again on all."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(HostBlocks, "reserve", lambda *_: False)
+        stats = compare("llama", rank, preemption="swap", num_blocks=26, max_batch_sequences=10)
+    if rank == 0:
+        assert stats["preemptions"] > 0
+        assert stats["swapped_out"] == 0
+
+
+def no_memory_for_rank_0_to_sample(rank: int) -> None:
+    """It fails as in one process; the others wait for the next step."""
+
+    def act(engine: Engine) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(InFlightStep, "sample", _full)
+            handle = engine.submit(PROMPTS[1], **GREEDY)
+            raises(MemoryError, "full", handle.result)
+        assert answers(handle.result()) == right("llama", 1, 0, NEW)
+
+    led(rank, loaded("llama"), act)
+
+
+def no_memory_for_a_capture_on_one_rank(rank: int) -> None:
+    """All ranks try it again later, as one process does."""
+    device = "cuda" if CUDA else "cpu"
+    own = RECORDERS.get(device)
+    tries = [0]
+
+    def scarce(*given: Any) -> Any:
+        found = (own or record)(*given)
+        tries[0] += 1
+        if rank and tries[0] == 1:
+            raise torch.OutOfMemoryError("no memory on purpose")
+        return found
+
+    RECORDERS[device] = scarce
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hf_paged.model.capture.pool.LATER", 6)
+            stats = compare("llama", rank, FEW, run_ahead=True)
+    finally:
+        RECORDERS.pop(device)
+        if own is not None:
+            RECORDERS[device] = own
+    if rank == 0:
+        assert stats["graphs"]["replayed"] > 5, stats["graphs"]
+        assert not stats["graphs"].get("refused"), stats["graphs"]
+
+
+def engines_that_cannot_be_made(rank: int) -> None:
+    """All ranks get the error, and their process groups stay as they are."""
+    model = loaded("llama")
+
+    def refuse(*_: Any) -> Any:
+        raise Unservable("on purpose")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_paged.engine.engine.Pools", refuse)
+        raises(Unservable, "on purpose", lambda: Engine(model, **SMALL))
+    if rank:
+        gc.collect()
+    time.sleep(0.5)
+    found = generated(model, MODES[0], cache_implementation="paged")
+    assert found == generated(whole("llama"), MODES[0])
+
+
+def engines_that_are_left_alone(rank: int) -> None:
+    """Rank 0's engine is collected and was not closed: the others end as if it were."""
+    model = loaded("llama")
+    for _ in range(2):
+        engine = Engine(model, **SMALL)
+        if rank == 0:
+            assert answers(engine.submit(PROMPTS[1], **GREEDY).result()) == right("llama", 1, 0, NEW)
+            del engine
+            gc.collect()
+        else:
+            begin = time.monotonic()
+            assert not engine.follow()
+            assert time.monotonic() - begin < 10
+    led(rank, model, lambda engine: asked(engine, FEW[:1]))
 
 
 def the_smallest_rank_decides(rank: int) -> None:
@@ -1343,25 +1486,115 @@ def a_rank_that_raises(rank: int) -> None:
     _broken(rank, act, "rank 1 raised ValueError: mine", 8.0)
 
 
-def a_rank_that_cannot_take_an_adapter(rank: int) -> None:
-    begin_again(3)
-    model = loaded("llama-3")
-    engine = Engine(model, **SMALL)
-    begin = time.monotonic()
-    words = "rank 1 raised MemoryError: full"
-    if rank == 0:
-        state = adapter_of("llama-3", 0, 4)
-        raises(RankError, words, lambda: engine.add_adapter("one", state, lora(r=4)))
-    else:
-        if rank == 1:
-            engine._adapters.hold = _full  # type: ignore[method-assign]
-        raises(RankError, words, engine.follow)
-    assert time.monotonic() - begin < 8
-    engine.close()
+def adapters_that_one_rank_has_no_memory_for(rank: int) -> None:
+    """No rank has it then, and all others go on; inputs beside token ids are taken as adapters are."""
+    model = loaded("llama")
+    with Engine(model, **SMALL) as engine, pytest.MonkeyPatch.context() as patch:
+        full = [rank == 1]
+
+        def scarce(act: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *given: _full() if full[0] else act(*given)
+
+        patch.setattr(EngineAdapters, "hold", scarce(EngineAdapters.hold))
+        patch.setattr(follower, "on_device", scarce(follower.on_device))
+        if rank:
+            assert not engine.follow(lambda _: full.clear() or full.append(False))
+            assert list(engine.adapters()) == ["two"]
+            return
+        state = adapter_of("llama", 0, 4)
+        row = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        raises(MemoryError, "rank 1: MemoryError: full", lambda: engine.add_adapter("one", state, lora(r=4)))
+        raises(ValueError, "no adapter", lambda: engine.submit(PROMPTS[1], adapter="one"))
+        output = engine.submit(inputs_embeds=row.to(model.device), **GREEDY).result()
+        assert "rank 1: MemoryError: full" in str(output.error), output
+        assert answers(engine.submit(PROMPTS[1], **GREEDY).result()) == right("llama", 1, 0, NEW)
+        engine.broadcast(0)
+        output = engine.submit(inputs_embeds=row.to(model.device), **GREEDY).result()
+        assert output.error is None
+        engine.add_adapter("two", state, lora(r=4))
+        found = answers(engine.submit(PROMPTS[1], adapter="two", **GREEDY).result())
+        assert found != right("llama", 1, 0, NEW)
 
 
 def _full(*_: Any) -> Any:
     raise MemoryError("full")
+
+
+def a_rank_without_memory(rank: int) -> None:
+    """In the middle of a forward others may wait in a sum already: one error says where and what to do."""
+    begin_again(4)
+
+    def act() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    words = (
+        "rank 1 raised OutOfMemoryError: CUDA out of memory.*bytes are free on its .*lower max_batch_tokens"
+    )
+    _broken(rank, act, words, 8.0)
+
+
+def errors_at_different_places(rank: int) -> None:
+    """All ranks raise in one step, but one of them behind a sum that the others have not begun."""
+    begin_again(5)
+    model = loaded("llama-3")
+    engine = Engine(model, graphs=False, **SMALL)
+    forward = model.model.layers[1].mlp.forward
+    calls = [0]
+
+    def broken(states: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] < 3:
+            return forward(states)
+        if rank == 0:  # as a device does it: nothing waits for the others yet
+            dist.all_reduce(states.clone(), group=mesh_of(model).get_group(), async_op=True)
+        raise torch.OutOfMemoryError("on purpose")
+
+    model.model.layers[1].mlp.forward = broken
+    act = engine.submit(PROMPTS[1], **GREEDY).result if rank == 0 else engine.follow
+    raises(RankError, "raised OutOfMemoryError: on purpose", act)
+    engine.close()
+
+
+def an_interrupt_of_a_rank_that_waits(rank: int) -> None:
+    """It is raised there with rank 0's next message, and ends the step on all."""
+    begin_again(8)
+    engine = Engine(loaded("llama-3"), **SMALL)
+    if rank == 1:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        raises(KeyboardInterrupt, "", engine.follow)
+    else:
+        time.sleep(0.6)
+        act = engine.submit(PROMPTS[1], **GREEDY).result if rank == 0 else engine.follow
+        raises(RankError, "rank 1 raised KeyboardInterrupt", act)
+    engine.close()
+
+
+def a_rank_that_closes_early(rank: int) -> None:
+    """What ends another rank's block reaches rank 0 with its next step, and by it all others."""
+    begin_again(6)
+    begin = time.monotonic()
+    try:
+        with Engine(loaded("llama-3"), **SMALL) as engine:
+            if rank == 1:
+                raise LookupError("no file here")
+            act = engine.submit(PROMPTS[1], **GREEDY).result if rank == 0 else engine.follow
+            raises(RankError, "rank 1 raised LookupError: no file here", act)
+    except LookupError:
+        pass
+    assert time.monotonic() - begin < 8
+
+
+def an_engine_that_one_rank_cannot_make(rank: int) -> None:
+    begin_again(7)
+    model = loaded("llama-3")
+    if rank == 1:
+        model.train()
+        model.config.attention_dropout = 0.1
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+    begin = time.monotonic()
+    raises(RankError, "rank 1 raised RuntimeError: .*dropout", lambda: Engine(model, **SMALL))
+    assert time.monotonic() - begin < 8
 
 
 def a_rank_that_hangs(rank: int) -> None:

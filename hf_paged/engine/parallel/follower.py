@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ...blocks import OutOfBlocks
 from ...kv.upload import upload
-from ...scheduling import Swaps
 from ..background import use_device
 from ..forward_batch import LastTokens, PromptInputs
 from ..model_check import ModelCheck
@@ -60,6 +60,15 @@ class Follower:
         """
         use_device(self.runner.eager.device)
         self._hold()
+        try:
+            return self._follow(receive)
+        except RankError:
+            raise
+        except BaseException as error:  # an interrupt, with which rank 0 would wait for this rank
+            self.ranks.fail(error)
+            raise
+
+    def _follow(self, receive: Callable[[Any], object]) -> bool:
         while True:
             numbers = self._next()
             kind = MessageKind(numbers[0])
@@ -67,6 +76,7 @@ class Follower:
                 self.free()
                 return True
             if kind is MessageKind.CLOSE:
+                self.ranks.ended_in_order = True
                 self._decoder.prompts.clear()
                 words = "".join(map(chr, numbers[1:]))
                 if words:
@@ -83,6 +93,10 @@ class Follower:
                         self._take_inputs(numbers[1])
                     elif kind is MessageKind.ENCODE:
                         self._encode(numbers[1:])
+                    elif kind is MessageKind.RESERVE:
+                        self._reserve(numbers[1:])
+                    elif kind is MessageKind.RESERVE_HOST:
+                        self.ranks.attempt(partial(self._reserve_host, *numbers[1:]), OutOfBlocks)
                     elif kind is MessageKind.BROADCAST:
                         receive(self.ranks.broadcast_object())
                     else:
@@ -119,15 +133,17 @@ class Follower:
         """Take this rank's part of an adapter that rank 0 was given."""
         self._note(news)
         name, number, layers = self.ranks.broadcast_object()
-        self._adapters.add(name, self._adapters.hold(layers), number)
-        self.ranks.any(False)
+        self.ranks.attempt(lambda: self._adapters.add(name, self._adapters.hold(layers), number), MemoryError)
 
     def _take_inputs(self, number: int) -> PromptInputs:
         """What a request is beside token ids: rows name it by its number."""
         sent = self.ranks.broadcast_object()
-        given = self._decoder.prompts[number] = on_device(sent, self.runner.eager.device)
-        self.ranks.any(False)
-        return given
+
+        def take() -> None:
+            self._decoder.prompts[number] = on_device(sent, self.runner.eager.device)
+
+        self.ranks.attempt(take, MemoryError)
+        return self._decoder.prompts[number]
 
     def _encode(self, numbers: Sequence[int]) -> None:
         """Encode pictures or recordings, with the adapters of their request."""
@@ -143,7 +159,8 @@ class Follower:
     def _note(self, news: AdapterNews) -> None:
         names = {number: name for name, number in self._adapters.numbered().items()} if any(news) else {}
         for number in news.gone:
-            self._adapters.remove(names[number])
+            if number in names:  # else this rank had no memory for it
+                self._adapters.remove(names[number])
         for slot, numbers in news.places:
             self._adapters.place(slot, tuple([names[number] for number in numbers]))
 
@@ -153,10 +170,7 @@ class Follower:
             self._model_check.require_untouched(len(received.batch.rows))
         else:
             checks.skip(self._model_check.memory, decided=True)
-        for group, top in zip(self.pools.groups.values(), received.tops, strict=True):
-            group.reserve(top)
         for preparation in received.preparations:
-            self._make_room(preparation.swaps)
             self.pools.prepare(preparation.plan)
         if received.shares:
             self.ranks.broadcast_on_device(self._last_tokens.tokens)
@@ -169,12 +183,16 @@ class Follower:
             self._adapters.wait_for_kernels()
         self.runner.run(received.batch)
 
-    def _make_room(self, swaps: Swaps) -> None:
-        """Have memory for blocks that rank 0 puts on the host."""
-        for group, copies in zip(self.pools.groups.values(), swaps.out, strict=True):
-            need = 1 + max((copy.target for copy in copies), default=-1)
-            if need and (group.host is None or not group.host.reserve(need)):
-                raise OutOfBlocks(
-                    f"this rank's host has no memory for {need} swapped blocks of the {group.kind.name} "
-                    "layers; lower host_blocks"
-                )
+    def _reserve(self, tops: Sequence[int]) -> None:
+        """Have memory for the first blocks of every pool, as all ranks do."""
+        self.ranks.attempt(lambda: self.pools.back(tops), OutOfBlocks)
+        self.ranks.smallest([group.backed for group in self.pools.groups.values()])
+
+    def _reserve_host(self, number: int, blocks: int) -> None:
+        """Have memory for so many blocks that rank 0 may put on the host."""
+        group = list(self.pools.groups.values())[number]
+        if group.host is None or not group.host.reserve(blocks):
+            raise OutOfBlocks(
+                f"this rank's host has no memory for {blocks} swapped blocks of the {group.kind.name} "
+                "layers; lower host_blocks"
+            )

@@ -30,14 +30,14 @@ def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
     if reason is not None:
         raise Unservable(reason)
     ranks = Ranks(model, config.rank_timeout)
-    with ranks.together():
+    with made_alike(ranks):
         # Rank 0 alone has books; the names of its tenants are secrets of its process.
         several = ranks.gather(repr(replace(config, cache_shares={})))
-    if len(set(several)) > 1:
-        ranks.close()
-        raise ValueError(
-            f"ranks have different options of the engine: {sorted(set(several))}; give all of them the same"
-        )
+        if len(set(several)) > 1:
+            raise ValueError(
+                f"ranks have different options of the engine: {sorted(set(several))}; give all of them the "
+                "same"
+            )
     return ranks
 
 
@@ -65,19 +65,32 @@ def why_not_on_ranks(model: Any, config: EngineConfig) -> str | None:
 
 
 @contextmanager
-def tried_alike(ranks: Ranks, pools: Pools, runner: Runner) -> Iterator[None]:
-    """While ranks try a model out and size their pools: the smallest decides, and all take its form."""
-    pools.agree = ranks.smallest
-    for group in pools.groups.values():
-        group.kept = bool(group.kept)  # whether pools fit beside training is a question of each rank's memory
+def made_alike(ranks: Ranks | None) -> Iterator[None]:
+    """While ranks make an engine: what fails on one rank alone ends it on all."""
+    if ranks is None:
+        yield
+        return
     try:
         with ranks.together():
             yield
-            if runner.decoding is not None:
-                runner.decoding.captures.join(lambda number: ranks.smallest([number])[0])
-            reasons = ranks.gather((runner.why_rows, runner.why_no_embeddings))
     except BaseException:
+        ranks.ended_in_order = True  # all know
         ranks.close()
         raise
+
+
+@contextmanager
+def tried_alike(ranks: Ranks | None, pools: Pools, runner: Runner) -> Iterator[None]:
+    """While ranks try a model out and size their pools: the smallest decides, and all take its form."""
+    if ranks is None:
+        yield
+        return
+    pools.agree = ranks.smallest
+    for group in pools.groups.values():
+        group.kept = bool(group.kept)  # whether pools fit beside training is a question of each rank's memory
+    yield
+    if runner.decoding is not None:
+        runner.decoding.captures.join(ranks.least)
+    reasons = ranks.gather((runner.why_rows, runner.why_no_embeddings))
     runner.why_rows = next((rows for rows, _ in reasons if rows is not None), None)
     runner.why_no_embeddings = next((why for _, why in reasons if why is not None), None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from ...blocks import OutOfBlocks
 from ...model.adapters.lora import LowRank
 from ...scheduling import Names, SequenceGroup, StepPlan
 from ..adapters import EngineAdapters
@@ -51,11 +53,23 @@ class Leader:
         self._checks = checks
         self._last_tokens = last_tokens
         self._inputs = SharedInputs(requests)
-        self._encoder = StepEncoder(self._inputs)
+        self._encoder = StepEncoder(self._inputs, len(pools.groups))
         self._preparations: list[Preparation] = []
+        self._backed = [group.backed for group in pools.groups.values()]
+        """How many first blocks of every pool have memory on all ranks."""
+        self._unmade = True
+        """Whether a rank may lack the memory of a pool altogether."""
+        for number, group in enumerate(pools.groups.values()):
+            if group.host is not None:
+                group.host.grown = partial(self._reserve_host, number)
 
     def prepare(self, plan: StepPlan) -> None:
-        """Note what the pools do for a plan: it goes out with the next forward, in this order."""
+        """Have memory for a plan on all ranks, or raise OutOfBlocks. What the pools do for it goes out with
+        the next forward, in this order.
+        """
+        tops = self._tops()
+        if any(top > backed for top, backed in zip(tops, self._backed, strict=True)):
+            self._reserve(tops)
         if plan.swaps or any(plan.copies):
             self._preparations.append(Preparation(plan.swaps, plan.copies))
 
@@ -69,17 +83,43 @@ class Leader:
             packed = Packed(on_host(given))
             with self.ranks.together():
                 self.ranks.send(array("i", [MessageKind.INPUTS, self._inputs.add(group)]))
-                self._send_inputs(packed)
+                try:
+                    self._send_inputs(packed)
+                except MemoryError:  # of any rank: some have it, and the next step says that none needs it
+                    self._inputs.lose(group)
+                    raise
+        if self._unmade or not all(group.stores for group in self._pools.own.values()):
+            self._reserve(self._tops())
         with self.ranks.together():
-            tops = [group.pool.top for group in self._pools.groups.values()]
             numbers, shares = self._encoder.encode(
-                batch, self._preparations, tops, not self._checks.unseen, self._news()
+                batch, self._preparations, not self._checks.unseen, self._news()
             )
             self.ranks.send(array("i", [MessageKind.STEP]) + numbers)
             self._preparations = []
             if shares:
                 self.ranks.broadcast_on_device(self._last_tokens.tokens)
             return run(batch)
+
+    def _tops(self) -> list[int]:
+        """How many first blocks of every pool were handed out."""
+        return [group.pool.top for group in self._pools.groups.values()]
+
+    def _reserve(self, tops: Sequence[int]) -> None:
+        """Have memory for so many first blocks of every pool on all ranks. What lacks it on one raises
+        OutOfBlocks on all: no rank is in the middle of a forward.
+        """
+        self._unmade = True
+        with self.ranks.together():
+            self.ranks.send(array("i", [MessageKind.RESERVE, *tops]))
+            self.ranks.attempt(lambda: self._pools.back(tops), OutOfBlocks)
+            self._backed = self.ranks.smallest([group.backed for group in self._pools.groups.values()])
+        self._unmade = False
+
+    def _reserve_host(self, number: int, blocks: int) -> None:
+        """A pool has memory for so many blocks on this host: have it on all."""
+        with self.ranks.together():
+            self.ranks.send(array("i", [MessageKind.RESERVE_HOST, number, blocks]))
+            self.ranks.attempt(lambda: None, OutOfBlocks)
 
     def encode_media(self, media: Media, group: SequenceGroup, run: Callable[[Media, Names], None]) -> None:
         """Encode a request's pictures or recordings on all ranks, each of which keeps the embeddings."""
@@ -96,7 +136,7 @@ class Leader:
 
     def _send_inputs(self, packed: Packed) -> None:
         self.ranks.broadcast_object(packed)
-        self.ranks.any(False)  # all of them have read it, which takes time
+        self.ranks.attempt(lambda: None, MemoryError)  # all of them have read it, which takes time
 
     def _news(self) -> AdapterNews:
         """What the other ranks do not know of adapters."""
@@ -127,8 +167,9 @@ class Leader:
 
     def _give_adapters(self) -> None:
         for number in list(self._untold):
-            name, layers = self._untold.pop(number)
+            name, layers = self._untold[number]
             if self._adapters.numbers.get(name) != number:
+                del self._untold[number]
                 continue  # it was removed before anything needed it
             packed = Packed((name, number, layers))
             with self.ranks.together():
@@ -137,7 +178,8 @@ class Leader:
                 self.ranks.send(message)
                 self.ranks.broadcast_object(packed)
                 self._numbers.add(number)
-                self.ranks.any(False)  # all of them have it
+                del self._untold[number]
+                self.ranks.attempt(lambda: None, MemoryError)  # all of them have it
 
     def wait(self, wait: Callable[[], bool], device: bool) -> bool:
         """Wait for tokens, which wait for all ranks; device: for all of its work, not for theirs alone.
@@ -159,15 +201,19 @@ class Leader:
 
     def broadcast(self, value: Any) -> None:
         """Send a value to the callers of the other ranks' `follow()`."""
-        if self.ranks.meeting:
-            raise RuntimeError(
-                "the ranks are in the middle of a forward: a signal handler must not broadcast now; note "
-                "the value there and call broadcast() between two steps"
-            )
+        self.require_between_forwards("broadcast()")
         packed = Packed(value)
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.BROADCAST]))
             self.ranks.broadcast_object(packed)
+
+    def require_between_forwards(self, call: str) -> None:
+        """Raise if a signal handler calls in the middle of what ranks do together."""
+        if self.ranks.meeting:
+            raise RuntimeError(
+                f"the ranks are in the middle of a forward: a signal handler must not call {call} now; note "
+                "there what to do and do it between two steps"
+            )
 
     def pause(self) -> None:
         """Let the other ranks' `follow()` return: their models may change."""

@@ -31,6 +31,10 @@ class MessageKind(IntEnum):
     ENCODE = 6
     """The same of pictures or recordings, which are encoded at once."""
     BROADCAST = 7
+    RESERVE = 8
+    """So many first blocks of every pool need memory now."""
+    RESERVE_HOST = 9
+    """The same of the blocks on the host, of one pool."""
 
 
 class Preparation(NamedTuple):
@@ -73,8 +77,6 @@ class Received(NamedTuple):
     """A step as another rank got it."""
 
     preparations: list[Preparation]
-    tops: list[int]
-    """For every group how many of its first blocks need memory."""
     checks: bool
     """Whether rank 0 checks its model in this step."""
     shares: bool
@@ -90,8 +92,10 @@ class StepEncoder:
     new.
     """
 
-    def __init__(self, shared: SharedInputs) -> None:
+    def __init__(self, shared: SharedInputs, groups: int) -> None:
+        """groups: how many pools there are."""
         self._shared = shared
+        self._groups = groups
         self._across: dict[int, tuple[int, list[int]]] = {}
         """By row the length and the blocks of the last table across that was written."""
         self._tables: tuple[BlockTableArray, ...] = ()
@@ -103,7 +107,6 @@ class StepEncoder:
         self,
         batch: ForwardBatch,
         preparations: Sequence[Preparation],
-        tops: Sequence[int],
         checks: bool,
         news: AdapterNews,
     ) -> tuple[array[int], bool]:
@@ -117,10 +120,9 @@ class StepEncoder:
         ids.extend(_ids_behind(batch))
         shares = unseen or UNSEEN in ids
         out = array("i", [checks, shares, known, unseen, len(rows.sequences), count, rows.step, rows.longest])
-        out.extend(tops)
         out.append(len(preparations))
         for each in preparations:
-            _write_preparation(out, each, len(tops))
+            _write_preparation(out, each, self._groups)
         if not known:
             for column in columns:
                 out.extend(column)
@@ -197,8 +199,8 @@ class StepDecoder:
         """The step that numbers stand for."""
         read = iter(numbers)
         checks, shares, known, unseen, many, decodes, step, longest = _take(read, 8)
-        tops = _take(read, len(self._pools.groups))
-        preparations = [_read_preparation(read, len(tops)) for _ in range(next(read))]
+        groups = len(self._pools.groups)
+        preparations = [_read_preparation(read, groups) for _ in range(next(read))]
         if not known:
             row_ids, offsets, counts = (array("i", _take(read, many)) for _ in range(3))
             self._columns = (row_ids, offsets, counts)
@@ -235,7 +237,7 @@ class StepDecoder:
         inputs = self._enter(rows, ids[len(own) :], scored, read if next(read) else None)
         on_host = {row: token for row, token in zip(row_ids, own, strict=False) if token != UNSEEN}
         batch = ForwardBatch(rows, self._last_tokens, inputs, members[:decodes], self._adapters)
-        return Received(preparations, tops, bool(checks), bool(shares), on_host, batch, news)
+        return Received(preparations, bool(checks), bool(shares), on_host, batch, news)
 
     def _row(self, number: int) -> _RankRow:
         found = self._sequences.get(number)

@@ -39,6 +39,10 @@ class SharedInputs:
         number = self._numbers[group] = next(self._next)
         return number
 
+    def lose(self, group: SequenceGroup) -> None:
+        """Not all ranks have it: those that do may forget it."""
+        self._gone.append(self._numbers.pop(group))
+
     def of(self, group: SequenceGroup) -> int:
         """A request's number; 0 if it has none."""
         return self._numbers.get(group, 0)

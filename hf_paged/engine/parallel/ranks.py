@@ -19,9 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...model.symmetric_memory import end_waits
+from ...kv import is_out_of_memory
+from ...kv.budget import free_bytes
+from ...model.offloaded import input_device
+from ...model.symmetric_memory import end_waits, sums_of
 from ...model.tensor_parallel import mesh_of
 from .connections import Connections
+from .message import MessageKind
 from .packed import Packed, unpack
 
 HEAD = 1024
@@ -39,6 +43,8 @@ GOODBYE = 5.0
 FAULT = "fault"
 CLOSED = "closed"
 _numbers = itertools.count()
+_abandoned: set[Any] = set()
+"""Those whose engine was collected before it was closed."""
 
 
 class RankError(RuntimeError):
@@ -57,10 +63,10 @@ class Ranks:
         assert mesh is not None
         self.timeout = timeout
         self.model_group: dist.ProcessGroup = mesh.get_group()
+        self._device = input_device(model)
         members = dist.get_process_group_ranks(self.model_group)
         meeting = timedelta(seconds=max(timeout, MEETING))
         self._group = dist.new_group(members, timeout=meeting, backend="gloo", use_local_synchronization=True)
-        dist.distributed_c10d._set_pg_timeout(EVER, self._group)
         self._first = members[0]
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
@@ -78,7 +84,14 @@ class Ranks:
         self._sending: list[Any] = []
         """The message before, if it may be on its way."""
         self._head = torch.zeros(HEAD, dtype=torch.int32, device="cpu")
+        self._met = 0
+        """The model's collectives that this rank had begun when the ranks last met."""
         self._connections = Connections(self.rank, self.gather)
+        dist.distributed_c10d._set_pg_timeout(EVER, self._group)
+        self._left_early: dict[int, str] = {}
+        """The ranks that have closed their engine before rank 0 has, and why."""
+        self.ended_in_order = self.leads
+        """Whether rank 0 has closed, or this is it."""
         self._over = threading.Event()
         self._watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._over), daemon=True)
         self._watch.start()
@@ -149,6 +162,38 @@ class Ranks:
         smallest: list[int] = found.tolist()
         return smallest
 
+    def least(self, number: int, computed: bool = True) -> int:
+        """The smallest of a number on all ranks. computed: whether all have computed the same since they last
+        met; if they have not, later sums would be of different things, so the engine ends.
+        """
+        begun = self._begun()
+        smallest, fewest, most = self.smallest([number, begun, -begun])
+        self._met += begun
+        if computed and fewest != -most:
+            self.fail(f"ranks have computed different things ({fewest} to {-most} collectives); report this")
+            raise RankError(self.reason)
+        return smallest
+
+    def _begun(self) -> int:
+        """The model's collectives that this rank has begun since the ranks last met."""
+        return _begun(self.model_group) + sums_of(self.model_group) - self._met
+
+    def attempt(self, act: Callable[[], object], kind: type[Exception]) -> None:
+        """Do on every rank what takes memory and meets no other. If it fails on one, it does on all: with a
+        `kind` of error where it has not.
+        """
+        error: Exception | None = None
+        try:
+            act()
+        except Exception as trouble:
+            error = trouble
+        if not self.any(error is not None):
+            return
+        words = self.gather(None if error is None else _described(error))
+        if error is not None:
+            raise error
+        raise kind(next(f"rank {rank}: {each}" for rank, each in enumerate(words) if each is not None))
+
     def any(self, flag: bool, agreed: object = None) -> bool:
         """Whether it is true on any rank. agreed: what must be the same on all, or all raise RuntimeError."""
         digest = crc32(repr(agreed).encode())
@@ -172,17 +217,22 @@ class Ranks:
     def together(self, everyone: bool = True) -> Iterator[None]:
         """A stretch in which ranks wait for each other. An error that all of them raise is raised as it is;
         any other ends the engine on all ranks, with one RankError. everyone: whether all ranks come here.
+
+        Alike means that all have begun as many collectives: else some devices would wait in a sum that others
+        skip, and the next step would add up different things.
         """
         self.require_whole()
         outer = self._since
         self._point += everyone and outer is None
         try:
-            self._since = outer or time.monotonic()
+            if outer is None:
+                self._met += self._begun()
+                self._since = time.monotonic()
             yield
         except RankError:
             raise
         except Exception as error:
-            if outer is None and not self._alike(error):
+            if outer is None and not self._alike(error, everyone):
                 raise RankError(self.reason) from error
             raise
         except BaseException as error:
@@ -199,25 +249,39 @@ class Ranks:
 
     def fail(self, error: BaseException | str) -> None:
         """End the engine on all ranks. The first reason counts."""
-        what = error if isinstance(error, str) else f"rank {self.rank} raised {_described(error)}"
+        what = error if isinstance(error, str) else f"rank {self.rank} raised {self._described(error)}"
         with suppress(RuntimeError):  # the store's process may be gone
             what = self._store.compare_set(FAULT, "", what).decode() or what
         self._break_off(what)
 
-    def _alike(self, error: Exception) -> bool:
+    def _described(self, error: BaseException) -> str:
+        """An error in words; of one for want of memory also where, and what to do."""
+        words = _described(error)
+        if not is_out_of_memory(error):
+            return words
+        return (
+            f"{words} ({free_bytes(self._device)} bytes are free on its {self._device}). Other ranks were in "
+            "the middle of this step, so it cannot be repeated; lower max_batch_tokens, memory_fraction or "
+            "num_blocks, or free memory there, and start all ranks again"
+        )
+
+    def _alike(self, error: Exception, everyone: bool) -> bool:
         """Whether all ranks have raised an error of their own at this point. If not, the engine has ended."""
         lost = _is_lost_connection(error)
         missing = [0]
         try:
             self._store.set(f"here/{self._point}/{self.rank}", "1")
-            if not lost:
-                self._store.set(f"raised/{self._point}/{self.rank}", "1")
+            if not lost and everyone:
+                self._store.set(f"raised/{self._point}/{self.rank}", str(self._begun()))
             self.look()
             end = time.monotonic() + GRACE
             while time.monotonic() < end and self.reason is None:
                 missing = self._missing("here")
-                if not self._missing("raised"):
-                    return True
+                if everyone and not self._missing("raised"):
+                    keys = [f"raised/{self._point}/{each}" for each in range(self.size)]
+                    if len({self._store.get(key) for key in keys}) == 1:
+                        return True
+                    break
                 time.sleep(POLL / 10)
         except RuntimeError:  # the store's process is gone, and most likely rank 0 with it
             pass
@@ -252,8 +316,13 @@ class Ranks:
         for rank in self._connections.closed():
             with suppress(RuntimeError):  # the store's process may be gone
                 if self._store.check([f"left/{rank}"]):
+                    self._left_early[rank] = self._store.get(f"left/{rank}").decode()
                     continue
             self.fail(f"rank {rank} has ended")
+        if self._since is not None:
+            for rank, why in self._left_early.items():
+                if why:
+                    self.fail(f"rank {rank} {why}")
         since = self._since
         if since is not None and time.monotonic() - since > self.timeout:
             self.fail(
@@ -262,8 +331,7 @@ class Ranks:
 
     def _note_collectives(self) -> None:
         """Let the others know how many collectives this rank has begun."""
-        groups: tuple[Any, ...] = (self.model_group, self._group)
-        count = sum(group._get_sequence_number_for_group() for group in groups)
+        count = _begun(self.model_group) + sums_of(self.model_group) + _begun(self._group)
         if count != self._noted:
             self._noted = count
             self._store.set(f"collectives/{self.rank}", str(count))
@@ -290,15 +358,26 @@ class Ranks:
     # ---- the end
 
     def close(self) -> None:
-        """Leave the others. Twice is once."""
+        """Leave the others. Twice is once. If rank 0 goes on without this rank, it gets an error."""
         if not self._over.is_set():
+            error = sys.exception()
+            words = "has closed its engine, and rank 0 has not"
+            if error is not None:
+                words = f"raised {_described(error)}"
             with suppress(RuntimeError):  # the store's process may be gone
-                self._store.set(f"left/{self.rank}", "1")
+                self._store.set(f"left/{self.rank}", "" if self.ended_in_order else words)
         self._over.set()
         atexit.unregister(self._leave_at_exit)
         if threading.current_thread() is not self._watch:
             self._watch.join()
         self._connections.close()
+
+    def abandon(self) -> None:
+        """The engine is gone, and was not closed: the thread of this rank leaves the others. Finalizers run
+        in the middle of anything, so this only notes it.
+        """
+        if not self._over.is_set():
+            _abandoned.add(self)
 
     def announce_end(self, numbers: array[int]) -> None:
         """Rank 0 ends, with an error if it handles one: give the others its last message, if they take it.
@@ -339,6 +418,12 @@ def _watch(whose: weakref.ref[Ranks], over: threading.Event) -> None:
         ranks = whose()
         if ranks is None:
             return
+        if ranks in _abandoned:
+            if ranks.leads:
+                ranks.announce_end(array("i", [MessageKind.CLOSE]))
+            ranks.close()
+            _abandoned.discard(ranks)
+            return
         ranks.look()
         del ranks
 
@@ -365,6 +450,12 @@ def _end_waiting(group: dist.ProcessGroup, rank: int, size: int) -> None:
                 with suppress(RuntimeError):
                     nothing = torch.zeros(1, dtype=torch.int32, device="cpu")
                     own.recv([nothing], other, 2**30).wait(timedelta(milliseconds=1))
+
+
+def _begun(group: Any) -> int:
+    """The collectives of a process group that this process has begun."""
+    count: int = group._get_sequence_number_for_group()
+    return count
 
 
 def _is_lost_connection(error: Exception) -> bool:

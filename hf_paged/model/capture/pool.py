@@ -54,8 +54,45 @@ class _Key(NamedTuple):
     size: Size
 
 
+class _Prepared(NamedTuple):
+    """A step that is ready to be recorded."""
+
+    step: CapturedStep
+    layers: Fusion
+    lengths: LengthsOnDevice | None
+    known: bool
+    """Whether its code has been rehearsed."""
+    compiled: bool
+
+
 class _OtherState(RuntimeError):
     """The model has changed since its state was read."""
+
+
+class _OfAnotherRank(NotCapturable):
+    """A capture that another rank could not make; how it ended there is how it ends here."""
+
+    def __init__(self, outcome: int) -> None:
+        super().__init__("another rank could not capture it")
+        self.outcome = outcome
+
+
+class Unsteady(NotCapturable):
+    """The model's forward changes the model, so that no captured step would stay right."""
+
+
+UNSTEADY, FAILED, NO_MEMORY, OTHER_STATE, DIFFERS, DONE = range(6)
+"""How a capture ended; what was worst on any rank counts for all."""
+
+
+def outcome_of(trouble: Exception | None) -> int:
+    """What an error in a capture, or none, comes to."""
+    if isinstance(trouble, _OfAnotherRank):
+        return trouble.outcome
+    if trouble is not None and is_out_of_memory(trouble):
+        return NO_MEMORY
+    kinds = {type(None): DONE, Unsteady: UNSTEADY, _OtherState: OTHER_STATE}
+    return kinds.get(type(trouble), FAILED)
 
 
 class CapturePool:
@@ -88,8 +125,10 @@ class CapturePool:
         self.compilation = compilation
         self._most_bytes = most_bytes
         self._ready = ready
-        self._least: Callable[[int], int] | None = None
-        """The smallest of a number on all ranks, if several compute the model: all or none capture a step."""
+        self._least: Callable[[int, bool], int] | None = None
+        """The smallest of a number on all ranks, if several compute the model: all or none capture a step.
+        The flag says whether all have computed the same before.
+        """
         self._steps: OrderedDict[_Key, CapturedStep] = OrderedDict()
         self._seen: Counter[_Key] = Counter()
         self._states: list[StateKey] = []
@@ -249,7 +288,7 @@ class CapturePool:
         agreed = False
         try:
             if step is None:
-                step = self._capture_alike(key, source)
+                step = self._capture(key, source)
                 if stand_in is not None:
                     stand_in.padded = 0
             if source.comparable:
@@ -258,29 +297,30 @@ class CapturePool:
             trouble = error
         finally:
             self.seconds += time.perf_counter() - begin
-        trouble = self._of_any_rank(trouble)
-        if trouble is not None:
-            self._drop_failed(key, trouble)
+        worst = self._worst(outcome_of(trouble))
+        if worst != DONE:
+            self._drop_failed(key, worst, trouble or _OfAnotherRank(worst))
         elif step is not None and agreed:
             self._note_agreement(step, source, state)
         del trouble  # its traceback holds this frame, and with it the step's cache
 
-    def _drop_failed(self, key: _Key, error: Exception) -> None:
+    def _drop_failed(self, key: _Key, outcome: int, error: Exception) -> None:
         """Drop a step whose capture, or first comparison, has failed."""
         self._steps.pop(key, None)
-        if isinstance(error, _OtherState):
-            return
-        if is_out_of_memory(error) and self._least is None:  # else other ranks would not try with this one
+        self.unsteady |= outcome == UNSTEADY
+        if outcome == NO_MEMORY:
             self._seen[key] = -LATER
-        else:
+        elif outcome != OTHER_STATE:
             self._refuse(key, f"{type(error).__name__}: {error}".split("\n")[0])
 
-    def join(self, least: Callable[[int], int]) -> None:
-        """Capture the same steps as the pools of other ranks. least: the smallest of a number on all."""
+    def join(self, least: Callable[[int, bool], int]) -> None:
+        """Capture the same steps as the pools of other ranks. least: the smallest of a number on all, and
+        whether all have computed the same before.
+        """
         self._least = least
         self._ready = lambda size: True  # it compiles what is not ready by then
         if self._most_bytes is not None:
-            self._most_bytes = least(self._most_bytes)
+            self._most_bytes = least(self._most_bytes, True)
 
     def _refuse(self, key: Hashable, reason: str) -> None:
         if len(self.reasons) > MOST_REASONS:
@@ -291,11 +331,15 @@ class CapturePool:
 
     def _agrees(self, step: CapturedStep, source: StepSource[Any], answer: Any) -> bool:
         """Replay a step whose answer is known. If compiled layers differ, none are used any more."""
-        source.load(step)
-        step.replay()
-        if source.agrees(step, answer):
+
+        def compare() -> int:
+            source.load(step)
+            step.replay()
+            return DONE if source.agrees(step, answer) else DIFFERS
+
+        if self._alike(compare) == DONE:
             return True
-        source.recompute()
+        source.recompute()  # on all ranks, if it differs on one
         if not step.compiled:
             raise NotCapturable("its replay differs from the forward itself")
         assert self.compilation is not None
@@ -313,31 +357,47 @@ class CapturePool:
                 self._proven.clear()
             self._proven.add(code)
 
-    def _of_any_rank(self, trouble: Exception | None) -> Exception | None:
-        """What has failed on this rank or, if there are several, on any."""
-        if self._least is not None and not self._least(trouble is None):
-            return trouble or NotCapturable("another rank could not capture it")
-        return trouble
+    def _worst(self, outcome: int, computed: bool = True) -> int:
+        """The worst outcome of all ranks, if there are several."""
+        return outcome if self._least is None else int(self._least(outcome, computed))
 
-    def _capture_alike(self, key: _Key, source: StepSource[Any]) -> CapturedStep:
-        """Capture a step on all ranks: none replays what another one does not have."""
+    def _alike(self, act: Callable[[], int], computed: bool = True) -> int:
+        """How `act` ends, at worst, if it raises on no rank. computed: whether it computes; a recording does
+        not.
+        """
         try:
-            step = self._capture(key, source)
+            outcome = act()
         except Exception as error:
-            self._of_any_rank(error)
+            self._worst(outcome_of(error), computed)
             raise
-        trouble = self._of_any_rank(None)
-        if trouble is not None:
-            raise trouble
-        return step
+        worst = self._worst(outcome, computed)
+        if worst < DIFFERS:
+            raise _OfAnotherRank(worst)
+        return worst
 
     def _capture(self, key: _Key, source: StepSource[Any]) -> CapturedStep:
-        """Capture a step that has its answer already."""
+        """Capture a step that has its answer already, on all ranks: none replays what another lacks."""
+        found: list[Any] = []
+
+        def prepare() -> int:
+            found.append(self._prepare(key, source))
+            return DONE
+
+        def record() -> int:
+            found.append(self._record_prepared(key, source, found[0]))
+            return DONE
+
+        self._alike(prepare)
+        self._alike(record, computed=False)
+        step: CapturedStep = found[1]
+        return step
+
+    def _prepare(self, key: _Key, source: StepSource[Any]) -> _Prepared:
+        """Compute all that must be computed before a step is recorded."""
         snapshot = source.snapshot()
         if not snapshot.steady:
             raise NotCapturable("hooks that are not transformers' own, or active dropout, run in the model")
         model = source.model
-        device = source.device
         step: CapturedStep = source.prepare()
         step.size = key.size
         step.groups = source.groups
@@ -353,14 +413,18 @@ class CapturePool:
             self._rehearsed[code] = self._rehearse(source, step, fusion)
         compiled = self._compiled(source, step, fusion)
         if not source.snapshot().graph_key.same(snapshot.graph_key):
-            self.unsteady = True
-            raise NotCapturable("the model's forward changes the model")
+            raise Unsteady("the model's forward changes the model")
         if not snapshot.graph_key.same(key.state):
             raise _OtherState
         layers = compiled or fusion
         lengths = self._rehearsed[code]
         if known and self._least is not None:
             _forward(source, step, layers, lengths)  # not all ranks would fail where one does
+        return _Prepared(step, layers, lengths, known, compiled is not None)
+
+    def _record_prepared(self, key: _Key, source: StepSource[Any], ready: _Prepared) -> CapturedStep:
+        step, layers, lengths, known, compiled = ready
+        device = source.device
         reserved = _reserved(device)
         try:
             step.replay, answer = self._record(source, step, layers, lengths)
@@ -375,7 +439,7 @@ class CapturePool:
             _forward(source, step, layers, lengths)
             step.replay, answer = self._record(source, step, layers, lengths)
         step.keep(answer)
-        step.compiled = compiled is not None
+        step.compiled = compiled
         self._workspace_bytes += max(0, _reserved(device) - reserved)
         self._keep(key, step)
         return step
