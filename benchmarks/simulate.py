@@ -4,8 +4,22 @@
     python benchmarks/simulate.py --processes 2 --json scale.jsonl    # all, some 40 minutes on two cores
     python benchmarks/simulate.py --draw                              # docs/scale.svg, of docs/scale.md's tables
 
-Step times come from POINTS, KERNELS and PREFILL below, each a figure of docs/benchmarks.md. benchmarks/fleet.py says
-what is simulated and what is not.
+Step times come from POINTS, KERNELS and PREFILL below, each a figure of docs/benchmarks.md: 21.9 us for a token beyond
+the 1,024th of a step, 28.2 ns for a key that a row reads. Steps without prompts take 1.14 times the sum, fitted on the
+1,132 of the first run; that run took 198 steps with prompts, 3.69 s, and simulated 199, 3.71 s.
+
+A measured run is replayed as benchmarks/engine.py takes it: behind as many other requests, with the captures that the
+engine's own CapturePool decides on, each CAPTURE seconds. Later captures are few (2 to 4 in a warm run, as counted on the
+card) and fall when they fall: under a Poisson load they decide which first tokens are the last of a hundred.
+
+The tables of docs/scale.md: 2 of 16 cards run the scheduler, 60 s warm up and 20 s count, with 256 sequences and 2,048
+tokens a step at most. A turn on another card takes as long as one of the latest turns on the 2; far beyond the goals
+that sample is rough. Users are PagedAttention's figure 11 (161 and 338 tokens, lognormal) and ServeGen's turns (arXiv
+2505.09999: 3.5 a conversation, 100 s apart; that turns are geometric and pauses lognormal is assumed). A conversation
+begins anew before 8,192 tokens. HTTP, tokenizers, captures, failures, rush hours, networks that cards share and the
+price of hosts are left out. Rows by prefix are of 2026-11-23; the others route otherwise and are older, and one of them,
+run again, was the same. The row of 1,000 replicas had a rule of the simulator's own: the router's index of a million
+users would not fit that machine. benchmarks/fleet.py has the rest.
 """
 
 from __future__ import annotations
@@ -21,6 +35,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from chart import BOLD, tables
@@ -28,7 +43,11 @@ from fleet import Fleet, Outcome, Replica, Router, Setup, StepTimes, Turn, quant
 from plot import INK, Scale, text
 from traces import Ask, trace
 
-from hf_paged.scheduling import Limits
+from hf_paged.engine.decoding import HOLDERS
+from hf_paged.kv import Memory
+from hf_paged.model.capture.pool import CapturePool
+from hf_paged.model.capture.step import CapturedStep, Size, bucket_of
+from hf_paged.scheduling import Limits, StepPlan
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -100,6 +119,10 @@ DECODES = (1132, 9.75)
 """Steps without prompts of "512 requests, 256 at once", and their seconds ("Where it goes" in ENGINE)."""
 
 
+CAPTURE = 2.9 / 19
+"""Seconds, of the 19 captures of a new engine under "24 a second" in ENGINE."""
+
+
 def slope(points: Sequence[tuple[float, float]]) -> float:
     """Of the line with the least squares."""
     x = sum(each for each, _ in points) / len(points)
@@ -153,6 +176,8 @@ class Measured(NamedTuple):
     first: tuple[float, float] | None = None
     between: tuple[float, float] | None = None
     rate: float | None = None
+    warmed: float | None = None
+    """At which rate the requests before came; None if all were there at once."""
     caching: bool | None = None
     blocks: int = 60_000
     preemptions: int | None = None
@@ -168,8 +193,8 @@ RUNS = [
     Measured("8B, 512 at 256, 2 cards", SEVERAL, "8B", 2, 512, 256, 18154),
     Measured("8 a second, 192", ENGINE, "8B", 1, 192, 256, 2076, (0.02, 0.32), (6.75, 13.20), rate=8),
     Measured("24 a second, 256", ENGINE, "8B", 1, 256, 256, 4639, (0.11, 0.46), (12.34, 39.75), rate=24),
-    Measured("8 a second, 512, warm", ENGINE, "8B", 1, 512, 256, 2277, (0.02, 0.09), (5.90, 6.64), rate=8),
-    Measured("24 a second, 1,024, warm", ENGINE, "8B", 1, 1024, 256, 6644, (0.02, 0.07), (7.51, 9.21), rate=24),
+    Measured("8 a second, 512, warm", ENGINE, "8B", 1, 512, 256, 2277, (0.02, 0.09), (5.90, 6.64), rate=8, warmed=8),
+    Measured("24 a second, 1,024, warm", ENGINE, "8B", 1, 1024, 256, 6644, (0.02, 0.07), (7.51, 9.21), rate=24, warmed=24),
     Measured("1,024 tokens in common", ENGINE, "8B", 1, 64, 64, 3020, (0.46, 0.46), (6.87, 18.63), caching=True),
     Measured("the same, not cached", ENGINE, "8B", 1, 64, 64, 906, (1.15, 2.05), (32.58, 53.12), caching=False),
     Measured("512 at 256 on 3,091 blocks", ENGINE, "8B", 1, 512, 256, 8441, blocks=3091, preemptions=122),
@@ -211,17 +236,58 @@ def asks_of(run: Measured) -> list[Ask]:
     return [Ask([*common, *ask.prompt[:128]], 32) for ask in own]
 
 
-def replay(run: Measured, times: StepTimes) -> Replayed:
-    """Simulate a measured run."""
+class Captures(CapturePool):
+    """Which steps an engine captures, by its own rules; nothing is computed."""
+
+    def __init__(self) -> None:
+        super().__init__(Memory())
+        self._state: Any = object()
+
+    def _capture(self, key: Any, source: Any) -> CapturedStep:
+        step = CapturedStep()
+        step.size = key.size
+        step.trusted = True
+        self._steps[key] = step
+        self.counts["captured"] += 1
+        return step
+
+    def note(self, plan: StepPlan) -> float:
+        """Seconds of what is captured behind a step."""
+        batch = plan.batch
+        decodes = batch.decodes == len(batch.sequences)
+        single = all(count == 1 and samples for _, _, count, samples in batch.rows_behind)
+        rows = bucket_of(batch.decodes if decodes else batch.tokens, 8 if single else 4)
+        source: Any = SimpleNamespace(
+            size=Size("single" if single else "spans", rows), comparable=False, is_worth_it=lambda seen: True
+        )
+        before = self.counts["captured"]
+        stand_in = self.find(self._state, source.size, HOLDERS[source.size.form])
+        if stand_in is None or stand_in.size != source.size:
+            self.learn(self._state, source, None, stand_in)
+        return CAPTURE * (self.counts["captured"] - before)
+
+
+def replay(
+    run: Measured, times: StepTimes, captures: Captures | None = None, asks: Sequence[Ask] | None = None
+) -> Replayed:
+    """Simulate a measured run, or other requests in its place."""
     limits = Limits(max(2048, run.at_once), run.at_once)
     replica = Replica(times, run.blocks, limits, prefix_caching=run.caching is not False)
     decoding: list[float] = []
-    replica.watch = lambda plan, seconds: None if step_of(plan).pairs else decoding.append(seconds)
+    pauses = [0.0]
+
+    def watch(plan: StepPlan, seconds: float) -> None:
+        pauses.append(0.0 if captures is None else captures.note(plan))
+        if not step_of(plan).pairs:
+            decoding.append(seconds)
+
+    replica.watch = watch
+    rate = run.rate if asks is None else run.warmed
     chance = random.Random(2)
     sent = 0.0
     turns = []
-    for number, ask in enumerate(asks_of(run)):
-        sent += chance.expovariate(run.rate) if run.rate else 0.0
+    for number, ask in enumerate(asks_of(run) if asks is None else asks):
+        sent += chance.expovariate(rate) if rate else 0.0
         turns.append(Turn(number, len(ask.prompt), ask.new, ask.new, ids=tuple(ask.prompt), sent=sent))
     coming = deque(turns)
     now = 0.0
@@ -232,12 +298,22 @@ def replay(run: Measured, times: StepTimes) -> Replayed:
                 replica.submit(coming.popleft())
         end = replica.begin(now)
         assert end is not None
+        end += pauses[-1]
         while coming and coming[0].sent <= end:
             replica.submit(coming.popleft())
         for turn in replica.end(end):
             turn.finished = end
         now = end
     return Replayed(turns, now, replica.scheduler.counts["preemptions"], decoding)
+
+
+def measured_again(run: Measured) -> tuple[Replayed, int]:
+    """A measured run as it was taken, behind as many others: and how many steps were captured in it."""
+    times = fit(run.shape, run.cards)
+    captures = Captures()
+    replay(run, times, captures, trace("sharegpt", run.requests, SHAPES[run.shape].vocabulary, seed=1))
+    before = captures.counts["captured"]
+    return replay(run, times, captures), captures.counts["captured"] - before
 
 
 def show_validation() -> None:
@@ -247,15 +323,16 @@ def show_validation() -> None:
         f"8B, one card: {times.token * 1e6:.1f} us a token beyond {times.knots[-1][0]}, {times.key * 1e9:.1f} ns a key"
     )
     print(f"steps without prompts take {times.decode:.2f} of that")
-    columns = "run | tok/s | first token p50, s | p99 | between tokens p50, ms | p99 | preemptions"
+    columns = "run | tok/s | first token p50, s | p99 | between tokens p50, ms | p99 | preemptions | captures"
     head("Measured, simulated", *columns.split(" | "))
     for run in RUNS:
-        found = replay(run, fit(run.shape, run.cards))
+        found, captured = measured_again(run)
         cells = [beside(run.speed, found.speed, ",.0f")]
         for measured, simulated in ((run.first, found.first()), (run.between, found.between())):
             for i in range(2):
                 cells.append(beside(measured[i], simulated[i], ".2f") if measured else "")
         cells.append("" if run.preemptions is None else f"{run.preemptions}, {found.preemptions}")
+        cells.append(f"{captured}")
         line(run.name, *cells)
 
 

@@ -318,6 +318,18 @@ def test_a_measured_run_is_met() -> None:
     assert len(found.decoding) == pytest.approx(simulate.DECODES[0], rel=0.02)
 
 
+def test_a_warm_engine_captures_as_few_steps_as_on_the_card() -> None:
+    """By the engine's own rules: 3 were counted; a new engine captures most sizes once."""
+    (run,) = [each for each in simulate.RUNS if each.name == "8 a second, 512, warm"]
+    found, captured = simulate.measured_again(run)
+    assert 2 <= captured <= 4
+    assert found.speed == pytest.approx(run.speed, rel=0.1)
+    captures = simulate.Captures()
+    new = simulate.replay(run, simulate.fit(run.shape), captures)
+    assert captures.counts["captured"] > 10
+    assert new.between()[1] > found.between()[1]
+
+
 def test_the_plots_are_those_of_the_page() -> None:
     """`python benchmarks/simulate.py --draw` draws the tables of docs/scale.md anew."""
     page = (ROOT / "docs" / "scale.md").read_text()
