@@ -1,6 +1,6 @@
 """An engine on several ranks answers as in one process, and ends on all of them if one fails (C23, C41, C42).
 
-All cases of a number of ranks share one start of processes, which costs seconds: support/rank_cases.py has them.
+All cases share one start of a process, which costs seconds, and its forks: support/rank_cases.py has them.
 """
 
 from __future__ import annotations
@@ -21,26 +21,33 @@ import torch
 from rank_names import CASES
 
 ROOT = Path(__file__).parent.parent
-LIMIT = 300
-"""Seconds that all cases of a number of ranks may take."""
+LIMIT = 400
+"""Seconds that all cases may take."""
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def lines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """For a number of ranks what each case has left: rank by rank None or its error."""
     folder = tmp_path_factory.mktemp("ranks")
-    rank_models.save(folder)
-    return functools.cache(functools.partial(_run, folder))
-
-
-def _run(folder: Path, size: int) -> dict[str, list[str | None]]:
+    wanted: dict[int, list[str]] = {}
+    for item in request.session.items:
+        given = getattr(item, "callspec", None)
+        if given is not None and getattr(item, "function", None) is test_ranks:
+            wanted.setdefault(given.params["size"], []).append(given.params["case"])
     program = [str(ROOT / "tests" / "support" / "rank_cases.py"), str(folder)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    if torch.cuda.is_available():  # a device that a process has seen is of no use to its forks
+    if not torch.cuda.is_available():
+        _start([*program, *[f"{size}:{case}" for size, cases in wanted.items() for case in cases]])
+        return functools.partial(_found, folder)
+    rank_models.save(folder)
+    for size, cases in wanted.items():  # a device that a process has seen is of no use to its forks
         options = ["--nproc-per-node", str(size), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-        program = ["-m", "torch.distributed.run", *options, *program]
-    else:
-        environment["WORLD_SIZE"] = str(size)
+        _start(["-m", "torch.distributed.run", *options, *program, *cases])
+    return functools.partial(_found, folder)
+
+
+def _start(program: list[str]) -> None:
+    """Run it to its end, or to the end of its time."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     started = subprocess.Popen(
         [sys.executable, *program], env=environment, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -50,6 +57,9 @@ def _run(folder: Path, size: int) -> dict[str, list[str | None]]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)  # ranks too
         started.wait()
+
+
+def _found(folder: Path, size: int) -> dict[str, list[str | None]]:
     found: dict[str, list[str | None]] = {}
     for rank in range(size):
         file = folder / f"ranks-{size}-{rank}.jsonl"
