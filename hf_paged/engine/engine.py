@@ -1073,8 +1073,9 @@ class Engine:
         try:
             if self._leader is not None:
                 self._leader.add_adapter(name, layers, now=not self._paused)
-        except Exception:  # a rank has no memory for it
-            self._adapters.remove(name)
+        except Exception:
+            if name in self._adapters.numbers:
+                self._adapters.remove(name)
             raise
 
     @in_turn

@@ -1508,7 +1508,12 @@ def adapters_that_one_rank_has_no_memory_for(rank: int) -> None:
         patch.setattr(EngineAdapters, "hold", scarce(EngineAdapters.hold))
         patch.setattr(follower, "on_device", scarce(follower.on_device))
         if rank:
-            assert not engine.follow(lambda _: full.clear() or full.append(False))
+
+            def receive(scarcity: int) -> None:
+                full[0] = bool(scarcity)
+
+            assert engine.follow(receive)
+            assert not engine.follow(receive)
             assert list(engine.adapters()) == ["two"]
             return
         state = adapter_of("llama", 0, 4)
@@ -1524,6 +1529,15 @@ def adapters_that_one_rank_has_no_memory_for(rank: int) -> None:
         engine.add_adapter("two", state, lora(r=4))
         found = answers(engine.submit(PROMPTS[1], adapter="two", **GREEDY).result())
         assert found != right("llama", 1, 0, NEW)
+        engine.broadcast(1)
+        engine.pause()
+        engine.add_adapter("three", state, lora(r=4))  # the others get it when they follow
+        engine.resume()
+        waiting = engine.submit(PROMPTS[1], adapter="three", **GREEDY)
+        handle = engine.submit(PROMPTS[1], adapter="two", **GREEDY)
+        raises(MemoryError, "rank 1: MemoryError: full", handle.result)
+        assert answers(handle.result()) == found
+        assert "'three'" in str(waiting.result().error)
 
 
 def _full(*_: Any) -> Any:

@@ -167,19 +167,24 @@ class Leader:
 
     def _give_adapters(self) -> None:
         for number in list(self._untold):
-            name, layers = self._untold[number]
+            name, layers = self._untold.pop(number)
             if self._adapters.numbers.get(name) != number:
-                del self._untold[number]
                 continue  # it was removed before anything needed it
-            packed = Packed((name, number, layers))
-            with self.ranks.together():
-                message = array("i", [MessageKind.ADAPTER])
-                self._news().write(message)
-                self.ranks.send(message)
-                self.ranks.broadcast_object(packed)
-                self._numbers.add(number)
-                del self._untold[number]
-                self.ranks.attempt(lambda: None, MemoryError)  # all of them have it
+            try:
+                self._give_adapter(name, number, layers)
+            except Exception:  # a rank has no memory for it: no rank keeps it
+                self._adapters.remove(name)
+                raise
+
+    def _give_adapter(self, name: str, number: int, layers: Mapping[str, LowRank]) -> None:
+        packed = Packed((name, number, layers))
+        with self.ranks.together():
+            message = array("i", [MessageKind.ADAPTER])
+            self._news().write(message)
+            self.ranks.send(message)
+            self.ranks.broadcast_object(packed)
+            self._numbers.add(number)
+            self.ranks.attempt(lambda: None, MemoryError)  # all of them have it
 
     def wait(self, wait: Callable[[], bool], device: bool) -> bool:
         """Wait for tokens, which wait for all ranks; device: for all of its work, not for theirs alone.
