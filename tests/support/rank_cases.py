@@ -1674,6 +1674,8 @@ def fork() -> None:
     for name in (*DIVIDED, *SHOWN):
         if not (FOLDER / name).exists():
             whole(name).save_pretrained(FOLDER / name)
+    gc.collect()
+    gc.freeze()  # else every collection of a fork walks, and copies, all that was imported
     context = multiprocessing.get_context("fork")
     for size, names in wanted.items():
         with socket.socket() as probe:
