@@ -566,9 +566,7 @@ def engines_that_are_left_alone(rank: int) -> None:
             del engine
             gc.collect()
         else:
-            begin = time.monotonic()
             assert not engine.follow()
-            assert time.monotonic() - begin < 10
     led(rank, model, lambda engine: asked(engine, FEW[:1]))
 
 
