@@ -45,6 +45,8 @@ CLOSED = "closed"
 _numbers = itertools.count()
 _abandoned: set[Any] = set()
 """Those whose engine was collected before it was closed."""
+_leaving = threading.Lock()
+"""Held while one of these leaves."""
 
 
 class RankError(RuntimeError):
@@ -65,6 +67,9 @@ class Ranks:
         self.model_group: dist.ProcessGroup = mesh.get_group()
         self._device = input_device(model)
         members = dist.get_process_group_ranks(self.model_group)
+        with _leaving:  # a new group waits for other ranks, and no thread of this process runs meanwhile
+            for each in list(_abandoned):
+                each.leave()
         meeting = timedelta(seconds=max(timeout, MEETING))
         self._group = dist.new_group(members, timeout=meeting, backend="gloo", use_local_synchronization=True)
         self._first = members[0]
@@ -379,6 +384,14 @@ class Ranks:
         if not self._over.is_set():
             _abandoned.add(self)
 
+    def leave(self) -> None:
+        """Close what was abandoned, and let the others know."""
+        if self in _abandoned:
+            if self.leads:
+                self.announce_end(array("i", [MessageKind.CLOSE]))
+            self.close()
+            _abandoned.discard(self)
+
     def announce_end(self, numbers: array[int]) -> None:
         """Rank 0 ends, with an error if it handles one: give the others its last message, if they take it.
 
@@ -418,11 +431,11 @@ def _watch(whose: weakref.ref[Ranks], over: threading.Event) -> None:
         ranks = whose()
         if ranks is None:
             return
-        if ranks in _abandoned:
-            if ranks.leads:
-                ranks.announce_end(array("i", [MessageKind.CLOSE]))
-            ranks.close()
-            _abandoned.discard(ranks)
+        if ranks in _abandoned and _leaving.acquire(blocking=False):
+            try:
+                ranks.leave()
+            finally:
+                _leaving.release()
             return
         ranks.look()
         del ranks
