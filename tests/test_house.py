@@ -40,26 +40,26 @@ BELOW = {
 
 
 BUDGETS = {
-    "hf_paged": 970,
+    "hf_paged": 975,
     "hf_paged/blocks": 1740,
     "hf_paged/checking": 1000,
     "hf_paged/continuous": 1025,
     "hf_paged/demo": 250,
-    "hf_paged/engine": 6550,
+    "hf_paged/engine": 6605,
     "hf_paged/engine/multimodal": 970,
-    "hf_paged/engine/outputs": 560,
-    "hf_paged/engine/parallel": 1475,
+    "hf_paged/engine/outputs": 645,
+    "hf_paged/engine/parallel": 1675,
     "hf_paged/engine/requests": 1350,
-    "hf_paged/engine/sampling": 1940,
+    "hf_paged/engine/sampling": 1945,
     "hf_paged/generate": 2330,
-    "hf_paged/kv": 4010,
+    "hf_paged/kv": 4020,
     "hf_paged/model": 4180,
     "hf_paged/model/adapters": 1485,
-    "hf_paged/model/capture": 2345,
+    "hf_paged/model/capture": 2410,
     "hf_paged/model/invariant": 895,
-    "hf_paged/ray": 1255,
+    "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2420,
-    "hf_paged/serve": 8660,
+    "hf_paged/serve": 9040,
 }
 """The most lines of each folder."""
 
@@ -102,11 +102,11 @@ def test_imports_point_downwards(file: Path) -> None:
 
 
 FIGURES = run_path(str(ROOT / "scripts" / "figures"))
-MOST_PRIVATE = 57
+MOST_PRIVATE = 56
 """Places in tests that read or write a private attribute of the code."""
 MOST_PUBLIC = 24
 """Names in `hf_paged.__all__`."""
-MOST_CLASSES = 310
+MOST_CLASSES = 315
 """Classes of the code, as `scripts/figures` counts them."""
 
 

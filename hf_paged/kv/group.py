@@ -255,11 +255,11 @@ class LayerGroup:
             return
         for wanted in (min(self.pool.total, max(blocks, 2 * before)), blocks):
             try:
-                return self._back(wanted)
+                self._back(wanted)
+                return
             except (MemoryError, RuntimeError) as error:
                 if wanted == blocks or not is_out_of_memory(error):
                     raise self._translate(error, wanted) from error
-        return None
 
     def _back(self, blocks: int) -> None:
         """Move the stores, with their content, to memory for `blocks` blocks."""
