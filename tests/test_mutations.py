@@ -43,9 +43,9 @@ def _no_padding(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_window(patch: pytest.MonkeyPatch) -> None:
-    from hf_paged.kv.batch import Batch
+    from hf_paged.kv.batch import RowBatch
 
-    patch.setattr(Batch, "first_visible", lambda self, window: 0)
+    patch.setattr(RowBatch, "first_visible", lambda self, window: 0)
 
 
 def _beams(ids: torch.Tensor) -> dict[str, Any]:

@@ -51,6 +51,8 @@ class Process:
         else:
             self.popen = Command(*arguments)
         self.lines: list[dict[str, Any]] = []
+        self._others: list[str] = []
+        """What is written beside the log, as a traceback."""
         self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         self.url = self.wait_for("listening")["url"]
@@ -60,6 +62,8 @@ class Process:
         for line in self.popen.stderr:
             if line.startswith("{"):
                 self._news.put(json.loads(line))
+            else:
+                self._others.append(line)
         self._news.put(None)
 
     def wait_for(self, message: str | None) -> dict[str, Any]:
@@ -67,7 +71,7 @@ class Process:
         while True:
             line = self._news.get(timeout=120)
             if line is None:
-                assert message is None, "the process has ended"
+                assert message is None, f"the process has ended: {self.lines} {''.join(self._others)}"
                 return {}
             self.lines.append(line)
             if line["message"] == message:

@@ -18,6 +18,7 @@ pytest.importorskip("fastapi")
 
 from serving import serving
 
+from hf_paged import serve
 from hf_paged.serve import cli
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -31,6 +32,7 @@ def test_without_the_packages_the_error_names_the_extra(
     """Before the model is loaded."""
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "hf_paged.serve.spans", raising=False)
+    monkeypatch.delattr(serve, "spans", raising=False)
     assert cli.main(["serve", "demo", "--otlp-traces-endpoint", "http://127.0.0.1:4318/v1/traces"]) == 1
     assert "pip install 'hf_paged[otel]'" in capsys.readouterr().err
 
