@@ -248,10 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.refuse(unknown)
     try:
         return COMMANDS.get(given.command, info)(given)
-    except BrokenPipeError:  # the reader of the output, such as head, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except (ValueError, OSError, TypeError, ImportError) as error:
+        if isinstance(error, BrokenPipeError) and given.command != "serve":  # a reader, as head, has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
         print(f"{command.prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from multiprocessing.context import ForkProcess
 
+import torch
+
 
 class Command(ForkProcess):
     """`python -m hf_paged ARGUMENTS`, with what is used of subprocess.Popen. Where there is no fork it is refused.
@@ -29,6 +31,7 @@ class Command(ForkProcess):
         os.dup2(self._written, 2)
         os.close(self._written)
         sys.stderr = os.fdopen(2, "w", buffering=1)
+        torch.set_num_threads(1)  # makes torch's thread pool anew: two threads would race
         sys.argv = ["hf_paged", *self._arguments]
         runpy.run_module("hf_paged", run_name="__main__")
 
