@@ -82,13 +82,15 @@ class Server(uvicorn.Server):
         self._service.live.end()
         reports = logging.getLogger("uvicorn.error")
         reports.disabled = True  # it has a traceback for each request that is cut off
+        cut = len(self.server_state.tasks) if self.force_exit else 0  # some end with their connections
         try:
             await super().shutdown(sockets)
             left = list(self.server_state.tasks)
             for task in left:
                 task.cancel()
+            if cut or left:
+                log.warning("cut off", extra={"requests": max(cut, len(left))})
             if left:
-                log.warning("cut off", extra={"requests": len(left)})
                 await asyncio.wait(left, timeout=LAST_SECONDS)
             if self.force_exit:
                 await self.lifespan.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import selectors
 import socket
 from array import array
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ HEAD = 8
 """Bytes of the length before each message."""
 PIECE = 2**18
 """Bytes that are read at once."""
+WAKE_SECONDS = 0.5
+"""Between two looks for signals while nothing arrives."""
 
 
 # ---- to the engine
@@ -138,13 +141,24 @@ class Frames:
 
 
 def messages(connection: socket.socket) -> Iterator[Any]:
-    """The messages of a connection until the other end closes it."""
+    """The messages of a connection until the other end closes it.
+
+    A signal that the system gives to another thread does not end this one's wait, and its handler in Python
+    runs in the main thread alone: so no wait is long.
+    """
     frames = Frames()
-    try:
-        while data := connection.recv(PIECE):
-            yield from frames.add(data)
-    except ConnectionError:  # the other process was killed
-        return
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        try:
+            while True:
+                if not selector.select(WAKE_SECONDS):
+                    continue
+                data = connection.recv(PIECE)
+                if not data:
+                    return
+                yield from frames.add(data)
+        except ConnectionError:  # the other process was killed
+            return
 
 
 def first_message(connection: socket.socket) -> Any:

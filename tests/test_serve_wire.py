@@ -1,0 +1,40 @@
+"""What the processes of a server send each other."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from hf_paged.serve.wire import frame, messages
+
+
+def test_a_signal_that_another_thread_gets_is_handled_while_nothing_arrives() -> None:
+    """SIGTERM begins the drain while answers stream and no client asks anything."""
+    ours, theirs = socket.socketpair()
+    handled: list[float] = []
+    ended: list[float] = []
+
+    def other_thread() -> None:
+        time.sleep(0.2)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        time.sleep(2)
+        ended.append(time.monotonic())
+        theirs.sendall(frame("last"))
+        theirs.close()
+
+    before = signal.signal(signal.SIGUSR1, lambda number, _: handled.append(time.monotonic()))
+    try:
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        assert list(messages(ours)) == ["last"]
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        ours.close()
+    assert handled[0] < ended[0]
