@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from changed_models import PROMPT, Change, Steer, blind, noticed, scored, tuned_ask
-from families import BY_NAME, build
+from changed_models import PROMPT, Change, Steer, blind, noticed, scored, tuned_ask, two_adapters
 from model_checks import prefix_key
 from prefix_reuse import ask, continued, words
 
@@ -252,15 +251,7 @@ def test_c24_hooks_of_all_modules_keep_everything_private(llama: Any) -> None:
 
 @pytest.fixture
 def tuned() -> Any:
-    """A Llama with two adapters that do something."""
-    peft = pytest.importorskip("peft", reason="peft is an extra")
-    config = peft.LoraConfig(
-        r=4, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False
-    )
-    torch.manual_seed(0)
-    model = peft.get_peft_model(build(BY_NAME["llama"]), config, adapter_name="one")
-    model.add_adapter("two", config)
-    return model.eval()
+    return two_adapters()
 
 
 def switch(model: Any) -> None:

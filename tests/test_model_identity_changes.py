@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from changed_models import PROMPT, Steer, scored, tuned_ask
-from families import BY_NAME, build
+from changed_models import PROMPT, Steer, scored, tuned_ask, two_adapters
 from model_checks import blind_keys
 from prefix_reuse import ask, continued
 from transformers import LogitsProcessor, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
@@ -127,14 +126,7 @@ def test_a_hook_that_stays_is_noticed_by_calls_without_meddlers(llama: Any) -> N
 
 def test_c24_another_call_that_switches_adapters_meanwhile() -> None:
     """A thread that takes another adapter and puts the first one back, between two steps of a call."""
-    peft = pytest.importorskip("peft", reason="peft is an extra")
-    config = peft.LoraConfig(
-        r=4, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False
-    )
-    torch.manual_seed(0)
-    model = peft.get_peft_model(build(BY_NAME["llama"]), config, adapter_name="one")
-    model.add_adapter("two", config)
-    model.eval()
+    model = two_adapters()
     assert tuned_ask(model) == 45
 
     def switch() -> None:

@@ -151,10 +151,10 @@ def _judge(
             reason = f"logits agree ({far:.1e}); the draw fell on the other side of a rounded probability"
         elif is_tie(gap, noise):
             verdict = "rounding"
-            reason = f"a tie: {gap:.1e} relative_difference, rounding explains {2 * noise:.1e}"
+            reason = f"a tie: {gap:.1e} apart, rounding explains {2 * noise:.1e}"
         else:
             verdict = "mismatch"
-            reason = f"no tie: {gap:.1e} relative_difference, rounding explains {2 * noise:.1e}"
+            reason = f"no tie: {gap:.1e} apart, rounding explains {2 * noise:.1e}"
         # One of the verdicts.
         found.append(RowMismatch(row, step, *tokens, gap, far, verdict, reason))  # type: ignore[arg-type]
     return found

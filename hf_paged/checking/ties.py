@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from transformers import LogitsProcessor, LogitsProcessorList
 
 NOISE = {torch.float32: 2e-4, torch.bfloat16: 2**-5, torch.float16: 2**-8}
-"""How far two ways of computing a logit may lie relative_difference, relative to the largest one."""
+"""How far two ways of computing a logit may lie apart, relative to the largest one."""
 BEAMS = 4
 """Scores of beams add up logits of many steps: so many times as far they may lie apart."""
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}

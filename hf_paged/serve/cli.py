@@ -600,7 +600,7 @@ def chat_template_of(given: argparse.Namespace, tokenizer: Any) -> str | None:
             f"--chat-template is broken in line {error.lineno}: {error.message}; give a Jinja template"
         ) from error
     except Exception:  # it may want more than this message
-        return template
+        pass
     return template
 
 

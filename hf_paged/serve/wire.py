@@ -40,7 +40,7 @@ class Cancel(NamedTuple):
 
 
 class EngineCall(NamedTuple):
-    """EngineCall a function of the engine's."""
+    """Call a function of the engine's."""
 
     ticket: int
     name: str
@@ -64,7 +64,7 @@ class Failure(NamedTuple):
 
 
 class CallResult(NamedTuple):
-    """What became of a `Submit`, whose value is the request's number, or of a `EngineCall`."""
+    """What became of a `Submit`, whose value is the request's number, or of an `EngineCall`."""
 
     ticket: int
     value: Any = None

@@ -1,4 +1,4 @@
-"""Shared by the tests: PROMPT, Steer, blind, noticed, scored, tuned_ask."""
+"""Shared by the tests: PROMPT, Steer, blind, noticed, scored, tuned_ask, two_adapters."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import BY_NAME, build
 from model_checks import blind_keys
 from prefix_reuse import ask, words
 
@@ -65,6 +66,18 @@ class Steer:
             return output * 2
         output.mul_(2)
         return None
+
+
+def two_adapters() -> Any:
+    """A Llama with two adapters that do something, of which "one" is active."""
+    peft = pytest.importorskip("peft", reason="peft is an extra")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False
+    )
+    torch.manual_seed(0)
+    model = peft.get_peft_model(build(BY_NAME["llama"]), config, adapter_name="one")
+    model.add_adapter("two", config)
+    return model.eval()
 
 
 def tuned_ask(model: Any, ids: torch.Tensor = PROMPT, **arguments: Any) -> int:
