@@ -8,6 +8,8 @@ throughput    output tokens a second of a trace whose requests all come at once:
               processor worked: the engine's thread, its whole process, and the event loop of HTTP
 load          times to the first token and between tokens where requests come one by one, for the engine alone
               and for clients of the server
+vllm          the same clients at vLLM's server on the same card, where it is installed: a model of the same shape with
+              random weights of its own. The engine sleeps meanwhile
 
 HTTP is a process of its own, as in `hf-paged serve`, and so are the clients (serve_client.py), which send texts. The tokenizer is made here, of as many
 entries as the model has scores. Every run has a salt of its own, so none finds prefixes of another.
@@ -16,13 +18,16 @@ entries as the model has scores. Every run has a salt of its own, so none finds 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
+import os
 import random
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -47,7 +52,7 @@ from hf_paged.serve.server import tuned
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 BLANK = "Ġ"
 """How byte-level tokenizers write a blank."""
-START_SECONDS = 120
+START_SECONDS = 180
 CLIENT = Path(__file__).with_name("serve_client.py")
 
 
@@ -71,6 +76,29 @@ def tokenizer_of(size: int) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def await_server(port: int, path: str, process: subprocess.Popen[bytes] | None = None) -> None:
+    """Wait until a server, of this process if there is one, answers at this path."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}"):
+                return
+        except urllib.error.URLError as error:
+            if process is not None and process.poll() is not None:
+                raise RuntimeError(f"the server ended with exit code {process.returncode}") from error
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the server was not ready within {START_SECONDS} s") from error
+            time.sleep(0.1)
 
 
 class Ask(NamedTuple):
@@ -131,30 +159,49 @@ class Bench:
         """Have the process of HTTP serve the engine that is measured alone, too."""
         waiting = max(1024, 4 * self.options.requests)
         limits = ServerLimits(waiting=waiting, request_seconds=3600.0)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         options = ServerOptions(port=self.port, limits=limits)
         self.http = HttpProcess(HttpSpec(options, self.tokenizer, log_level="error"))
         thread = threading.Thread(target=self.http.serve, args=(self.engine,))
         thread.start()
         try:
-            self._await_server()
+            await_server(self.port, "/ready")
             yield
         finally:
             self.http.end()
             thread.join()
 
-    def _await_server(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
+    @contextmanager
+    def serving_with_vllm(self) -> Iterator[None]:
+        """Have vLLM's server answer instead. The engine sleeps, and gives it the memory."""
+        self.engine.sleep(level=2)
+        torch.cuda.empty_cache()
+        own, self.port = self.port, free_port()
+        with tempfile.TemporaryDirectory() as folder:
+            self.engine.model.config.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            log = Path(folder) / "log"
+            options = [
+                *("--model", folder, "--load-format", "dummy", "--dtype", self.options.dtype),
+                *("--max-num-seqs", str(self.options.at_once), "--port", str(self.port)),
+                *("--gpu-memory-utilization", "0.8", "--disable-uvicorn-access-log"),
+            ]
+            with log.open("w") as file:
+                server = subprocess.Popen(
+                    [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options],
+                    stdout=file, stderr=file, env={**os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0"},
+                )  # fmt: skip
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/ready"):
-                    return
-            except urllib.error.URLError as error:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"the server was not ready within {START_SECONDS} s") from error
-                time.sleep(0.1)
+                await_server(self.port, "/health", server)
+                yield
+            except Exception:
+                print(log.read_text()[-3000:], flush=True)
+                raise
+            finally:
+                server.terminate()
+                server.wait()
+                self.port = own
+                self.engine.wake_up()
 
     def measured(self, run: Callable[[], Run]) -> Run:
         """A run with the processor's time of the engine's thread, its process, and the event loop of HTTP."""
@@ -249,9 +296,14 @@ def throughput(bench: Bench) -> None:
 
 
 def load(bench: Bench) -> None:
+    load_table(bench, "serve load", {"the engine alone": bench.alone, "server, streams": bench.served})
+
+
+def load_table(bench: Bench, section: str, kinds: dict[str, Callable[..., Run]]) -> None:
+    """The same requests at the same moments, for each of these."""
     options = bench.options
     bench.report.table(
-        "serve load", f"Requests of the {options.trace} trace for {options.seconds:.0f} s, Poisson arrivals; p50 / p99",
+        section, f"Requests of the {options.trace} trace for {options.seconds:.0f} s, Poisson arrivals; p50 / p99",
         rate=("requests a second", ".1f"), who=("", ""), requests=("requests", "d"), first=("first token, ms", ""),
         gaps=("between tokens, ms", ""), speed=("tok/s", ".0f"),
     )  # fmt: skip
@@ -259,7 +311,7 @@ def load(bench: Bench) -> None:
         asks = bench.asks(max(2, round(rate * options.seconds)), seed=3)
         chance = random.Random(2)
         arrivals = list(accumulate(chance.expovariate(rate) for _ in asks))
-        for who, kind in (("the engine alone", bench.alone), ("server, streams", bench.served)):
+        for who, kind in kinds.items():
             with bench.report.surviving(f"load, {who}, {rate} a second"):
                 run = kind(asks, arrivals)
                 bench.report.row(
@@ -268,7 +320,24 @@ def load(bench: Bench) -> None:
                 )  # fmt: skip
 
 
-SECTIONS = {"throughput": throughput, "load": load}
+def vllm(bench: Bench) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        print("vLLM is not installed here", flush=True)
+        return
+    with bench.serving_with_vllm():
+        asks = bench.asks(bench.options.requests)
+        bench.served(bench.asks(bench.options.requests, seed=1))  # warm-up
+        bench.report.table(
+            "vllm throughput", f"vLLM's server: the {len(asks)} requests of serve throughput",
+            who=("", ""), speed=("tok/s, median", ".0f"), runs=("tok/s of each run", ""),
+        )  # fmt: skip
+        speeds = [bench.served(asks).speed for _ in range(bench.options.rounds)]
+        runs = ", ".join(f"{speed:.0f}" for speed in speeds)
+        bench.report.row(who="vLLM's server, streams", speed=statistics.median(speeds), runs=runs)
+        load_table(bench, "vllm load", {"vLLM's server, streams": bench.served})
+
+
+SECTIONS = {"throughput": throughput, "load": load, "vllm": vllm}
 
 
 def main() -> None:

@@ -51,8 +51,9 @@ class Client(asyncio.Protocol):
             raise SystemExit(f"a stream broke off: {answer[-500:]!r}")
         usage = answer[answer.rindex(b'"usage":') :]
         count = json.loads(usage[len(b'"usage":') : usage.index(b"}}") + 2])["completion_tokens"]
-        # The comment that opens a stream is no token.
-        return count, self.times[1:-BEHIND]
+        first_chunk = answer.partition(b"\r\n\r\n")[2].partition(b"\r\n")[2]
+        comments = int(first_chunk.startswith(b":"))  # a comment opens our streams
+        return count, self.times[comments:-BEHIND]
 
 
 async def run(port: int, bodies: list[dict[str, Any]], arrivals: list[float]) -> dict[str, Any]:
