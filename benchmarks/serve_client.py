@@ -49,8 +49,8 @@ class Client(asyncio.Protocol):
             return json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"], [self.end]
         if b"data: [DONE]" not in answer[-40:]:
             raise SystemExit(f"a stream broke off: {answer[-500:]!r}")
-        usage = answer[answer.rindex(b'"usage":') :]
-        count = json.loads(usage[len(b'"usage":') : usage.index(b"}}") + 2])["completion_tokens"]
+        usage = answer[answer.rindex(b'"usage":') + len(b'"usage":') :].decode()
+        count = json.JSONDecoder().raw_decode(usage.lstrip())[0]["completion_tokens"]
         first_chunk = answer.partition(b"\r\n\r\n")[2].partition(b"\r\n")[2]
         comments = int(first_chunk.startswith(b":"))  # a comment opens our streams
         return count, self.times[comments:-BEHIND]
