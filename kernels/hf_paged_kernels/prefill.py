@@ -152,7 +152,7 @@ def prefill(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["BORDERS", "LENGTHS", "STARTS"])
 def _prefill(
     Q, K, V, TABLE, BORDERS, LENGTHS, STARTS, OUT, SINKS, SLOPES, SPANS, scale_log2, q_token, q_head,
     out_token, out_head, table_row,
