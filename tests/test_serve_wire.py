@@ -38,3 +38,18 @@ def test_a_signal_that_another_thread_gets_is_handled_while_nothing_arrives() ->
         signal.signal(signal.SIGUSR1, before)
         ours.close()
     assert handled[0] < ended[0]
+
+
+def test_messages_end_where_this_process_closes_the_connection() -> None:
+    """As a benchmark does, which ends the server from another thread than the one that serves."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        found: list[object] = []
+        thread = threading.Thread(target=lambda: found.extend(messages(ours)))
+        thread.start()
+        theirs.sendall(frame("first"))
+        time.sleep(0.2)  # it waits for the next one
+        ours.close()
+        thread.join(10)
+        assert not thread.is_alive()
+    assert found == ["first"]

@@ -90,12 +90,12 @@ class HttpProcess:
         """Close the connection, with which the process ends: its exit code."""
         with contextlib.suppress(OSError):  # it is closed
             self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
         try:
             code = self._process.wait(LAST_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
+        self._connection.close()  # not earlier: a thread in `serve` would wait for a socket that is gone
         return code if code >= 0 else 128 - code
 
 

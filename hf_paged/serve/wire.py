@@ -152,6 +152,8 @@ def messages(connection: socket.socket) -> Iterator[Any]:
         try:
             while True:
                 if not selector.select(WAKE_SECONDS):
+                    if connection.fileno() < 0:  # closed by this process
+                        return
                     continue
                 data = connection.recv(PIECE)
                 if not data:
