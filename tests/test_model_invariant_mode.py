@@ -228,6 +228,18 @@ def test_the_mode_ends_with_its_block() -> None:
     assert torch.equal(F.linear(x, w), ordinary)
 
 
+def test_a_model_that_is_loaded_in_the_block(tmp_path: Any) -> None:
+    """Its modules have no numbers at first. TRL makes the reference of `beta` so, from the model's folder."""
+    model = build(BY_NAME["llama"])
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(3, 12)[None]
+    with batch_invariant(), torch.no_grad():
+        loaded = type(model).from_pretrained(tmp_path).eval()
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        shape = F.silu(F.conv1d(X.to("meta"), numbers(4, 7, 3).to("meta"))).shape
+    assert shape == F.conv1d(X, numbers(4, 7, 3)).shape
+
+
 def test_one_object_may_be_entered_again() -> None:
     """C44: its last block ends the mode, not an inner one."""
     mode = batch_invariant()

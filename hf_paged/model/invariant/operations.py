@@ -64,10 +64,13 @@ class Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if not invariant.get():
             return func(*args, **kwargs)
-        operation = self._known.get(func)
-        if operation is None:
-            operation = self._known[func] = self._find(func)
-        return operation(*args, **kwargs)
+        operation = self._known.get(func) or self._known.setdefault(func, self._find(func))
+        try:
+            return operation(*args, **kwargs)
+        except NotInvariant:
+            if any(getattr(each, "is_meta", False) for each in tree_leaves((args, kwargs))):
+                return func(*args, **kwargs)  # a model that is being loaded: shapes without numbers
+            raise
 
     def _find(self, func: Any) -> Operation:
         """What computes an operation of torch."""
