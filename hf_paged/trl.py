@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from itertools import cycle
 from typing import Any
 
 import torch
+from accelerate.utils import AutocastKwargs  # type: ignore[import-untyped]
 from transformers import GenerationConfig
 
 from .continuous.engines import engine_for
@@ -36,14 +39,15 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
             _count_positions(trainer.accelerator.unwrap_model(each))
     prompt_ids = _prompt_ids(prompts, trainer)
     config = _generation_config(trainer)
-    counts: dict[tuple[int, ...], int] = {}
-    for ids in prompt_ids:  # trainers repeat a prompt for each of its completions
-        counts[tuple(ids)] = counts.get(tuple(ids), 0) + 1
+    counts = Counter(map(tuple, prompt_ids))  # trainers repeat a prompt for each of its completions
     own = GenerationConfig(**config)
     alike = not own.do_sample and (own.num_beams or 1) == 1
     need = WorkloadNeed(len(prompts), max(map(len, prompt_ids)) + config["max_new_tokens"])
     handles: dict[tuple[int, ...], Handle] = {}
-    with evaluating(model):
+    # accelerate puts the outermost module under autocast, and an engine calls what peft wraps. Captured steps
+    # would read casts that are cached after these are freed.
+    precision = trainer.accelerator.autocast if hasattr(model, "get_base_model") else nullcontext
+    with evaluating(model), precision(AutocastKwargs(cache_enabled=False)):
         engine = engine_for(model, engine_options, need)
         try:
             for prompt, count in counts.items():
@@ -51,8 +55,7 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
                     list(prompt),
                     GenerationConfig(**{**config, "num_return_sequences": 1 if alike else count}),
                     logprobs=True,
-                    # Of the trainer's random state.
-                    seed=int(torch.randint(2**31, (), device="cpu", dtype=torch.long)),
+                    seed=int(torch.randint(2**31, (), device="cpu")),  # of the trainer's random state
                 )
             answers = {prompt: _sequences(handle.result()) for prompt, handle in handles.items()}
         finally:  # where one failed, the engine that stays has no use for the others
@@ -115,8 +118,7 @@ def _prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
     """The token ids of texts or chats, as the trainer's own code makes them."""
     processing = trainer.processing_class
     if isinstance(prompts[0], str):
-        ids: list[list[int]] = processing(text=prompts)["input_ids"]
-        return ids
+        return processing(text=prompts)["input_ids"]  # type: ignore[no-any-return]
     if any(_has_media(message) for chat in prompts for message in chat):
         raise ValueError(
             "hf_paged.trl.rollout_func takes texts; for prompts with pictures leave it out and set "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -28,7 +29,9 @@ NEW = 6
 def trainer() -> Any:
     """What rollout_func reads of a trainer."""
     model = demo.model().float().train()
-    accelerator = SimpleNamespace(state=SimpleNamespace(), unwrap_model=lambda model: model)
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(), unwrap_model=lambda model: model, autocast=lambda options: nullcontext()
+    )
     config = GenerationConfig(
         max_new_tokens=NEW,
         do_sample=True,
@@ -108,16 +111,18 @@ def test_new_weights_are_seen(trainer: Any) -> None:
 
 
 @compiles
-@pytest.mark.parametrize("name", ["llama", "peft", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "peft", "peft under autocast", "gpt2"])
 def test_the_bits_of_a_forward_padded_on_the_left(trainer: Any, name: str) -> None:
     """C44: a trainer's batch without positions, in batch-invariant arithmetic."""
     trainer.ref_model = None
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled="autocast" in name)
+    trainer.accelerator.autocast = lambda options: autocast(cache_enabled=options.cache_enabled)
     if name == "gpt2":  # positions that are learned
         trainer.model = model_of("gpt2").train()
         for module in trainer.model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
-    if name == "peft":
+    if "peft" in name:
         trainer.ref_model = demo.model()
         trainer.model = get_peft_model(trainer.model, lora(init_lora_weights=False)).train()
     rows = [[7, 8, 9], [10, 11, 12, 13, 14, 15, 16], [7, 8, 9]]
@@ -131,7 +136,9 @@ def test_the_bits_of_a_forward_padded_on_the_left(trainer: Any, name: str) -> No
         ids[row, 7 - len(prompt) : 7 + len(new)] = torch.tensor(prompt + new)
         mask[row, 7 - len(prompt) : 7 + len(new)] = 1
     with batch_invariant():
-        scores = (trainer.model(input_ids=ids, attention_mask=mask).logits / 0.7).log_softmax(-1)
+        with autocast():
+            logits = trainer.model(input_ids=ids, attention_mask=mask).logits.float()
+        scores = (logits / 0.7).log_softmax(-1)
     for row, new, own in zip(range(3), found["completion_ids"], found["logprobs"], strict=True):
         assert own == [scores[row, 6 + place, token].item() for place, token in enumerate(new)]
     for model in filter(None, (trainer.model, trainer.ref_model)):
@@ -158,13 +165,15 @@ needs_trl = pytest.mark.skipif(
 )
 
 
-def _train(folder: Any, kind: str, rollout: Any, note: Any = None, **options: Any) -> None:
+def _train(
+    folder: Any, kind: str, rollout: Any, note: Any = None, adapter: Any = None, **options: Any
+) -> None:
     """Two steps of TRL's trainer, whose model changes. note: gets each loss's inputs and log-probabilities."""
     import trl
     from datasets import Dataset
 
     model = demo.model().float()
-    before = model.lm_head.weight.detach().clone()
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
     given = {"bf16": False, **options}
     config = getattr(trl, f"{kind}Config")(
         str(folder),
@@ -185,6 +194,7 @@ def _train(folder: Any, kind: str, rollout: Any, note: Any = None, **options: An
         reward_funcs=lambda completions, **_: [float(len(each) % 5) for each in completions],
         processing_class=demo.tokenizer(),
         rollout_func=rollout,
+        peft_config=adapter,
     )
     if note is not None:
         compute, inputs_of = trainer._get_per_token_logps_and_entropies, trainer._prepare_inputs
@@ -200,9 +210,12 @@ def _train(folder: Any, kind: str, rollout: Any, note: Any = None, **options: An
             return inputs
 
         trainer._get_per_token_logps_and_entropies, trainer._prepare_inputs = computing, preparing
+    if adapter is not None:
+        before = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
     trainer.train()
-    assert not torch.equal(model.lm_head.weight, before)
-    drop_engine(model)
+    changed = {name for name, each in trainer.model.named_parameters() if not torch.equal(each, before[name])}
+    assert changed == {name for name in before if adapter is None or "lora" in name}
+    drop_engine(trainer.model)
 
 
 @needs_trl
@@ -213,15 +226,19 @@ def test_grpo(tmp_path: Any) -> None:
 
 @compiles
 @needs_trl
+@pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(("temperature", "autocast"), [(1.0, False), (0.7, True)])
 def test_trainers_and_samplers_numbers_are_the_same_bits(
-    tmp_path: Any, temperature: float, autocast: bool
+    tmp_path: Any, temperature: float, autocast: bool, adapted: bool
 ) -> None:
     """C44: of prompts of several lengths, in TRL's own loss."""
     noted: list[Any] = []
+    options = {"temperature": temperature, "beta": 0.04, "bf16": autocast}
+    if adapted:
+        options["adapter"] = lora(task_type="CAUSAL_LM")
     with batch_invariant():
         rollout = partial(rollout_func, batch_invariant=True)
-        _train(tmp_path, "GRPO", rollout, noted, temperature=temperature, beta=0.04, bf16=autocast)
+        _train(tmp_path, "GRPO", rollout, noted, **options)
     compared = 0
     inputs = None
     for each in noted:
