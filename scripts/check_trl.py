@@ -33,11 +33,13 @@ except ImportError as error:
     sys.exit(f"this needs TRL ({error}); pip install trl")
 
 PROMPTS, SAMPLES, NEW = 4, 4, 24
-EXPERIMENTAL = {"OnlineDPO": "online_dpo", "GKD": "gkd", "GOLD": "gold"}
+EXPERIMENTAL = {"OnlineDPO": "online_dpo", "SDFT": "sdft", "SDPO": "sdpo", "GKD": "gkd", "GOLD": "gold"}
 """Trainers outside of TRL's own front door, and where they are."""
 WITHOUT_FIELD = ("GKD", "GOLD")
 """Their configs have no cache_implementation; the trainer's generation_config takes the word."""
-REWARDED = ("GRPO", "RLOO", "OnlineDPO")
+REWARDED = ("GRPO", "RLOO", "OnlineDPO", "SDPO")
+GROUPED = ("GRPO", "RLOO", "SDPO")
+"""They repeat prompts themselves."""
 CHAT = "{% for each in messages %}{{ each.content }}{% endfor %}"
 
 
@@ -73,6 +75,8 @@ CASES = {
     "rloo": Case({}, trainer="RLOO"),
     "distillation": Case({}, trainer="Distillation"),
     "online-dpo": Case({}, trainer="OnlineDPO"),
+    "sdft": Case({}, trainer="SDFT"),
+    "sdpo": Case({}, trainer="SDPO"),
     "gkd": Case({"lmbda": 1.0}, trainer="GKD"),
     "gold": Case({"lmbda": 1.0}, trainer="GOLD"),
     "checkpointing": Case({"gradient_checkpointing": True}),
@@ -98,7 +102,7 @@ def options_of(trainer: str, word: str | None) -> dict[str, Any]:
     options: dict[str, Any] = {length: NEW}
     if trainer not in WITHOUT_FIELD:
         options["cache_implementation"] = word
-    if trainer in ("GRPO", "RLOO"):
+    if trainer in GROUPED:
         options["num_generations"] = SAMPLES
     return options
 
@@ -106,10 +110,11 @@ def options_of(trainer: str, word: str | None) -> dict[str, Any]:
 def data_of(trainer: str) -> Any:
     """Prompts, or for trainers that may also learn from answers conversations."""
     prompts = demo.prompts()[:12]
-    if trainer not in ("GRPO", "RLOO"):  # which repeat them themselves
+    if trainer not in GROUPED:
         prompts = prompts * SAMPLES
     if trainer not in WITHOUT_FIELD:
-        return Dataset.from_dict({"prompt": prompts})
+        hints = {} if trainer != "SDFT" else {"privileged_context": prompts[::-1]}
+        return Dataset.from_dict({"prompt": prompts, **hints})
     turns = [
         [{"role": "user", "content": each}, {"role": "assistant", "content": " The end."}] for each in prompts
     ]
@@ -159,9 +164,9 @@ def train(case: Case, word: str | None, steps: int) -> tuple[list[Any], Any, flo
             from peft import LoraConfig
 
             lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **case.lora)
-        source: dict[str, Any] = (
-            {"reward_funcs": reward} if case.trainer in REWARDED else {"teacher_model": teacher()}
-        )
+        source: dict[str, Any] = {"reward_funcs": reward} if case.trainer in REWARDED else {}
+        if case.trainer not in (*REWARDED, "SDFT"):
+            source["teacher_model"] = teacher()
         trainer = trainer_class(
             model=model,
             args=config,
