@@ -114,6 +114,14 @@ def test_a_model_in_half_precision_may_be_off_by_rounding(monkeypatch: pytest.Mo
         Engine(model)
 
 
+def test_a_model_under_autocast_may_be_off_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are float32, and its products are not."""
+    monkeypatch.setattr(probe, "CLOSE", {torch.float32: -1.0})  # which no logits are
+    model = build(BY_NAME["llama"])
+    with torch.autocast("cpu", torch.bfloat16):
+        Engine(model, num_blocks=8).close()
+
+
 def test_a_model_that_fails_is_refused() -> None:
     model = build(BY_NAME["llama"])
     model.model.norm.register_forward_hook(lambda *arguments: 1 / 0)

@@ -329,7 +329,10 @@ class Runner:
         """
         if self.eager.pools.config.batch_invariant:
             return None if torch.equal(right, found) else distance(right, found)
-        return far(right, found, self.eager.dtype, lambda: self._moved(rows, right, across))
+        kind, dtype = self.eager.device.type, self.eager.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        return far(right, found, dtype, lambda: self._moved(rows, right, across))
 
     def _moved(self, rows: list[list[int]], right: torch.Tensor, across: CrossInputs | None) -> float:
         """How far the logits after `rows` are from the right ones if every embedding is off by what rounding
