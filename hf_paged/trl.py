@@ -37,6 +37,9 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
     if engine_options.get("batch_invariant"):
         for each in filter(None, (model, getattr(trainer, "ref_model", None))):
             _count_positions(trainer.accelerator.unwrap_model(each))
+    head = model.get_output_embeddings()  # TRL's loss computes one that is cast to float32 without autocast
+    if getattr(trainer.args, "cast_lm_head_to_fp32", False) and not hasattr(head.forward, "__wrapped__"):
+        head.forward = torch.autocast(model.device.type, enabled=False)(head.forward)
     prompt_ids = _prompt_ids(prompts, trainer)
     config = _generation_config(trainer)
     counts = Counter(map(tuple, prompt_ids))  # trainers repeat a prompt for each of its completions
@@ -78,14 +81,13 @@ def _sequences(output: Any) -> Any:
 
 def _whole_model(trainer: Any) -> Any:
     """The trainer's model, if this process has all of it."""
-    accelerator = trainer.accelerator
     for part, name in (("deepspeed_plugin", "DeepSpeed"), ("fsdp_plugin", "FSDP")):
-        if getattr(accelerator.state, part, None) is not None:
+        if getattr(trainer.accelerator.state, part, None) is not None:
             raise ValueError(
                 f"{name} divides or moves the weights between steps, which hf_paged.trl.rollout_func does "
                 'not take; leave it out and set cache_implementation="paged"'
             )
-    return accelerator.unwrap_model(trainer.model)
+    return trainer.accelerator.unwrap_model(trainer.model)
 
 
 def _count_positions(model: Any) -> None:
@@ -116,15 +118,14 @@ def _generation_config(trainer: Any) -> dict[str, Any]:
 
 def _prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
     """The token ids of texts or chats, as the trainer's own code makes them."""
-    processing = trainer.processing_class
     if isinstance(prompts[0], str):
-        return processing(text=prompts)["input_ids"]  # type: ignore[no-any-return]
+        return trainer.processing_class(text=prompts)["input_ids"]  # type: ignore[no-any-return]
     if any(_has_media(message) for chat in prompts for message in chat):
         raise ValueError(
             "hf_paged.trl.rollout_func takes texts; for prompts with pictures leave it out and set "
             'cache_implementation="paged"'
         )
-    rendered: list[list[int]] = processing.apply_chat_template(
+    return trainer.processing_class.apply_chat_template(  # type: ignore[no-any-return]
         conversation=prompts,
         tools=getattr(trainer, "tools", None) or None,
         chat_template=getattr(trainer, "chat_template", None),
@@ -133,7 +134,6 @@ def _prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
         return_dict=True,
         **(getattr(trainer, "chat_template_kwargs", None) or {}),
     )["input_ids"]
-    return rendered
 
 
 def _has_media(message: Mapping[str, Any]) -> bool:

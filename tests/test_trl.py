@@ -41,7 +41,11 @@ def trainer() -> Any:
         cache_implementation="paged",
     )
     yield SimpleNamespace(
-        accelerator=accelerator, model=model, generation_config=config, processing_class=demo.tokenizer()
+        args=SimpleNamespace(),
+        accelerator=accelerator,
+        model=model,
+        generation_config=config,
+        processing_class=demo.tokenizer(),
     )
     drop_engine(model)
 
@@ -224,6 +228,29 @@ def test_grpo(tmp_path: Any) -> None:
     _train(tmp_path, "GRPO", rollout_func)
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_head_that_is_cast_to_float32(trainer: Any, adapted: bool) -> None:
+    """TRL's loss computes it outside of autocast, so the sampler does; it is wrapped once."""
+    trainer.args.cast_lm_head_to_fp32 = True
+    trainer.accelerator.autocast = lambda options: torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    head = trainer.model.lm_head
+    seen = []
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.nn.functional.linear(hidden.float(), head.weight.float()))
+        return seen[-1]
+
+    head.forward = forward
+    if adapted:
+        trainer.model = get_peft_model(trainer.model, lora())
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            rollout_func(demo.prompts()[:1], trainer)
+    assert {each.dtype for each in seen} == {torch.float32}
+    assert head.forward.__wrapped__ is forward
+    drop_engine(trainer.model)
+
+
 @compiles
 @needs_trl
 @pytest.mark.parametrize("adapted", [False, True])
@@ -236,6 +263,8 @@ def test_trainers_and_samplers_numbers_are_the_same_bits(
     options = {"temperature": temperature, "beta": 0.04, "bf16": autocast}
     if adapted:
         options["adapter"] = lora(task_type="CAUSAL_LM")
+    else:  # TRL cannot cast a head that peft has wrapped and that shares its weight
+        options["cast_lm_head_to_fp32"] = autocast
     with batch_invariant():
         rollout = partial(rollout_func, batch_invariant=True)
         _train(tmp_path, "GRPO", rollout, noted, **options)
