@@ -6,6 +6,7 @@ import ast
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -111,7 +112,8 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["serve", "demo", "--tensor-parallel-size=0"], "--tensor-parallel-size/--tp: expected a whole"),
         (["serve", "demo", "--por", "5"], "did you mean --port?"),
         (["serve"], "MODEL"),
-        (["sevre", "demo"], "serve"),
+        (["sevre", "demo"], "'trace'); did you mean serve?"),
+        (["serve", "demo", "--kernels", "tritn"], "did you mean triton?"),
         (["generate", "demo", "--prompt", "a", "--file", "b"], "give one of them"),
         (
             ["generate", "demo", "--device", "cpu", "--device-map", "auto", "--prompt", "a"],
@@ -267,6 +269,20 @@ def test_a_page_is_not_written_over_its_trace(capsys: pytest.CaptureFixture[str]
 def test_a_template_that_refuses_a_first_message_is_taken() -> None:
     refusing = "{{ raise_exception('tools alone') }}"
     assert chat_template_of(flags("--chat-template", refusing), demo.tokenizer()) == refusing
+
+
+@pytest.mark.parametrize("name", parser()[1])
+def test_the_help_of_a_command_has_an_example_of_its_flags(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    example = re.search(
+        rf"hf-paged {name}\b.*", capsys.readouterr().out.partition("positional")[0].partition(":\n")[2]
+    )
+    assert example is not None
+    flags = re.findall(r" (--[\w-]+)", example.string)
+    assert set(flags) <= parser()[1][name]._option_string_actions.keys()
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,43 @@ The first request to a server:
   curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
        -d '{"model": "demo", "prompt": "The fox", "max_tokens": 20}'
 """
+ABOUT = {
+    "serve": "serve a model over HTTP in OpenAI's form",
+    "generate": "answer a prompt in the terminal",
+    "chat": "talk with a model in the terminal",
+    "bench": "a model's speed here, beside stock generate()",
+    "completion": "print a script that completes commands in a shell",
+    "info": "versions, devices, kernels; what of a model runs on pages",
+    "trace": "show the map of the blocks of a trace file",
+}
+EXAMPLES = {
+    "serve": """
+  hf-paged serve demo             http://127.0.0.1:8000 in a browser shows the map of its blocks
+  hf-paged serve Qwen/Qwen3-8B --lora-modules poet=adapters/poet
+  hf-paged serve MODEL --host 0.0.0.0 --api-key-file keys
+""",
+    "generate": """
+  hf-paged generate MODEL --chat --prompt "What is a page table?" --temperature 0.7
+  hf-paged generate MODEL --file prompts.txt --lines > answers.jsonl
+""",
+    "chat": """
+  hf-paged chat MODEL --system "Answer in one sentence." --temperature 0.7
+""",
+    "bench": """
+  hf-paged bench MODEL --num-prompts 256 --input-len 512 --output-len 256 --out bench.svg
+""",
+    "completion": """
+  eval "$(hf-paged completion bash)"
+""",
+    "info": """
+  hf-paged info                   the installation
+  hf-paged info Qwen/Qwen3-8B     a model, without its weights
+""",
+    "trace": """
+  hf-paged trace steps.jsonl      engine.trace("steps.jsonl") wrote it
+  hf-paged trace steps.jsonl --html map.html
+""",
+}
 
 
 def parser() -> tuple[Parser, dict[str, Parser]]:
@@ -38,15 +75,8 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     top.add_argument("--version", action="version", version=f"hf_paged {hf_paged.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
     made = {
-        "serve": commands.add_parser("serve", help="serve a model over HTTP in OpenAI's form"),
-        "generate": commands.add_parser("generate", help="answer a prompt in the terminal"),
-        "chat": commands.add_parser("chat", help="talk with a model in the terminal"),
-        "bench": commands.add_parser("bench", help="a model's speed here, beside stock generate()"),
-        "completion": commands.add_parser(
-            "completion", help="print a script that completes commands in a shell"
-        ),
-        "info": commands.add_parser("info", help="versions, devices, kernels; what of a model runs on pages"),
-        "trace": commands.add_parser("trace", help="show the map of the blocks of a trace file"),
+        name: commands.add_parser(name, help=about, description=f"{about}:\n{EXAMPLES[name]}")
+        for name, about in ABOUT.items()
     }
     _add_serve(made["serve"])
     _add_trace(made["trace"])

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,7 +50,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
-        """Print a message and how to get help, and exit with 2."""
+        """Print a message and how to get help, and exit with 2. A choice that is none names the nearest."""
+        given, _, choices = message.partition(" (choose from ")
+        close = difflib.get_close_matches(
+            given.rpartition(": ")[2].strip("'"), re.findall(r"[\w-]+", choices), 1
+        )
+        message += f"; did you mean {close[0]}?" if close else ""
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help explains the flags\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
