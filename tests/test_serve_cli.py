@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -138,6 +139,15 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ["serve", "demo", "--max-model-len", "1"],
             "--max-model-len: expected a whole number from 2 on, got '1'",
         ),
+        (
+            ["serve", "demo", "--num-blocks", "9", "--gpu-memory-utilization", "0.5"],
+            "--num-blocks 9 and --gpu-memory-utilization 0.5 both size the pools; give one of them",
+        ),
+        (
+            ["serve", "demo", "--max-num-seqs", "64", "--max-num-batched-tokens", "32"],
+            "--max-num-batched-tokens 32 cannot hold one token of each of 64 sequences; raise it, or lower --max",
+        ),
+        (["serve", "demo", "--host", "192.0.2.1"], "cannot listen at --host 192.0.2.1 --port 8000 ("),
         (["serve", "demo", "--num-blocks", "0"], "--num-blocks: expected a whole number from 1 on, got '0'"),
         (["serve", "demo", "--gpu-memory-utilization", "9"], "expected a number from 0.001 to 1, got '9'"),
         (
@@ -314,6 +324,22 @@ def test_the_address_is_a_port_or_a_socket() -> None:
     assert (options.host, options.port, options.uds) == ("127.0.0.1", 8000, None)
     assert server_options(flags("--port", "0", "--host", "::1"), "demo").port == 0
     assert server_options(flags("--uds", "s"), "demo").uds == "s"
+
+
+@pytest.mark.parametrize("kind", ["port", "uds"])
+def test_an_address_that_is_taken_is_known_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    pytest.importorskip("fastapi")
+    monkeypatch.setattr("hf_paged.serve.loading.Source.load_processor", lambda self: pytest.fail("too late"))
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX if kind == "uds" else socket.AF_INET) as taken:
+        taken.bind(path if kind == "uds" else ("127.0.0.1", 0))
+        taken.listen()
+        address = path if kind == "uds" else str(taken.getsockname()[1])
+        said = failing(capsys, "serve", "demo", f"--{kind}", address)
+    assert f"--{kind} {address}" in said
+    assert "give" in said
 
 
 def test_sequences_longer_than_the_model_is_made_for_are_refused() -> None:

@@ -398,6 +398,7 @@ def serve(given: argparse.Namespace) -> int:
         from .http_process import HttpProcess, HttpSpec
         from .keys import Keys
         from .logs import set_up
+        from .server import require_address
     except ImportError as error:
         raise ImportError(f"the server needs {error.name}: pip install 'hf_paged[serve]'") from error
     from . import ranks
@@ -416,6 +417,7 @@ def serve(given: argparse.Namespace) -> int:
     if size > 1 and not ranks.leads():
         set_up(given.log_level, given.log_format)
         return ranks.follow(engine_of(given, source, shares, {}))
+    require_address(options)
     process = HttpProcess(fork=sys.platform == "linux")  # before there are threads
     try:
         set_up(given.log_level, given.log_format)
@@ -506,6 +508,16 @@ def engine_options(given: argparse.Namespace) -> dict[str, Any]:
     if given.compile and given.enforce_eager:
         raise ValueError(
             "--compile is for captured steps and --enforce-eager has none; leave one of them out"
+        )
+    if given.num_blocks is not None and given.gpu_memory_utilization is not None:
+        raise ValueError(
+            f"--num-blocks {given.num_blocks} and --gpu-memory-utilization {given.gpu_memory_utilization} "
+            "both size the pools; give one of them"
+        )
+    if given.max_num_seqs is not None and given.max_num_seqs > given.max_num_batched_tokens:
+        raise ValueError(
+            f"--max-num-batched-tokens {given.max_num_batched_tokens} cannot hold one token of each of "
+            f"{given.max_num_seqs} sequences; raise it, or lower --max-num-seqs"
         )
     adapters = {} if given.max_loras is None else {"max_adapters": given.max_loras}
     return {

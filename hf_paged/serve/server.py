@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -20,6 +21,7 @@ import uvicorn
 
 from .app import log, make_app
 from .connection import Connection
+from .options import ServerOptions
 from .service import Service
 
 LAST_SECONDS = 2
@@ -191,6 +193,30 @@ def tuned() -> Iterator[None]:
         gc.set_threshold(*thresholds)
         sys.setswitchinterval(interval)
         gc.unfreeze()
+
+
+def require_address(options: ServerOptions) -> None:
+    """ValueError if the server could not listen: to be known before a model is loaded."""
+    if options.uds is not None:
+        with _unix_socket(options.uds):
+            return
+    try:
+        found = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL and len(found) > 1:
+            return  # a name may have an address that is not this machine's
+        raise ValueError(
+            f"the server cannot listen at --host {options.host} --port {options.port} ({error.strerror}); "
+            "give an address of this machine and a free port, such as --port 0"
+        ) from error
 
 
 @contextlib.contextmanager
