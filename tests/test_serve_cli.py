@@ -206,7 +206,15 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ["serve", "demo", "--revision", "main"],
             "--revision main: demo is no checkpoint on the Hub; leave the flag out",
         ),
-        (["serve", "/no/such/folder"], "folder"),
+        (
+            ["serve", "/no/such/folder"],
+            "there is no folder /no/such/folder; give that of a model, a name on the",
+        ),
+        (["info", "./no-such-folder"], "there is no folder ./no-such-folder; give"),
+        (
+            ["bench", "demo", "--out", "a.png"],
+            "--out: a.png does not end with .svg, the format of the picture",
+        ),
         (["serve", "demo", "--otlp-traces-endpoint", "grpc://a:4317"], OTLP_ERROR),
         (["serve", "demo", "--root-path", "/v1"], "give the part before /v1"),
         (["serve", "demo", "--root-path", "/v1/chat"], "give the part before /v1"),

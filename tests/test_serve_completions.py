@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(served: Served) -> None:
     assert str(longest) in found["message"]
     assert found["code"] == "context_length_exceeded"
     assert served.refusal(prompt=[5] * longest)["code"] == "context_length_exceeded"
-    assert "vocabulary" in served.refusal(prompt=[5, 999999])["message"]
+    assert "0 to 847; POST /tokenize has the ids of a text" in served.refusal(prompt=[5, 999999])["message"]
     assert "vocabulary" in served.refusal(prompt=[-1])["message"]
     assert "limit is 32" in served.refusal(n=33, temperature=1)["message"]
     assert "at least one" in served.refusal(prompt="", add_special_tokens=False)["message"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import hf_paged
 
-from .flags import Parser, content_of, new_file, new_socket, number, some_text, utf8
+from .flags import Parser, content_of, new_file, new_picture, new_socket, number, some_text, utf8
 
 EPILOG = """\
 hf-paged serve demo                      serve the model that comes with hf_paged
@@ -253,7 +253,7 @@ def _add_bench(to: Parser) -> None:
     )
     load.add_argument("--seed", type=int, default=0)
     shown = to.add_argument_group("answer")
-    shown.add_argument("--out", type=new_file, metavar="FILE.svg", help="draw a picture")
+    shown.add_argument("--out", type=new_picture, metavar="FILE.svg", help="draw a picture")
     shown.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -120,6 +120,15 @@ def new_file(given: str) -> str:
     return given
 
 
+def new_picture(given: str) -> str:
+    """The type of a flag whose picture is written later, which has one format."""
+    if not given.endswith(".svg"):
+        raise argparse.ArgumentTypeError(
+            f"{given} does not end with .svg, the format of the picture; rename it"
+        )
+    return new_file(given)
+
+
 def new_socket(given: str) -> str:
     """The type of a flag whose Unix socket is made later."""
     size = len(os.fsencode(given))

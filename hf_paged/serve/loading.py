@@ -41,6 +41,10 @@ class Source:
     def __post_init__(self) -> None:
         if self.tensor_parallel_size > 1 and (self.device or self.device_map):
             raise ValueError("--tensor-parallel-size places the model; leave out --device and --device-map")
+        if self.model.startswith(("/", "./", "../", "~")) and not Path(self.model).is_dir():
+            raise ValueError(
+                f"there is no folder {self.model}; give that of a model, a name on the Hub, or {DEMO[0]}"
+            )
         dtype = getattr(torch, self.dtype, None)
         if self.dtype != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(

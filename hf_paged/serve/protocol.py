@@ -479,7 +479,8 @@ def fields_of(body: bytes, neutral: Mapping[str, tuple[tuple[Any, ...], str]] = 
             f"the body is not JSON in UTF-8: {error}; send an object", code="invalid_json"
         ) from error
     if not isinstance(found, dict):
-        raise invalid(f"the body is a JSON {type(found).__name__}, expected an object")
+        kind = {list: "list", str: "text", bool: "boolean"}.get(type(found), "number")
+        raise invalid(f"the body is a JSON {'null' if found is None else kind}; send an object")
     return {
         name: value
         for name, value in found.items()

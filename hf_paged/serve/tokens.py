@@ -211,7 +211,8 @@ class Tokenizer:
         if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
             wrong = next(each for each in ids if not 0 <= each < self.vocabulary)
             raise invalid(
-                f"{name} has the token id {wrong} and the vocabulary those from 0 to {self.vocabulary - 1}",
+                f"{name} has the token id {wrong} and the vocabulary those from 0 to {self.vocabulary - 1}; "
+                "POST /tokenize has the ids of a text",
                 name,
             )
         return ids
