@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -348,6 +349,24 @@ def test_an_address_that_is_taken_is_known_before_the_model_is_loaded(
         said = failing(capsys, "serve", "demo", f"--{kind}", address)
     assert f"--{kind} {address}" in said
     assert "give" in said
+
+
+def test_an_interrupt_ends_the_process_while_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As KeyboardInterrupt it may be raised in a destructor, which ignores it."""
+    pytest.importorskip("fastapi")
+    before = signal.getsignal(signal.SIGINT)
+    seen: list[Any] = []
+
+    def load(source: Any) -> None:
+        seen.append(signal.getsignal(signal.SIGINT))
+        raise ValueError("no model")
+
+    monkeypatch.setattr("hf_paged.serve.loading.Source.load", load)
+    assert "no model" in failing(capsys, "serve", "demo", "--port", "0")
+    assert seen == [signal.SIG_DFL]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_sequences_longer_than_the_model_is_made_for_are_refused() -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 import webbrowser
@@ -419,6 +420,7 @@ def serve(given: argparse.Namespace) -> int:
         return ranks.follow(engine_of(given, source, shares, {}))
     require_address(options)
     process = HttpProcess(fork=sys.platform == "linux")  # before there are threads
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # KeyboardInterrupt is lost within a destructor
     try:
         set_up(given.log_level, given.log_format)
         tokenizer = source.load_processor()
@@ -438,6 +440,7 @@ def serve(given: argparse.Namespace) -> int:
         _warn_if_open(options)
         return process.serve(engine)
     finally:
+        signal.signal(signal.SIGINT, interrupt)
         process.end()
 
 
