@@ -10,7 +10,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from accelerate.utils import AutocastKwargs  # type: ignore[import-untyped]
+from accelerate.utils import AutocastKwargs  # type: ignore[import-untyped]  # it ships no types
 from transformers import GenerationConfig
 
 from .continuous.engines import engine_for
@@ -40,7 +40,7 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
     head = model.get_output_embeddings()  # TRL's loss computes one that is cast to float32 without autocast
     if getattr(trainer.args, "cast_lm_head_to_fp32", False) and not hasattr(head.forward, "__wrapped__"):
         head.forward = torch.autocast(model.device.type, enabled=False)(head.forward)
-    prompt_ids = _prompt_ids(prompts, trainer)
+    prompt_ids: list[list[int]] = _prompt_ids(prompts, trainer)
     config = _generation_config(trainer)
     counts = Counter(map(tuple, prompt_ids))  # trainers repeat a prompt for each of its completions
     own = GenerationConfig(**config)
@@ -116,16 +116,16 @@ def _generation_config(trainer: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in OURS}
 
 
-def _prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
+def _prompt_ids(prompts: list[Any], trainer: Any) -> Any:
     """The token ids of texts or chats, as the trainer's own code makes them."""
     if isinstance(prompts[0], str):
-        return trainer.processing_class(text=prompts)["input_ids"]  # type: ignore[no-any-return]
+        return trainer.processing_class(text=prompts)["input_ids"]
     if any(_has_media(message) for chat in prompts for message in chat):
         raise ValueError(
             "hf_paged.trl.rollout_func takes texts; for prompts with pictures leave it out and set "
             'cache_implementation="paged"'
         )
-    return trainer.processing_class.apply_chat_template(  # type: ignore[no-any-return]
+    return trainer.processing_class.apply_chat_template(
         conversation=prompts,
         tools=getattr(trainer, "tools", None) or None,
         chat_template=getattr(trainer, "chat_template", None),

@@ -146,7 +146,8 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (
             ["serve", "demo", "--max-num-seqs", "64", "--max-num-batched-tokens", "32"],
-            "--max-num-batched-tokens 32 cannot hold one token of each of 64 sequences; raise it, or lower --max",
+            "--max-num-batched-tokens 32 cannot hold one token of each of 64 sequences; raise it, or "
+            "lower --max",
         ),
         (["serve", "demo", "--host", "192.0.2.1"], "cannot listen at --host 192.0.2.1 --port 8000 ("),
         (["serve", "demo", "--num-blocks", "0"], "--num-blocks: expected a whole number from 1 on, got '0'"),

@@ -329,9 +329,9 @@ class Runner:
         """
         if self.eager.pools.config.batch_invariant:
             return None if torch.equal(right, found) else distance(right, found)
-        kind, dtype = self.eager.device.type, self.eager.dtype
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
+        dtype = self.eager.dtype
+        if torch.is_autocast_enabled(self.eager.device.type):
+            dtype = torch.get_autocast_dtype(self.eager.device.type)
         return far(right, found, dtype, lambda: self._moved(rows, right, across))
 
     def _moved(self, rows: list[list[int]], right: torch.Tensor, across: CrossInputs | None) -> float:

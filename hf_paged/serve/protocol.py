@@ -479,8 +479,8 @@ def fields_of(body: bytes, neutral: Mapping[str, tuple[tuple[Any, ...], str]] = 
             f"the body is not JSON in UTF-8: {error}; send an object", code="invalid_json"
         ) from error
     if not isinstance(found, dict):
-        kind = {list: "list", str: "text", bool: "boolean"}.get(type(found), "number")
-        raise invalid(f"the body is a JSON {'null' if found is None else kind}; send an object")
+        kinds = {list: "list", str: "text", bool: "boolean", type(None): "null"}
+        raise invalid(f"the body is a JSON {kinds.get(type(found), 'number')}; send an object")
     return {
         name: value
         for name, value in found.items()
