@@ -186,6 +186,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
 
         def begin() -> None:
             self._require_running()
+            self._send_unsent()  # a caller on another rank may wait for these before it pauses
             self.engine.pause()
             self._pausing.append(me)
 
@@ -381,10 +382,12 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._give_out(new)
 
     def _give_out(self, outputs: list[GenerationOutput]) -> None:
-        """Deliver outputs here, and note them for the managers of other ranks."""
-        self.output_router.deliver_batch(outputs)
+        """Deliver outputs here, and note them for the managers of other ranks: before a caller here sees them,
+        and pauses.
+        """
         if self._broadcasts:
             self._unsent.put(outputs)
+        self.output_router.deliver_batch(outputs)
 
     def _broadcast(self) -> None:
         """Let the managers of other ranks deliver what was delivered here, unless they are paused."""

@@ -64,6 +64,7 @@ from transformers.generation.continuous_batching import RequestStatus
 
 import hf_paged
 from hf_paged.blocks import OutOfBlocks
+from hf_paged.continuous.manager import EngineBatchingManager
 from hf_paged.engine import Engine, RankError
 from hf_paged.engine.adapters import EngineAdapters
 from hf_paged.engine.in_flight import InFlightStep
@@ -1259,13 +1260,17 @@ def batches_on_pages() -> Iterator[None]:
 
 
 def a_manager_of_batches(rank: int) -> None:
-    """Streams, a pause in which all ranks change the weights, a request that is refused, and a stop."""
+    """Streams, a pause in which all ranks change the weights, a request that is refused, and a stop. Where
+    nothing else brings results to the other ranks, the pause and the stop do.
+    """
     model = loaded("llama")
     other = tf.AutoModelForCausalLM.from_pretrained(FOLDER / "llama").eval().to(model.device)
     config = tf.GenerationConfig(eos_token_id=-1, pad_token_id=0, **GREEDY)
-    with batches_on_pages():
+    with batches_on_pages(), pytest.MonkeyPatch.context() as patch:
         manager = model.init_continuous_batching(config, tf.ContinuousBatchingConfig(num_blocks=60))
-        for _ in range(2):
+        for busy in (False, True):
+            if busy:
+                patch.setattr(EngineBatchingManager, "_broadcast", lambda manager: None)
             expected = alone(other, PROMPTS[1], **GREEDY)
             manager.start()
             manager.add_request(PROMPTS[1], request_id="streamed", streaming=True)
