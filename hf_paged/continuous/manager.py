@@ -382,9 +382,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._give_out(new)
 
     def _give_out(self, outputs: list[GenerationOutput]) -> None:
-        """Deliver outputs here, and note them for the managers of other ranks: before a caller here sees them,
-        and pauses.
-        """
+        """Note outputs for the managers of other ranks, then deliver them here: a caller may pause then."""
         if self._broadcasts:
             self._unsent.put(outputs)
         self.output_router.deliver_batch(outputs)
