@@ -4,6 +4,7 @@ really made them.
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,8 @@ from tape import record
 
 import hf_paged
 from hf_paged.engine import Engine
+from hf_paged.engine.decoding import Decoding
+from hf_paged.engine.loop import StepLoop
 from hf_paged.kv import StaticBatch
 from hf_paged.model.capture.rehearsal import RECORDERS, Rehearsal
 from hf_paged.scheduling import StepPlan
@@ -42,6 +45,56 @@ def test_same_tokens_from_replays(name: str) -> None:
     for prompt, output in zip(PROMPTS, outputs, strict=False):
         assert answers(output) == alone(model, prompt, **GREEDY)
     assert answers(best) == alone(model, PROMPTS[3], num_beams=3, max_new_tokens=9, min_new_tokens=9)
+
+
+@pytest.mark.parametrize(("do_sample", "functions", "files"), [(False, 25, 12), (True, 35, 15)])
+def test_a_step_is_followed_in_few_hops(
+    do_sample: bool, functions: int, files: int, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a reader goes through from the plan of a replayed step to its tokens, in most steps: in others a
+    table gets a block. Whether the model is still the same is a question of its own.
+    """
+    steps: list[dict[tuple[str, str], None]] = []
+    aside: list[Any] = []
+
+    def follow(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "return" and aside and aside[-1] is frame:
+            aside.pop()
+        if event != "call" or aside or "hf_paged" not in code.co_filename or "<" in code.co_qualname:
+            return
+        if code is Decoding._check.__code__:
+            aside.append(frame)
+        steps[-1][code.co_filename, code.co_qualname] = None
+
+    def followed(loop: StepLoop) -> Any:
+        steps.append({})
+        sys.setprofile(follow)
+        try:
+            return step(loop)
+        finally:
+            sys.setprofile(None)
+
+    step = StepLoop.step
+    with Engine(llama, block_size=16) as engine:
+        options = {"max_new_tokens": 60, "eos_token_id": 299, "do_sample": do_sample, "seed": 1}
+        handles = [engine.submit(prompt, **options) for prompt in PROMPTS[:3]]
+        for _ in range(40):
+            engine.step()
+        before = counts(engine)["replayed"]
+        monkeypatch.setattr(StepLoop, "step", followed)
+        for _ in range(11):
+            engine.step()
+        monkeypatch.setattr(StepLoop, "step", step)
+        assert counts(engine)["replayed"] == before + 11
+        for handle in handles:
+            handle.cancel()
+    hops = sorted(steps, key=len)[len(steps) // 2]
+    names = [name for _, name in hops]
+    assert names[0] == "StepLoop.step"
+    assert "Scheduler.confirm" in names
+    assert len(hops) <= functions, names
+    assert len({file for file, _ in hops}) <= files, names
 
 
 def test_requests_come_and_go_over_one_graph(llama: Any) -> None:

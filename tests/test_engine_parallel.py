@@ -21,7 +21,7 @@ import torch
 from rank_names import CASES
 
 ROOT = Path(__file__).parent.parent
-LIMIT = 400
+LIMIT = 600
 """Seconds that all cases may take."""
 
 

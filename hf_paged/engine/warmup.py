@@ -11,7 +11,7 @@ import torch
 
 from ..kv import Layout, TritonOps
 from ..kv.ops import choose
-from ..kv.warmup import Attention, Job, Warming, compile_digest
+from ..kv.warmup import AttentionShape, Job, Warming, compile_digest
 from ..model.capture.fusion import Fusion
 from ..model.capture.step import Size, bucket_of
 from ..model.switch import original_implementation
@@ -57,7 +57,7 @@ class _Expected(NamedTuple):
     ops: TritonOps
     fusion: Fusion | None
     """The small operations of captured steps, if there are any."""
-    attentions: list[Attention]
+    attentions: list[AttentionShape]
     """Of each kind of layer."""
     dtype: torch.dtype
     vocabulary: int
@@ -82,7 +82,8 @@ def _expected(eager: EagerModel, captures: bool) -> _Expected | None:
     )
     block_size = eager.pools.config.block_size
     attentions = [
-        Attention(layout, query_heads, block_size, kind.window, softcap, turns) for kind in eager.pools.own
+        AttentionShape(layout, query_heads, block_size, kind.window, softcap, turns)
+        for kind in eager.pools.own
     ]
     return _Expected(ops, fusion, attentions, layout.dtype, config.vocab_size)
 
@@ -127,7 +128,7 @@ def later_jobs(eager: EagerModel) -> Sequence[tuple[Hashable, Sequence[Job]]]:
         ("sampling", sampling),
         ("spans", [*chunks, *fusion.calls(bucket_of(tokens), dtype)]),
     ]
-    known: dict[Attention, set[Any]] = {each: set() for each in attentions}
+    known: dict[AttentionShape, set[Any]] = {each: set() for each in attentions}
     for power in range((most - 1).bit_length(), 0, -1):
         rows = min(2**power, most)
         found.append(

@@ -20,6 +20,7 @@ from ..model.registry import memory_of
 from ..model.snapshot import CallSnapshots, call_snapshots
 from ..model.support import warn, why_left
 from ..model.switch import decoder_configs, modules_of, restore, switch
+from ..model.tensor_parallel import local_forwards
 from .cache import PagedCache
 from .forward import wrap
 
@@ -35,17 +36,20 @@ class _Plug:
         self.expanding = expanding_classes(model)
         wrapper = wrap(model, model.forward, bool(self.configs), may_skip_autograd(modules_of(model)))
         self.forward = ReplacedForward(model, model.__dict__.get("forward"), wrapper)
+        self.local_forwards = local_forwards(model)
 
     def plug_in(self) -> None:
         defer_expansion(self.expanding)
         switch(self.configs, NAME, self)
-        self.forward.replace()
+        for each in (self.forward, *self.local_forwards):
+            each.replace()
         self.plugged = True
 
     def unplug(self) -> None:
         self.plugged = False
         restore(self.configs, self)
-        self.forward.restore()  # a wrapper that stays only passes through without a paged cache
+        for each in (self.forward, *self.local_forwards):
+            each.restore()  # a wrapper that stays only passes through without a paged cache
 
 
 _plugs: weakref.WeakKeyDictionary[nn.Module, _Plug] = weakref.WeakKeyDictionary()

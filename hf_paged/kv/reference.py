@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .batch import Batch
 
 
-class Invariant(threading.local):
+class InvariantFlag(threading.local):
     """Whether what is computed must not depend on the batch; torch's attention is replaced then."""
 
     wanted: ContextVar[bool] = ContextVar("hf_paged_batch_invariant", default=False)
@@ -21,7 +21,7 @@ class Invariant(threading.local):
         return self.entered and self.wanted.get()
 
 
-invariant = Invariant()
+invariant = InvariantFlag()
 
 
 def write(data: torch.Tensor, batch: Batch, tokens: torch.Tensor) -> None:

@@ -123,7 +123,7 @@ class Warming:
             return None
 
 
-class Attention(NamedTuple):
+class AttentionShape(NamedTuple):
     """What the attention of a kind of layers is like, as far as one can know before it runs."""
 
     layout: Layout

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 from ray.data import ActorPoolStrategy, Dataset
@@ -18,8 +17,7 @@ Factory = Callable[[], tuple[Any, Any]]
 """Makes a model and its tokenizer, in the worker."""
 
 
-@dataclass(frozen=True)
-class BatchJob:
+class BatchJob(NamedTuple):
     """What every worker is given: where its model comes from, what it reads and what it writes."""
 
     model: str | Factory

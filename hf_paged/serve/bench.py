@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -53,8 +53,7 @@ class Load:
         return list(zip(ids, lengths, strict=True))
 
 
-@dataclass(frozen=True)
-class Speed:
+class Speed(NamedTuple):
     """What was measured: tokens a second of all answers, and milliseconds as the clients see them."""
 
     who: str
@@ -166,7 +165,9 @@ def run(source: Source, load: Load, options: dict[str, Any], picture: str | None
     found = measure(model, load, options)
     facts = described(source, model, load)
     if as_json:
-        print(json.dumps({"facts": facts, "load": asdict(load), "speeds": [asdict(each) for each in found]}))
+        print(
+            json.dumps({"facts": facts, "load": asdict(load), "speeds": [each._asdict() for each in found]})
+        )
     else:
         print("\n".join([*facts, "", *table(found)]))
     if picture is not None:

@@ -10,9 +10,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..engine import Engine
 from . import logs
@@ -27,8 +26,7 @@ LAST_SECONDS = 15.0
 """For the process to end behind its connection."""
 
 
-@dataclass(frozen=True)
-class HttpSpec:
+class HttpSpec(NamedTuple):
     """What the process of HTTP is started with.
 
     tokenizer: the model's, or its processor. template: how chats are written, instead of its chat template.

@@ -26,7 +26,7 @@ from .tokens import Tokenizer
 from .turns import BODIES, EVENTS, Turns
 
 if TYPE_CHECKING:
-    from .spans import Spans
+    from .spans import RequestSpans
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Service:
     structured: StructuredOutput
     replies: Replies
     longest: int
-    spans: Spans | None
+    spans: RequestSpans | None
     created: float = field(default_factory=time.time)
 
     @classmethod
@@ -147,10 +147,10 @@ class Service:
         return [AnswerText(decoder, request.stop or (), keep, hidden) for _ in range(request.drawn)]
 
 
-def _spans(endpoint: str | None) -> Spans | None:
+def _spans(endpoint: str | None) -> RequestSpans | None:
     """What makes spans; its packages are imported here, for servers that have a collector."""
     if endpoint is None:
         return None
-    from .spans import Spans
+    from .spans import RequestSpans
 
-    return Spans(endpoint)
+    return RequestSpans(endpoint)

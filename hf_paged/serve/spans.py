@@ -42,7 +42,7 @@ LAST_SECONDS = 2.0
 """For spans that have not been sent when the server ends."""
 
 
-class Spans:
+class RequestSpans:
     """Makes a span of each request for answers when it ends, and sends spans from a thread of its own.
 
     A collector that does not answer holds up nothing: at most 2,048 spans wait, further ones are dropped.

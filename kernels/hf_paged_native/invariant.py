@@ -16,7 +16,7 @@ MAPS = (
 )  # fmt: skip
 
 
-class _Product(ctypes.Structure):
+class _ProductStruct(ctypes.Structure):
     """`Product` of invariant.cpp."""
 
     _fields_ = [
@@ -27,7 +27,7 @@ class _Product(ctypes.Structure):
     ]
 
 
-class _Attention(ctypes.Structure):
+class _AttentionStruct(ctypes.Structure):
     """`Attention` of invariant.cpp."""
 
     _fields_ = [
@@ -80,7 +80,7 @@ class InvariantFunctions:
         bias = None if bias is None else bias.contiguous()
         columns = w.shape[1 if lanes else 2]
         out = torch.empty(*x.shape[:2], columns, dtype=x.dtype, device="cpu")
-        call = _Product(
+        call = _ProductStruct(
             x=x.data_ptr(), w=w.data_ptr(), bias=None if bias is None else bias.data_ptr(),
             out=out.data_ptr(), batches=x.shape[0], rows=x.shape[1], columns=columns, depth=x.shape[2],
             x_batch=x.stride(0), x_row=x.stride(1), w_batch=w.stride(0), w_row=w.stride(1),
@@ -148,7 +148,7 @@ class InvariantFunctions:
             strides = mask.stride()
         sinks = None if sinks is None else sinks.float().contiguous()
         out = torch.empty(batches, heads, tokens, values.shape[3], dtype=query.dtype, device="cpu")
-        call = _Attention(
+        call = _AttentionStruct(
             query=query.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(),
             mask=None if mask is None else mask.data_ptr(), sinks=None if sinks is None else sinks.data_ptr(),
             out=out.data_ptr(), batches=batches, heads=heads, group=heads // keys.shape[1], tokens=tokens,

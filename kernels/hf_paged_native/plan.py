@@ -14,7 +14,7 @@ from .building import Unavailable
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-class _Step(ctypes.Structure):
+class _StepStruct(ctypes.Structure):
     """`Step` of paged.cpp."""
 
     _fields_ = [
@@ -26,7 +26,7 @@ class _Step(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _Strides(ctypes.Structure):
+class _StridesStruct(ctypes.Structure):
     """`Strides` of paged.cpp."""
 
     _fields_ = [(name, c_int64) for name in ("row", "head", "token")]
@@ -90,7 +90,7 @@ def _address(library: ctypes.CDLL, name: str) -> int | None:
     return None if function is None else ctypes.cast(function, c_void_p).value
 
 
-class _Plan:
+class _Launch:
     """What the library must know about a step beside the layers' own tensors. It lives as long as its shapes
     last.
 
@@ -105,7 +105,7 @@ class _Plan:
             if data.device.type != "cpu":  # its address means nothing here
                 raise ValueError(f"Invalid device of keys or values: expected cpu, got {data.device}")
         self.library = library
-        self.step = _Step(
+        self.step = _StepStruct(
             block_size=block_size, tokens=tokens, heads=heads, group=1, key_dim=key_dim,
             value_dim=values.shape[2],
             key_slot=keys.stride(0), key_head=keys.stride(1), value_slot=values.stride(0),
@@ -127,7 +127,7 @@ class _Plan:
         self._kept = (table, lengths)
 
 
-class Write(_Plan):
+class Write(_Launch):
     """The write of a step's keys [rows, heads, tokens, key_dim] and values [rows, heads, tokens,
     value_dim].
     """
@@ -142,7 +142,7 @@ class Write(_Plan):
         block_size: int,
     ) -> None:
         super().__init__(library, key_pool, value_pool, block_size, keys.shape[2])
-        self._strides = _Strides(*keys.stride()[:3]), _Strides(*values.stride()[:3])
+        self._strides = _StridesStruct(*keys.stride()[:3]), _StridesStruct(*values.stride()[:3])
         self._of_keys, self._of_values = (ctypes.addressof(strides) for strides in self._strides)
 
     def run(
@@ -160,7 +160,7 @@ class Write(_Plan):
         )
 
 
-class Attend(_Plan):
+class Attend(_Launch):
     """Attention of query [rows, query_heads, tokens, key_dim] over pages.
 
     window: how far back a token sees, itself included. causal: whether it sees only what is at or before it;
@@ -182,7 +182,7 @@ class Attend(_Plan):
         self.step.window = window or 0
         self.step.causal = causal
         self.scale = query.shape[3] ** -0.5
-        self._strides = _Strides(*query.stride()[:3])
+        self._strides = _StridesStruct(*query.stride()[:3])
         self._of_query = ctypes.addressof(self._strides)
         self._shape = (query.shape[0], query.shape[2], query.shape[1], values.shape[2])
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")

@@ -75,6 +75,7 @@ from hf_paged.engine.support import Unservable
 from hf_paged.kv import HostBlocks, budget, group
 from hf_paged.model.adapters.loading import load_adapter
 from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.capture.replay import captures_of
 from hf_paged.model.tensor_parallel import mesh_of
 
 FOLDER = Path(sys.argv[1])
@@ -90,6 +91,13 @@ SMALL = {
     "max_batch_sequences": 6,
     "rank_timeout": 20.0,
 }
+
+
+meshes = functools.cache(dist.init_device_mesh)
+"""One mesh for all models that are divided alike: transformers makes one for each, with groups whose threads poll
+for as long as the process lives.
+"""
+dist.init_device_mesh = meshes
 
 
 @functools.cache
@@ -508,8 +516,9 @@ def no_memory_for_rank_0_to_sample(rank: int) -> None:
     led(rank, loaded("llama"), act)
 
 
-def no_memory_for_a_capture_on_one_rank(rank: int) -> None:
-    """All ranks try it again later, as one process does."""
+@contextmanager
+def first_capture_without_memory(on: bool) -> Iterator[None]:
+    """The first recording of this process finds no memory; it is tried again a few steps later."""
     device = "cuda" if CUDA else "cpu"
     own = RECORDERS.get(device)
     tries = [0]
@@ -517,7 +526,7 @@ def no_memory_for_a_capture_on_one_rank(rank: int) -> None:
     def scarce(*given: Any) -> Any:
         found = (own or record)(*given)
         tries[0] += 1
-        if rank and tries[0] == 1:
+        if on and tries[0] == 1:
             raise torch.OutOfMemoryError("no memory on purpose")
         return found
 
@@ -525,11 +534,17 @@ def no_memory_for_a_capture_on_one_rank(rank: int) -> None:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("hf_paged.model.capture.pool.LATER", 6)
-            stats = compare("llama", rank, FEW, run_ahead=True)
+            yield
     finally:
         RECORDERS.pop(device)
         if own is not None:
             RECORDERS[device] = own
+
+
+def no_memory_for_a_capture_on_one_rank(rank: int) -> None:
+    """All ranks try it again later, as one process does."""
+    with first_capture_without_memory(rank == 1):
+        stats = compare("llama", rank, FEW, run_ahead=True)
     if rank == 0:
         assert stats["graphs"]["replayed"] > 5, stats["graphs"]
         assert not stats["graphs"].get("refused"), stats["graphs"]
@@ -1115,6 +1130,37 @@ def generate(rank: int) -> None:
             assert found == generated(whole(name), mode), (name, mode)
 
 
+def captured_steps_of_generate(rank: int) -> None:
+    """All ranks have the same ones: also after one had no memory for its own, or lost them."""
+    model, one = loaded("llama"), whole("llama")
+    pool = captures_of(model).pool
+
+    def compared() -> int:
+        """The replays of all modes, alike on all ranks."""
+        before = pool.counts["replayed"]
+        for mode in MODES:
+            found = generated(model, mode, cache_implementation="paged")
+            assert found == generated(one, mode), mode
+        replayed = pool.counts["replayed"] - before
+        all_of_them: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_of_them, (replayed, [size[1:] for size in pool.sizes()]))
+        assert all(each == all_of_them[0] for each in all_of_them), all_of_them
+        return replayed
+
+    with first_capture_without_memory(rank == 1), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
+        for _ in range(3):
+            many = compared()
+        assert many > 10
+        assert not pool.counts["refused"], pool.reasons
+        if rank == 1:
+            pool.drop()
+        assert compared() < many
+        for _ in range(2):
+            again = compared()
+        assert again == many
+
+
 CALLS = ("assisted", "prompt-lookup", "chunks", "beam-sample", "everything", "everything-beams")
 
 
@@ -1450,6 +1496,7 @@ def weights_that_fsdp_gathers(rank: int) -> None:
 
 def begin_again(number: int) -> None:
     """New process groups."""
+    meshes.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group(

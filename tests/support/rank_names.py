@@ -47,6 +47,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "inputs_that_take_long_to_read", ()),
     (2, "generate", ()),
     (2, "modes_of_generate", ()),
+    (2, "captured_steps_of_generate", ()),
     (2, "draws_of_ranks", ()),
     (2, "generate_batch", ()),
     (2, "a_manager_of_batches", ()),

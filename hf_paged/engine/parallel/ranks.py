@@ -22,7 +22,8 @@ from torch import nn
 from ...kv import is_out_of_memory
 from ...kv.budget import free_bytes
 from ...model.offloaded import input_device
-from ...model.symmetric_memory import end_waits, sums_of
+from ...model.rank_votes import before_groups, collectives_begun, host_group, smallest
+from ...model.symmetric_memory import end_waits
 from ...model.tensor_parallel import mesh_of
 from .connections import Connections
 from .message import MessageKind
@@ -32,8 +33,6 @@ HEAD = 1024
 """Numbers of a message that are sent at once; longer ones come in two parts."""
 EVER = timedelta(days=3650)
 """How long a rank waits for the next message: rank 0 may be idle for as long as it likes."""
-MEETING = 60.0
-"""Seconds that ranks wait for each other at least when they begin."""
 POLL = 0.2
 """Seconds between two looks of a rank at what became of the others."""
 GRACE = 2.0
@@ -67,11 +66,7 @@ class Ranks:
         self.model_group: dist.ProcessGroup = mesh.get_group()
         self._device = input_device(model)
         members = dist.get_process_group_ranks(self.model_group)
-        with _leaving:  # a new group waits for other ranks, and no thread of this process runs meanwhile
-            for each in list(_abandoned):
-                each.leave()
-        meeting = timedelta(seconds=max(timeout, MEETING))
-        self._group = dist.new_group(members, timeout=meeting, backend="gloo", use_local_synchronization=True)
+        self._group = host_group(self.model_group, timeout)
         self._first = members[0]
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
@@ -162,26 +157,23 @@ class Ranks:
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """For each number the smallest of all ranks'."""
-        found = torch.tensor(list(numbers), dtype=torch.long, device="cpu")
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=self._group)
-        smallest: list[int] = found.tolist()
-        return smallest
+        return smallest(numbers, self._group)
 
     def least(self, number: int, computed: bool = True) -> int:
         """The smallest of a number on all ranks. computed: whether all have computed the same since they last
         met; if they have not, later sums would be of different things, so the engine ends.
         """
         begun = self._begun()
-        smallest, fewest, most = self.smallest([number, begun, -begun])
+        least, fewest, most = self.smallest([number, begun, -begun])
         self._met += begun
         if computed and fewest != -most:
             self.fail(f"ranks have computed different things ({fewest} to {-most} collectives); report this")
             raise RankError(self.reason)
-        return smallest
+        return least
 
     def _begun(self) -> int:
         """The model's collectives that this rank has begun since the ranks last met."""
-        return _begun(self.model_group) + sums_of(self.model_group) - self._met
+        return collectives_begun(self.model_group) - self._met
 
     def attempt(self, act: Callable[[], object], kind: type[Exception]) -> None:
         """Do on every rank what takes memory and meets no other. If it fails on one, it does on all: with a
@@ -202,8 +194,8 @@ class Ranks:
     def any(self, flag: bool, agreed: object = None) -> bool:
         """Whether it is true on any rank. agreed: what must be the same on all, or all raise RuntimeError."""
         digest = crc32(repr(agreed).encode())
-        none, smallest, largest = self.smallest([not flag, digest, -digest])
-        if smallest != -largest:
+        none, least, most = self.smallest([not flag, digest, -digest])
+        if least != -most:
             raise RuntimeError(
                 f"ranks have different adapters in their models (rank {self.rank}: {agreed}); call pause(), "
                 "load, activate or delete the same on all ranks, then resume()"
@@ -336,7 +328,7 @@ class Ranks:
 
     def _note_collectives(self) -> None:
         """Let the others know how many collectives this rank has begun."""
-        count = _begun(self.model_group) + sums_of(self.model_group) + _begun(self._group)
+        count = collectives_begun(self.model_group) + collectives_begun(self._group)
         if count != self._noted:
             self._noted = count
             self._store.set(f"collectives/{self.rank}", str(count))
@@ -441,6 +433,15 @@ def _watch(whose: weakref.ref[Ranks], over: threading.Event) -> None:
         del ranks
 
 
+def _leave_abandoned() -> None:
+    with _leaving:
+        for each in list(_abandoned):
+            each.leave()
+
+
+before_groups.append(_leave_abandoned)
+
+
 def _at_exit(whose: weakref.ref[Ranks]) -> Callable[[], None]:
     def leave() -> None:
         ranks = whose()
@@ -463,12 +464,6 @@ def _end_waiting(group: dist.ProcessGroup, rank: int, size: int) -> None:
                 with suppress(RuntimeError):
                     nothing = torch.zeros(1, dtype=torch.int32, device="cpu")
                     own.recv([nothing], other, 2**30).wait(timedelta(milliseconds=1))
-
-
-def _begun(group: Any) -> int:
-    """The collectives of a process group that this process has begun."""
-    count: int = group._get_sequence_number_for_group()
-    return count
 
 
 def _is_lost_connection(error: Exception) -> bool:

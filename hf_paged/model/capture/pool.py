@@ -260,16 +260,10 @@ class CapturePool:
         key = self._smallest(state, source.size, source.holders, trusted=False)
         return None if key is None or self._steps[key].trusted else self._steps[key]
 
-    def learn(
-        self,
-        state: StateKey,
-        source: StepSource[Any],
-        answer: Any,
-        stand_in: CapturedStep | None = None,
-    ) -> None:
-        """After a step was answered, by a stand-in or without any: capture or compare it, if that is due."""
-        if self.is_due(state, source, stand_in):
-            self.capture_or_compare(state, source, answer, stand_in)
+    def next_size(self, state: StateKey, source: StepSource[Any]) -> tuple[bool, Size]:
+        """Whether a step is compared rather than captured when it is due, and the size of which one."""
+        step = self._doubtful(state, source)
+        return step is not None, source.size if step is None else step.size
 
     def capture_or_compare(
         self,

@@ -13,8 +13,10 @@ from torch import nn
 from ...kv import LayerGroup, Memory
 from ...kv.ops import triton_package
 from ..adapters.rows import RowAdapters
+from ..rank_votes import RankVotes, votes_of
 from ..registry import memory_of
 from ..snapshot import CallSnapshots, ModelSnapshot, StateKey, call_snapshots
+from ..tensor_parallel import mesh_of
 from .graph import (
     CapturedCache,
     Graph,
@@ -40,9 +42,13 @@ Run = Callable[[dict[str, Any]], Any]
 class GenerateSteps:
     """The captured steps of one model in generate()."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, votes: RankVotes | None = None) -> None:
+        """votes: the other ranks that compute the model, if there are any."""
         self.pool = CapturePool(memory)
         self.adapters = RowAdapters()
+        self._votes = votes
+        if votes is not None:
+            self.pool.join(votes.least)
 
     def run(self, model: nn.Module, step: ReplayableStep, forward: Run) -> Any:
         """The answer of `forward` to the step, from a captured one if there is any that is trusted."""
@@ -69,9 +75,31 @@ class GenerateSteps:
         if graph is not None:
             return self._answer(state, source, graph)
         answer = forward(step.arguments)
-        if snapshot.steady:
-            self.pool.learn(state, source, answer)
+        self._learn(state, source, answer, steady=snapshot.steady)
         return answer
+
+    def _learn(
+        self,
+        state: StateKey,
+        source: _GenerateSource,
+        answer: Any,
+        stand_in: Graph | None = None,
+        steady: bool = True,
+    ) -> None:
+        """After a step was answered, by a stand-in or without any: capture or compare it, if that is due."""
+        due = steady and self.pool.is_due(state, source, stand_in)
+        compares, size = self.pool.next_size(state, source)
+        if self._on_all_ranks((due, compares, size.rows)) and due:
+            self.pool.capture_or_compare(state, source, answer, stand_in)
+
+    def _on_all_ranks(self, choice: object) -> bool:
+        """Whether all ranks do the same with a step, if there are several. If not, all drop their captured
+        steps: a capture on one of them alone would compute sums that the others do not.
+        """
+        same = self._votes is None or self._votes.same(choice)
+        if not same:
+            self.pool.drop()
+        return same
 
     def _source(
         self, model: Any, step: ReplayableStep, forward: Run, snapshot: ModelSnapshot
@@ -105,7 +133,7 @@ class GenerateSteps:
         """What a replay has answered. If it stood in for a smaller step, that may be captured now."""
         answer = graph.hand_out(source.step)
         if graph.size != source.size:
-            self.pool.learn(state, source, answer, stand_in=graph)
+            self._learn(state, source, answer, graph)
         return answer
 
     def _replay(self, state: StateKey, source: _GenerateSource, kept: CallSnapshots | None) -> Graph | None:
@@ -114,17 +142,21 @@ class GenerateSteps:
         Where the user's code runs between the steps of a call, the model is checked while the device
         works, and the step taken back if it has changed.
         """
-        graph = self.pool.find(state, source.size, source.holders)
+        found = self.pool.find(state, source.size, source.holders)
+        graph = found if isinstance(found, Graph) else None
         step = source.step
-        if not isinstance(graph, Graph):
+        if graph is not None:
+            graph.advance(step)
+        valid = graph is not None and self.pool.holds(graph)
+        valid = self._on_all_ranks((valid, None if graph is None else graph.size.rows)) and valid
+        if graph is None:
             return None
-        graph.advance(step)
-        valid = self.pool.holds(graph)
         if valid:
             graph.feed(step)
             graph.replay()
             if kept is not None and kept.foreign:
                 valid = self.pool.known(kept.current(source.model).graph_key) is state
+                valid = self._on_all_ranks(valid) and valid
         if not valid:
             source.take_back()
             return None
@@ -218,7 +250,9 @@ _steps: weakref.WeakKeyDictionary[nn.Module, GenerateSteps] = weakref.WeakKeyDic
 def captures_of(model: nn.Module) -> GenerateSteps:
     """The model's captured steps in generate(); they live as long as the model."""
     if model not in _steps:
-        _steps[model] = GenerateSteps(memory_of(model))
+        mesh = mesh_of(model)
+        votes = None if mesh is None else votes_of(mesh.get_group())
+        _steps[model] = GenerateSteps(memory_of(model), votes)
     return _steps[model]
 
 

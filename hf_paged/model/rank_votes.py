@@ -1,0 +1,94 @@
+"""What several ranks decide alike: by numbers on the host (gloo), beside the model's own collectives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from .symmetric_memory import sums_of
+
+MEETING = 60.0
+"""Seconds that ranks wait for each other at least."""
+before_groups: list[Callable[[], None]] = []
+"""What is done before a process group is made: that waits for other ranks, and no thread of this process runs
+meanwhile.
+"""
+
+
+def host_group(group: dist.ProcessGroup, seconds: float = MEETING) -> dist.ProcessGroup:
+    """A process group of the same ranks for numbers on the host."""
+    for act in before_groups:
+        act()
+    members = dist.get_process_group_ranks(group)
+    meeting = timedelta(seconds=max(seconds, MEETING))
+    made: dist.ProcessGroup = dist.new_group(
+        members, timeout=meeting, backend="gloo", use_local_synchronization=True
+    )
+    return made
+
+
+def smallest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """For each number the smallest of all ranks'."""
+    found = torch.tensor(list(numbers), dtype=torch.long, device="cpu")
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+    least: list[int] = found.tolist()
+    return least
+
+
+def collectives_begun(group: Any) -> int:
+    """The collectives of a divided model that this process has begun."""
+    count: int = group._get_sequence_number_for_group()
+    return count + sums_of(group)
+
+
+class RankVotes:
+    """The ranks of a divided model, each of which runs all of generate()."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._model_group = weakref.ref(group)
+        self._group = host_group(group)
+        self._met = collectives_begun(group)
+
+    def same(self, value: object) -> bool:
+        """Whether all ranks have this value."""
+        digest = crc32(repr(value).encode())
+        least, most = self._smallest([digest, -digest])
+        return least == -most
+
+    def least(self, number: int, computed: bool = True) -> int:
+        """The smallest of a number on all ranks. computed: whether all have computed the same since they last
+        met; if they have not, later sums would be of different things.
+        """
+        begun = collectives_begun(self._model_group())
+        least, fewest, most = self._smallest([number, begun - self._met, self._met - begun])
+        self._met = begun
+        if computed and fewest != -most:
+            raise RuntimeError(
+                f"ranks have computed different things ({fewest} to {-most} collectives), so that their sums "
+                "are wrong from now on; look for the first error of another rank, and start all of them again"
+            )
+        return least
+
+    def _smallest(self, numbers: Sequence[int]) -> list[int]:
+        try:
+            return smallest(numbers, self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "another rank does not answer, or has ended; look for its error, and start all ranks again"
+            ) from error
+
+
+_votes: weakref.WeakKeyDictionary[dist.ProcessGroup, RankVotes] = weakref.WeakKeyDictionary()
+
+
+def votes_of(group: dist.ProcessGroup) -> RankVotes:
+    """Those of the ranks of a group. All ranks ask together."""
+    if group not in _votes:
+        _votes[group] = RankVotes(group)
+    return _votes[group]
