@@ -80,11 +80,8 @@ def _expected(eager: EagerModel, captures: bool) -> _Expected | None:
     softcap = (
         None if original_implementation(config) == "sdpa" else getattr(config, "attn_logit_softcapping", None)
     )
-    block_size = eager.pools.config.block_size
-    attentions = [
-        AttentionShape(layout, query_heads, block_size, kind.window, softcap, turns)
-        for kind in eager.pools.own
-    ]
+    shape = partial(AttentionShape, layout, query_heads, eager.pools.config.block_size)
+    attentions = [shape(kind.window, softcap, turns) for kind in eager.pools.own]
     return _Expected(ops, fusion, attentions, layout.dtype, config.vocab_size)
 
 

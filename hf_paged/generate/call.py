@@ -35,20 +35,20 @@ class _Plug:
         self.configs = decoder_configs(model)
         self.expanding = expanding_classes(model)
         wrapper = wrap(model, model.forward, bool(self.configs), may_skip_autograd(modules_of(model)))
-        self.forward = ReplacedForward(model, model.__dict__.get("forward"), wrapper)
-        self.local_forwards = local_forwards(model)
+        outermost = ReplacedForward(model, model.__dict__.get("forward"), wrapper)
+        self.forwards = [outermost, *local_forwards(model)]
 
     def plug_in(self) -> None:
         defer_expansion(self.expanding)
         switch(self.configs, NAME, self)
-        for each in (self.forward, *self.local_forwards):
+        for each in self.forwards:
             each.replace()
         self.plugged = True
 
     def unplug(self) -> None:
         self.plugged = False
         restore(self.configs, self)
-        for each in (self.forward, *self.local_forwards):
+        for each in self.forwards:
             each.restore()  # a wrapper that stays only passes through without a paged cache
 
 
