@@ -385,10 +385,13 @@ def test_asleep_the_pools_are_gone(model: Any, engine: Engine, level: int) -> No
     handles = begun(engine)
     assert memory_of(model).bytes
     engine.sleep(level)
+    engine.sleep(1)  # no deeper one ends with it
+    assert engine.stats()["asleep"] == level
     assert memory_of(model).bytes == 0
     with pytest.raises(RuntimeError, match="paused"):
         engine.step()
     engine.wake_up()
+    assert engine.stats()["asleep"] == 0
     for handle, prompt in zip(handles, PROMPTS[1:3], strict=True):
         assert answers(handle.result()) == alone(model, prompt, **LONG)
 

@@ -180,6 +180,7 @@ class Engine:
         """How it was paused."""
         self._asleep: list[tuple[torch.Tensor, torch.device]] | None = None
         """The model's weights while they are in the host's memory, and where they belong."""
+        self._sleep_level = 0
         self._counts: Counter[str] = Counter(weights_changed=0, kv_kept=0)
         self._freed = False
         """Whether it was closed and nothing is left to do about that."""
@@ -971,6 +972,7 @@ class Engine:
         if not self._paused or self._mode == "keep":
             self.pause()
         self._drop_pools()
+        self._sleep_level = max(self._sleep_level, level)
         if level == 2:
             self._asleep = self._asleep or on_devices(self.model)  # before any moves: wake_up() knows it all
             for tensor, _ in self._asleep:
@@ -990,6 +992,7 @@ class Engine:
         for tensor, device in self._asleep or ():
             tensor.data = tensor.data.to(device)
         self._asleep = None
+        self._sleep_level = 0
 
     def _check_before_step(self) -> None:
         """Check that cached blocks match the current weights: fully when idle, else cheaply. In training mode
@@ -1131,6 +1134,7 @@ class Engine:
             **{name: scheduler.counts[name] for name in get_args(Count)},
             "slow_processors": dict(self._slow),
             "paused": self._mode if self._paused else None,
+            "asleep": self._sleep_level,
             **self._counts,
             **self.preemption.stats(),
         }
