@@ -59,7 +59,7 @@ BUDGETS = {
     "hf_paged/model/invariant": 895,
     "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2420,
-    "hf_paged/serve": 9150,
+    "hf_paged/serve": 9165,
 }
 """The most lines of each folder."""
 

@@ -110,6 +110,11 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "--lora-modules demo=b: 'demo' is the name of the model and of an adapter; choose another one",
         ),
         (["serve", "demo", "--lora-modules", '{"name": '], "is no JSON: Expecting value"),
+        (
+            ["serve", "demo", "--lora-modules", "a=./b"],
+            "there is no ./b/adapter_config.json; give a folder as",
+        ),
+        (["trace", "no.jsonl"], "there is no file no.jsonl; give one that engine.trace() wrote"),
         (["serve", "demo", "--tensor-parallel-size=2", "--device=cpu"], "leave out --device"),
         (["serve", "demo", "--tensor-parallel-size=0"], "--tensor-parallel-size/--tp: expected a whole"),
         (["serve", "demo", "--por", "5"], "did you mean --port?"),

@@ -378,6 +378,8 @@ def trace(given: argparse.Namespace) -> int:
     """hf-paged trace."""
     from .html import page
 
+    if not Path(given.file).exists():
+        raise ValueError(f"there is no file {given.file}; give one that engine.trace() wrote")
     if given.html and Path(given.html).exists() and Path(given.html).samefile(given.file):
         raise ValueError(f"--html {given.html} is the trace itself; give the page another path")
     found = page(given.file, given.partial)
@@ -476,6 +478,9 @@ def adapter_sources(given: Sequence[str], models: Sequence[str]) -> dict[str, st
     """Where adapters lie, by name: of name=path, or of JSON with both as vLLM takes it. models: the names of
     the model.
     """
+    from .adapters import CONFIG
+    from .loading import LOCAL
+
     found: dict[str, str] = {}
     for each in given:
         if each.startswith("{"):
@@ -489,6 +494,10 @@ def adapter_sources(given: Sequence[str], models: Sequence[str]) -> dict[str, st
             name, _, path = each.partition("=")
         if not name or not path:
             raise ValueError(f"--lora-modules takes name=path, got {each!r}")
+        if path.startswith(LOCAL) and not (Path(path) / CONFIG).is_file():  # else a name on the Hub
+            raise ValueError(
+                f"--lora-modules {each}: there is no {path}/{CONFIG}; give a folder as peft saves it"
+            )
         if name in found or name in models:
             of = "two adapters" if name in found else "the model and of an adapter"
             raise ValueError(f"--lora-modules {each}: {name!r} is the name of {of}; choose another one")

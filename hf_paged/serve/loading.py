@@ -16,6 +16,8 @@ from transformers.utils.peft_utils import find_adapter_config_file
 log = logging.getLogger("hf_paged.serve")
 DEMO = ("demo", "hf_paged.demo")
 """Names of the model that comes with hf_paged."""
+LOCAL = ("/", "./", "../", "~")
+"""How a path begins that is no name on the Hub."""
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """What from_pretrained takes as a device map beside a device."""
 
@@ -41,7 +43,7 @@ class Source:
     def __post_init__(self) -> None:
         if self.tensor_parallel_size > 1 and (self.device or self.device_map):
             raise ValueError("--tensor-parallel-size places the model; leave out --device and --device-map")
-        if self.model.startswith(("/", "./", "../", "~")) and not Path(self.model).is_dir():
+        if self.model.startswith(LOCAL) and not Path(self.model).is_dir():
             raise ValueError(
                 f"there is no folder {self.model}; give that of a model, a name on the Hub, or {DEMO[0]}"
             )
