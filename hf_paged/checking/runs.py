@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from ..model.registry import base_model
 from ..model.training import evaluating
-from .ties import NOISE, Follow, relative_difference, shaken
+from .ties import NOISE, Follow, computing_dtype, relative_difference, shaken
 
 WORD = "paged"
 OF_ASSISTANTS = (
@@ -107,11 +107,7 @@ class Runs:
     @property
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
-        device: str = self.model.device.type
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-        found: torch.dtype = self.model.dtype
-        return found
+        return computing_dtype(self.model.device.type, self.model.dtype)
 
     @property
     def dtype_name(self) -> str:

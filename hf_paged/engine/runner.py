@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..blocks import append
-from ..checking.ties import shaken
+from ..checking.ties import computing_dtype, shaken
 from ..kv.group import is_out_of_memory
 from ..kv.upload import upload
 from ..kv.warmup import Warming
@@ -329,9 +329,7 @@ class Runner:
         """
         if self.eager.pools.config.batch_invariant:
             return None if torch.equal(right, found) else distance(right, found)
-        dtype = self.eager.dtype
-        if torch.is_autocast_enabled(self.eager.device.type):
-            dtype = torch.get_autocast_dtype(self.eager.device.type)
+        dtype = computing_dtype(self.eager.device.type, self.eager.dtype)
         return far(right, found, dtype, lambda: self._moved(rows, right, across))
 
     def _moved(self, rows: list[list[int]], right: torch.Tensor, across: CrossInputs | None) -> float:
