@@ -262,9 +262,8 @@ class Captures(CapturePool):
         )
         before = self.counts["captured"]
         stand_in = self.find(self._state, source.size, HOLDERS[source.size.form])
-        other = stand_in is None or stand_in.size != source.size
-        if other and self.is_due(self._state, source, stand_in):
-            self.capture_or_compare(self._state, source, None, stand_in)
+        if stand_in is None or stand_in.size != source.size:
+            self.learn(self._state, source, None, stand_in)
         return CAPTURE * (self.counts["captured"] - before)
 
 

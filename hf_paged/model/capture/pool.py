@@ -129,6 +129,8 @@ class CapturePool:
         """The smallest of a number on all ranks, if several compute the model: all or none capture a step.
         The flag says whether all have computed the same before.
         """
+        self._same: Callable[[object], bool] | None = None
+        """Whether all ranks have this value, if each decides by itself what it captures and replays."""
         self._steps: OrderedDict[_Key, CapturedStep] = OrderedDict()
         self._seen: Counter[_Key] = Counter()
         self._states: list[StateKey] = []
@@ -260,10 +262,32 @@ class CapturePool:
         key = self._smallest(state, source.size, source.holders, trusted=False)
         return None if key is None or self._steps[key].trusted else self._steps[key]
 
-    def next_size(self, state: StateKey, source: StepSource[Any]) -> tuple[bool, Size]:
-        """Whether a step is compared rather than captured when it is due, and the size of which one."""
-        step = self._doubtful(state, source)
-        return step is not None, source.size if step is None else step.size
+    def learn(
+        self,
+        state: StateKey,
+        source: StepSource[Any],
+        answer: Any,
+        stand_in: CapturedStep | None = None,
+        steady: bool = True,
+    ) -> None:
+        """After a step was answered, by a stand-in or without any: capture or compare it, if that is due.
+        steady: whether the model may be captured.
+        """
+        due = steady and self.is_due(state, source, stand_in)
+        if self._same is not None:
+            step = self._doubtful(state, source)
+            due &= self.on_all_ranks((due, None if step is None else step.size.rows))
+        if due:
+            self.capture_or_compare(state, source, answer, stand_in)
+
+    def on_all_ranks(self, choice: object) -> bool:
+        """Whether all ranks do the same with a step, if each decides by itself. If not, all drop their
+        captured steps: a capture on one of them alone would compute sums that the others do not.
+        """
+        same = self._same is None or self._same(choice)
+        if not same:
+            self.drop()
+        return same
 
     def capture_or_compare(
         self,
@@ -307,11 +331,13 @@ class CapturePool:
         elif outcome != OTHER_STATE:
             self._refuse(key, f"{type(error).__name__}: {error}".split("\n")[0])
 
-    def join(self, least: Callable[[int, bool], int]) -> None:
+    def join(self, least: Callable[[int, bool], int], same: Callable[[object], bool] | None = None) -> None:
         """Capture the same steps as the pools of other ranks. least: the smallest of a number on all, and
-        whether all have computed the same before.
+        whether all have computed the same before. same: whether a value is the same on all; None if rank 0
+        decides.
         """
         self._least = least
+        self._same = same
         self._ready = lambda size: True  # it compiles what is not ready by then
         if self._most_bytes is not None:
             self._most_bytes = least(self._most_bytes, True)

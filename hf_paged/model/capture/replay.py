@@ -46,9 +46,8 @@ class GenerateSteps:
         """votes: the other ranks that compute the model, if there are any."""
         self.pool = CapturePool(memory)
         self.adapters = RowAdapters()
-        self._votes = votes
         if votes is not None:
-            self.pool.join(votes.least)
+            self.pool.join(votes.least, votes.same)
 
     def run(self, model: nn.Module, step: ReplayableStep, forward: Run) -> Any:
         """The answer of `forward` to the step, from a captured one if there is any that is trusted."""
@@ -75,31 +74,8 @@ class GenerateSteps:
         if graph is not None:
             return self._answer(state, source, graph)
         answer = forward(step.arguments)
-        self._learn(state, source, answer, steady=snapshot.steady)
+        self.pool.learn(state, source, answer, steady=snapshot.steady)
         return answer
-
-    def _learn(
-        self,
-        state: StateKey,
-        source: _GenerateSource,
-        answer: Any,
-        stand_in: Graph | None = None,
-        steady: bool = True,
-    ) -> None:
-        """After a step was answered, by a stand-in or without any: capture or compare it, if that is due."""
-        due = steady and self.pool.is_due(state, source, stand_in)
-        compares, size = self.pool.next_size(state, source)
-        if self._on_all_ranks((due, compares, size.rows)) and due:
-            self.pool.capture_or_compare(state, source, answer, stand_in)
-
-    def _on_all_ranks(self, choice: object) -> bool:
-        """Whether all ranks do the same with a step, if there are several. If not, all drop their captured
-        steps: a capture on one of them alone would compute sums that the others do not.
-        """
-        same = self._votes is None or self._votes.same(choice)
-        if not same:
-            self.pool.drop()
-        return same
 
     def _source(
         self, model: Any, step: ReplayableStep, forward: Run, snapshot: ModelSnapshot
@@ -133,7 +109,7 @@ class GenerateSteps:
         """What a replay has answered. If it stood in for a smaller step, that may be captured now."""
         answer = graph.hand_out(source.step)
         if graph.size != source.size:
-            self._learn(state, source, answer, graph)
+            self.pool.learn(state, source, answer, stand_in=graph)
         return answer
 
     def _replay(self, state: StateKey, source: _GenerateSource, kept: CallSnapshots | None) -> Graph | None:
@@ -148,7 +124,7 @@ class GenerateSteps:
         if graph is not None:
             graph.advance(step)
         valid = graph is not None and self.pool.holds(graph)
-        valid = self._on_all_ranks((valid, None if graph is None else graph.size.rows)) and valid
+        valid = self.pool.on_all_ranks((valid, None if graph is None else graph.size.rows)) and valid
         if graph is None:
             return None
         if valid:
@@ -156,7 +132,7 @@ class GenerateSteps:
             graph.replay()
             if kept is not None and kept.foreign:
                 valid = self.pool.known(kept.current(source.model).graph_key) is state
-                valid = self._on_all_ranks(valid) and valid
+                valid = self.pool.on_all_ranks(valid) and valid
         if not valid:
             source.take_back()
             return None
