@@ -21,7 +21,7 @@ import torch
 from rank_names import CASES
 
 ROOT = Path(__file__).parent.parent
-LIMIT = 600
+LIMIT = 400
 """Seconds that all cases may take."""
 
 

@@ -150,7 +150,7 @@ def test_a_whole_answer_that_is_not_read_is_closed(served: Served) -> None:
     left = memoryview(whole * 4000)
 
     def counted() -> bool:
-        """While the connection takes more requests, their answers go on filling what holds them on the way."""
+        """While the connection takes more requests, their answers fill what holds them on the way."""
         nonlocal left
         with contextlib.suppress(OSError):
             while left:

@@ -94,8 +94,8 @@ SMALL = {
 
 
 meshes = functools.cache(dist.init_device_mesh)
-"""One mesh for all models that are divided alike: transformers makes one for each, with groups whose threads poll
-for as long as the process lives.
+"""One mesh for all models that are divided alike: transformers makes one for each, with groups whose threads
+poll for as long as the process lives.
 """
 dist.init_device_mesh = meshes
 
