@@ -62,9 +62,7 @@ class Still:
     def __init__(self) -> None:
         self.stopped = False
 
-    def record(
-        self, step: Callable[[], Any], pool: Any, device: torch.device
-    ) -> tuple[Callable[[], None], Any]:
+    def record(self, step: Callable[[], Any], pools: Any, devices: Any) -> tuple[Callable[[], None], Any]:
         def replay() -> None:
             if not self.stopped:
                 step()

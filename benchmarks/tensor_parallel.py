@@ -6,11 +6,14 @@
     --device cpu --rows 1 4 --requests 16 --at-once 4 --steps 20             # does it run? on any CPU
 
     python benchmarks/tensor_parallel.py --shape llama13b --pipeline         # layers over all GPUs, by device_map
+    torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py --shape llama70b --layers 40       # half of a model
 
 steps    milliseconds of a step in which every sequence takes one token, by the clock around `Engine.step()`, and
 the multiple of what reading a rank's weights takes; what of it rank 0 needs to send the step, and how many
 numbers that is
 trace    output tokens a second of sharegpt's lengths, forced
+generate milliseconds of a token of generate(), greedy, by pages and by stock's cache, median of calls behind two
+vote     what it takes ranks to agree on a replay in generate()
 
 No checkpoint is needed: a file of safetensors without data stands for it, and each rank fills its own part.
 """
@@ -34,7 +37,10 @@ from shapes import SHAPES
 from traces import trace
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import hf_paged
 from hf_paged import Engine
+from hf_paged.model.rank_votes import votes_of
+from hf_paged.model.tensor_parallel import mesh_of
 
 LLAMA_70B = {
     "hidden_size": 8192,
@@ -48,14 +54,19 @@ LLAMA_70B = {
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
 """Bytes a second of a device's memory, by a part of its name."""
 CONTEXT = 384
+NEW = 64
+"""Tokens of a call of generate()."""
+SECTIONS = ["steps", "trace", "generate"]
 WARM = 40
 """Steps before those that are measured: captures come in them."""
 NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
 
 
-def config_of(shape: str) -> LlamaConfig:
-    """The configuration of a shape."""
-    return LlamaConfig(**{**SHAPES, "llama70b": LLAMA_70B}[shape], tie_word_embeddings=False)
+def config_of(shape: str, layers: int | None) -> LlamaConfig:
+    """The configuration of a shape, or of its first layers."""
+    config = LlamaConfig(**{**SHAPES, "llama70b": LLAMA_70B}[shape], tie_word_embeddings=False)
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    return config
 
 
 def write_checkpoint(folder: Path, config: LlamaConfig, dtype: torch.dtype) -> None:
@@ -172,6 +183,39 @@ def run_trace(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
     return {"requests": len(asked), "seconds": seconds, "tokens_per_second": new / seconds}
 
 
+def calls(model: Any, options: argparse.Namespace, rows: int) -> dict[str, Any]:
+    """Calls of generate() on every rank, by pages and by stock's cache."""
+    chance = torch.Generator().manual_seed(1)
+    context = min(CONTEXT, model.config.max_position_embeddings // 2)
+    ids = torch.randint(10, model.config.vocab_size - 10, (rows, context), generator=chance)
+    ids = ids.to(torch.device("cuda", torch.cuda.current_device()) if "cuda" in options.device else "cpu")
+    found: dict[str, Any] = {"rows": rows}
+    for name, word in (("paged", {"cache_implementation": "paged"}), ("stock", {})):
+        taken = []
+        for _ in range(3 if name == "stock" else 5):
+            begin = time.perf_counter()
+            model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, **word)
+            if ids.is_cuda:
+                torch.cuda.synchronize()
+            taken.append(1e3 * (time.perf_counter() - begin) / NEW)
+        found[f"{name}_ms"] = statistics.median(taken[2:])
+    return found
+
+
+def vote(model: Any) -> dict[str, Any] | None:
+    """How long ranks take to agree on a replay."""
+    mesh = mesh_of(model)
+    if mesh is None:
+        return None
+    votes = votes_of(mesh.get_group())
+    taken = []
+    for number in range(200):
+        begin = time.perf_counter()
+        votes.same((True, number))
+        taken.append(time.perf_counter() - begin)
+    return {"ms": 1e3 * statistics.median(taken)}
+
+
 def device_name(device: str) -> str:
     """The hardware."""
     return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
@@ -185,6 +229,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda:0", help="of one process; ranks have one each")
     parser.add_argument("--pipeline", action="store_true", help="one process, layers over all GPUs")
+    parser.add_argument("--layers", type=int, help="so many layers of the shape")
+    parser.add_argument("--sections", nargs="+", default=SECTIONS, choices=SECTIONS)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--requests", type=int, default=512)
@@ -193,10 +239,12 @@ def main() -> None:
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     first = int(os.environ.get("RANK", "0")) == 0
-    folder = Path(tempfile.gettempdir()) / f"hf_paged-{options.shape}-{options.dtype}"
+    folder = (
+        Path(tempfile.gettempdir()) / f"hf_paged-{options.shape}-{options.layers or 'all'}-{options.dtype}"
+    )
     if first and not (folder / "model.safetensors").exists():
         folder.mkdir(exist_ok=True)
-        write_checkpoint(folder, config_of(options.shape), getattr(torch, options.dtype))
+        write_checkpoint(folder, config_of(options.shape, options.layers), getattr(torch, options.dtype))
     while not (folder / "model.safetensors").exists():
         time.sleep(0.1)
     model = load(options, folder, ranks)
@@ -208,6 +256,7 @@ def main() -> None:
         line = {
             "what": what,
             "shape": options.shape,
+            "layers": model.config.num_hidden_layers,
             "ranks": ranks,
             "pipeline": options.pipeline,
             "gpu": device_name(options.device),
@@ -218,11 +267,19 @@ def main() -> None:
             with options.json.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    for rows in options.rows:
+    for rows in options.rows if "steps" in options.sections else ():
         act = lambda engine, rows=rows: steps(engine, options, rows, weights)  # noqa: E731
         report("steps", led(model, act, max_batch_sequences=rows))
-    act = lambda engine: run_trace(engine, options)  # noqa: E731
-    report("trace", led(model, act, max_batch_sequences=options.at_once))
+    if "trace" in options.sections:
+        act = lambda engine: run_trace(engine, options)  # noqa: E731
+        report("trace", led(model, act, max_batch_sequences=options.at_once))
+    if "generate" in options.sections:
+        hf_paged.install()
+        for rows in options.rows:
+            answer = calls(model, options, rows)
+            report("generate", answer if first else None)
+        agreed = vote(model)
+        report("vote", agreed if first else None)
     if dist.is_initialized():
         dist.destroy_process_group()
 

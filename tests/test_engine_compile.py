@@ -34,7 +34,7 @@ from hf_paged.model.capture.rehearsal import RECORDERS
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 
 
-def again(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
+def again(step: Callable[[], Any], pools: Any, devices: Any) -> tuple[Callable[[], None], Any]:
     """Stands for a CUDA graph: a replay runs the step's Python once more. No tape can note what compiled code
     does.
     """

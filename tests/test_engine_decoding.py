@@ -151,11 +151,11 @@ def test_further_sizes_cost_one_forward(llama: Any, monkeypatch: pytest.MonkeyPa
     """
     tries: list[Any] = []
 
-    def recorder(step: Any, pool: Any, device: torch.device) -> Any:
+    def recorder(step: Any, pools: Any, devices: Any) -> Any:
         tries.append(step)
         if fails and len(tries) % 2 == 0:
             raise RuntimeError("a kernel is loaded while a stream is captured")
-        return record(step, pool, device)
+        return record(step, pools, devices)
 
     monkeypatch.setitem(RECORDERS, "cpu", recorder)
     policy(monkeypatch, padded=0)
@@ -186,11 +186,11 @@ def test_what_a_broken_capture_has_made_is_not_used(llama: Any, monkeypatch: pyt
         begun[-1].append(id(batch))
         return begin(batch, *arguments)
 
-    def recorder(step: Any, pool: Any, device: torch.device) -> Any:
+    def recorder(step: Any, pools: Any, devices: Any) -> Any:
         begun.append([])
         with pytest.MonkeyPatch.context() as capture:
             capture.setattr(StaticBatch, "begin", noting)
-            taped = record(step, pool, device)
+            taped = record(step, pools, devices)
         if len(begun) == 2:
             for batch in step.args[1].batches.values():
                 batch.workspace["left"] = True
@@ -274,8 +274,8 @@ def test_hooks_are_called(llama: Any) -> None:
 
 
 def test_a_replay_that_differs_is_never_trusted(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(step: Any, pool: Any, device: torch.device) -> Any:
-        replay, answer = record(step, pool, device)
+    def wrong(step: Any, pools: Any, devices: Any) -> Any:
+        replay, answer = record(step, pools, devices)
         return lambda: (replay(), logits_of(engine)[0].mul_(2)), answer
 
     monkeypatch.setitem(RECORDERS, "cpu", wrong)

@@ -290,11 +290,11 @@ def test_the_engine_on_few_blocks(kernels: str) -> None:
         assert tokens == model.generate(ids, **options)[0, len(prompt) :].tolist()
 
 
-def _spread(name: str) -> Any:
+def _spread(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model of two layers, one a device."""
     from accelerate import dispatch_model
 
-    model = build(BY_NAME[name])
+    model = build(BY_NAME[name]).to(dtype)
     places = {
         "model.embed_tokens": 0,
         "model.rotary_emb": 0,
@@ -359,3 +359,66 @@ def test_engine_with_layers_on_several_devices(name: str) -> None:
         ids = torch.tensor([prompt], device=0)
         expected = model.generate(ids, **options)[0, len(prompt) :].tolist()
         assert output.sequences[0].token_ids == expected
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral-window"])
+def test_captured_steps_on_several_devices(name: str, dtype: torch.dtype, kernels: str) -> None:
+    """One graph holds what both devices do; its answers are those of steps that nothing captures."""
+    model = _spread(name, dtype)
+    chance = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(5, VOCABULARY, (count,), generator=chance).tolist() for count in (13, 5, 30, 7)]
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+    settings = {"block_size": 4, "kernels": kernels}
+    with Engine(model, num_blocks=200, graphs=False, **settings) as engine:
+        plain = engine.generate(prompts, **options, logprobs=2)
+    with Engine(model, num_blocks=200, **settings) as engine:
+        for _ in range(3):  # steps without a graph between those from graphs, on the same pages
+            outputs = engine.generate(prompts, **options, logprobs=2)
+        engine.check()
+        assert counts(engine)["replayed"] > 40, reasons(engine)
+    for output, other in zip(outputs, plain, strict=True):
+        found, wanted = output.sequences[0].token_ids, other.sequences[0].token_ids
+        assert found == wanted or dtype != torch.float32
+        same = next((i for i, pair in enumerate(zip(found, wanted, strict=True)) if len(set(pair)) > 1), 40)
+        assert same > 8
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt], device=0)
+        paged = [
+            model.generate(ids, **options, cache_implementation="paged", cache_config=settings)
+            for _ in range(3)
+        ][-1]
+        if dtype == torch.float32:
+            assert torch.equal(paged, model.generate(ids, **options))
+            assert output.sequences[0].token_ids == paged[0, len(prompt) :].tolist()
+    assert counts(model)["replayed"] > 40, reasons(model)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_adapters_on_several_devices() -> None:
+    """Rows with an adapter and without one, on layers of two devices, are those of generate() alone."""
+    peft = pytest.importorskip("peft")
+    model = _spread("llama")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    chance = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(5, VOCABULARY, (count,), generator=chance).tolist() for count in (13, 5, 30)]
+    options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
+
+    def alone(prompt: list[int], **word: Any) -> list[int]:
+        found = adapted.generate(input_ids=torch.tensor([prompt], device=0), **options, **word)
+        return found[0, len(prompt) :].tolist()
+
+    expected = [alone(prompt) for prompt in prompts]
+    assert [alone(prompt, cache_implementation="paged") for prompt in prompts] == expected
+    with adapted.disable_adapter():
+        base = alone(prompts[0])
+    assert base != expected[0]
+    with Engine(adapted, block_size=4, num_blocks=200) as engine:
+        handles = [engine.submit(prompt, **options, adapter="default") for prompt in prompts]
+        handles.append(engine.submit(prompts[0], **options, adapter=None))
+        found = [handle.result().sequences[0].token_ids for handle in handles]
+        engine.check()
+    assert found == [*expected, base]

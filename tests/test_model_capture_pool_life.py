@@ -463,8 +463,8 @@ def test_a_replay_that_differs_is_never_trusted(
 ) -> None:
     """A capture that succeeds proves nothing: this one forgets an operation (trap 1)."""
 
-    def forgetful(step: Callable[[], Any], pool: Any, device: torch.device) -> Any:
-        replay, answer = record(step, pool, device)
+    def forgetful(step: Callable[[], Any], pools: Any, devices: Any) -> Any:
+        replay, answer = record(step, pools, devices)
         return lambda: (replay(), answer.logits.mul_(1.5)), answer
 
     monkeypatch.setitem(RECORDERS, "cpu", forgetful)
@@ -478,7 +478,7 @@ def test_an_interrupt_in_a_capture_reaches_the_user_and_leaves_nothing(
 ) -> None:
     setting = llama.config._attn_implementation
 
-    def interrupted(step: Callable[[], Any], pool: Any, device: torch.device) -> Any:
+    def interrupted(step: Callable[[], Any], pools: Any, devices: Any) -> Any:
         step()
         raise KeyboardInterrupt
 

@@ -42,7 +42,7 @@ TAKEN: dict[str, Callable[[], Any]] = {
 
 
 def rehearse(step: Callable[[], Any]) -> Any:
-    with Rehearsal(torch.device("cpu"), [WEIGHT, INPUT, FLAGS, REPEATS]):
+    with Rehearsal([torch.device("cpu")], [WEIGHT, INPUT, FLAGS, REPEATS]):
         return step()
 
 
@@ -60,5 +60,5 @@ def test_what_is_taken(name: str) -> None:
 
 def test_tensors_elsewhere_are_refused() -> None:
     """A kernel gets a host's number once and for all: a capture for another device must not read it."""
-    with pytest.raises(NotCapturable, match="on cpu"), Rehearsal(torch.device("cuda", 0), [INPUT]):
+    with pytest.raises(NotCapturable, match="on cpu"), Rehearsal([torch.device("cuda", 0)], [INPUT]):
         INPUT * 2

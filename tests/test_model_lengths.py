@@ -157,7 +157,7 @@ def test_what_reads_behind_its_back_is_rehearsed(read: Callable[[Any], Any], len
     """Sizes, and numbers that were computed from a length: the rehearsal of the step notices."""
     with (
         LengthsOnDevice(),
-        Rehearsal(CPU, [length.base]),
+        Rehearsal([CPU], [length.base]),
         pytest.raises(NotCapturable, match="makes the host wait"),
     ):
         read(length)
@@ -355,7 +355,7 @@ def test_transformers_has_the_warner() -> None:
     """
     model: Any = build(BY_NAME["llama"])
     ids = torch.tensor([[0, 5]])
-    with Rehearsal(CPU, [ids]), pytest.raises(NotCapturable):
+    with Rehearsal([CPU], [ids]), pytest.raises(NotCapturable):
         getattr(model, lengths.WARNING)(ids, None)
-    with lengths_on_device(model, LengthsOnDevice()), Rehearsal(CPU, [ids]):
+    with lengths_on_device(model, LengthsOnDevice()), Rehearsal([CPU], [ids]):
         getattr(model, lengths.WARNING)(ids, None)

@@ -21,6 +21,7 @@ from ..model.adapters.loading import HostAdapter, load_adapter
 from ..model.adapters.lora import LowRank
 from ..model.adapters.peft_layers import BASE
 from ..model.adapters.warmup import compiling
+from ..model.device_map import is_spread
 from ..model.identity import identity_of
 from ..model.snapshot import StateKey
 from ..model.switch import modules_of
@@ -65,7 +66,9 @@ class EngineAdapters:
         parameter = next(model.parameters())
         self.model = model
         self.device = device
-        self.table = AdapterTable(slots, device, triton_package(kernels, device, parameter.dtype))
+        # Tables lie on one device: layers on several get theirs from plain torch.
+        package = None if is_spread(model) else triton_package(kernels, device, parameter.dtype)
+        self.table = AdapterTable(slots, device, package)
         if self.table.kernels is not None:
             note_places(model)
         self.slots = AdapterSlots(slots, self._load, self._is_ready)

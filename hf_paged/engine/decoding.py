@@ -27,6 +27,7 @@ from ..model.capture.pool import MOST_BYTES, CapturePool
 from ..model.capture.products import lay_side_by_side
 from ..model.capture.rehearsal import RECORDERS
 from ..model.capture.step import CapturedStep, Size, StepSource, agree, bucket_of
+from ..model.device_map import devices_of
 from ..model.snapshot import ModelSnapshot, StateKey
 from ..scheduling import ScheduledBatch
 from .eager import EagerModel
@@ -194,7 +195,7 @@ class Decoding:
         self, state: StateKey, source: _EngineSource, answer: Answer, stand_in: _DecodeStep | None = None
     ) -> None:
         self.eager.checks.mark_dirty()
-        self.captures.capture_or_compare(state, source, answer, stand_in)
+        self.eager.plugged(lambda: self.captures.capture_or_compare(state, source, answer, stand_in))
         if self.compilation is not None and self.captures.reasons and not self.captures.counts["captured"]:
             reason = next(iter(self.captures.reasons.values()))
             self.compilation.warn(f"a step cannot be captured, {reason}")
@@ -380,8 +381,10 @@ class _EngineSource(StepSource[_DecodeStep]):
         self._batch = batch
 
     @property
-    def device(self) -> torch.device:
-        return self._decoding.eager.device
+    def devices(self) -> Sequence[torch.device]:
+        eager = self._decoding.eager
+        stores = frozenset().union(*(group.devices for group in self.groups))
+        return devices_of(eager.model, stores) if eager.spread else [eager.device]
 
     @property
     def code(self) -> Hashable:

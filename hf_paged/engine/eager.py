@@ -14,6 +14,7 @@ from torch import nn
 from ..kv import Batch, FlatBatch, LayerKind, RowBatch
 from ..kv.upload import upload
 from ..model.attention import NAME, Forward, running
+from ..model.device_map import forwards_without_hooks, is_spread
 from ..model.dispatch import below_autograd
 from ..model.fp32_head import Fp32Head
 from ..model.mla import defer_expansion, expanding_classes
@@ -75,10 +76,10 @@ class EagerModel:
         """Attention classes that expand latents, which steps read unexpanded."""
         self.adapters: EngineAdapters | None = None
         """Those of requests, once the model has been tried out as it is."""
-        self._local_forwards = local_forwards(model)
+        self._forwards = [*local_forwards(model), *forwards_without_hooks(model)]
         self.head = Fp32Head(model, pools.config.lm_head_fp32)
         """Computes the logits in float32, where that is wanted."""
-        self._spread = len({each.device for each in model.parameters()}) > 1
+        self.spread = is_spread(model)
         """Whether layers lie on several devices: the head's need not be the one of the ids."""
         self._plugged = False
         self._plans: dict[LayerKind, dict[object, Any]] = {}
@@ -216,7 +217,7 @@ class EagerModel:
             arguments["position_ids"] = numbers[None, :count] if moved is None else moved.to(self.device)
         places: Any = None
         if len(kept) < count:
-            places = kept if self._spread else numbers[count:]
+            places = kept if self.spread else numbers[count:]
         if self.keeps_some and places is not None:
             arguments["logits_to_keep"] = places
         extras = self._extras(batch) if batch.inputs else {}
@@ -267,7 +268,7 @@ class EagerModel:
             self._plugged = True
             defer_expansion(self.expanding)
             switch(self.configs, NAME, self)
-            for forward in self._local_forwards:
+            for forward in self._forwards:
                 forward.replace()
             self.head.put_in()
             return act()
@@ -280,7 +281,7 @@ class EagerModel:
         """
         self._plugged = False
         self.head.take_out()
-        for forward in self._local_forwards:
+        for forward in self._forwards:
             forward.restore()
         restore(self.configs, self)
 

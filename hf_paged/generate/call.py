@@ -13,6 +13,7 @@ from torch import nn
 
 from ..kv import fork_safe_lock, in_forked_process
 from ..model.attention import NAME
+from ..model.device_map import forwards_without_hooks
 from ..model.dispatch import may_skip_autograd
 from ..model.mla import defer_expansion, expanding_classes
 from ..model.patches import ReplacedForward
@@ -36,7 +37,7 @@ class _Plug:
         self.expanding = expanding_classes(model)
         wrapper = wrap(model, model.forward, bool(self.configs), may_skip_autograd(modules_of(model)))
         outermost = ReplacedForward(model, model.__dict__.get("forward"), wrapper)
-        self.forwards = [outermost, *local_forwards(model)]
+        self.forwards = [outermost, *local_forwards(model), *forwards_without_hooks(model)]
 
     def plug_in(self) -> None:
         defer_expansion(self.expanding)

@@ -110,6 +110,10 @@ class Batch(ABC):
     spans: SpanTensors | None = None
     """Sequences of several tokens among rows that are single tokens."""
 
+    def spans_on(self, device: torch.device) -> SpanTensors | None:
+        """The same for the layers of a device."""
+        return self.spans
+
     def check(self) -> None:  # noqa: B027 - most batches need no check
         """Raise if the tables have changed since."""
 

@@ -178,9 +178,9 @@ class LayerGroup:
             store.copy(copies)
 
     def copy_pairs(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Carry out the copies of a captured step in every store; all of them lie on one device."""
-        for store in self.stores.values():
-            store.copy_pairs(sources, targets)
+        """Carry out the copies of a captured step in every store."""
+        for layout, store in self.stores.items():
+            store.copy_pairs(sources.to(layout.device), targets.to(layout.device))
 
     def blocks_agree(self, pairs: Sequence[tuple[int, int]]) -> bool:
         """Whether the blocks of every pair hold the same in every layer, up to rounding."""

@@ -121,8 +121,9 @@ class TritonOps(Ops):
             return super().attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
         options = {"scale": scale, "softcap": softcap, "sinks": None if sinks is None else sinks.float()}
         with on(query.device):
-            if batch.spans is not None:
-                return self._spans(query, pages, batch.spans, seen.window, options)
+            spans = batch.spans_on(query.device)
+            if spans is not None:
+                return self._spans(query, pages, spans, seen.window, options)
             rows, _, many, _ = query.shape
             tokens = query.transpose(1, 2).flatten(0, 1)
             tokens = tokens.contiguous() if batch.packed else tokens

@@ -66,8 +66,7 @@ class StaticSpans(StaticBatch):
 
     def begin(self, advance: Callable[..., None]) -> None:
         """Begin a run: work out where the new tokens are written, and which sequences bring one."""
-        self.step = object()
-        self._visible.clear()
+        self._begin()
         there = self.tokens >= 0
         at = self.tokens.clamp(min=0).long()
         self.seen.copy_(self.tokens + 1)
@@ -79,4 +78,8 @@ class StaticSpans(StaticBatch):
 
     def table(self, device: torch.device) -> torch.Tensor:
         """For plain torch, which reads every row by itself."""
-        return self.spans.table[torch.where(self.tokens >= 0, self._owners, 0).long()]
+        table = self.spans.table[torch.where(self.tokens >= 0, self._owners, 0).long()]
+        return table.to(device)
+
+    def spans_on(self, device: torch.device) -> SpanTensors:
+        return SpanTensors(*[self._on(device, part) for part in self.spans])

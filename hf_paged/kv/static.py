@@ -65,7 +65,9 @@ class StaticBatch(Batch):
         """The stamp of the rows whose step the device holds."""
         self.step = None
         self.workspace = {}
-        self._visible: dict[int | None, torch.Tensor] = {}
+        self._visible: dict[tuple[torch.device, int | None], torch.Tensor] = {}
+        self._elsewhere: dict[tuple[torch.device, int], torch.Tensor] = {}
+        """What layers on other devices read of the step, by device and the id of the tensor here."""
         self._sizes = self._parts()
         with torch.inference_mode(False):
             self._data = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
@@ -153,8 +155,7 @@ class StaticBatch(Batch):
         """Begin a run: see where the new tokens go, and count them. `advance` is that of the ops of captured
         steps.
         """
-        self.step = object()
-        self._visible.clear()
+        self._begin()
         if not self.new:
             self.seen.copy_(self.tokens.clamp(min=0))
             return
@@ -168,6 +169,20 @@ class StaticBatch(Batch):
             self.block_size,
         )
 
+    def _begin(self) -> None:
+        self.step = object()
+        self._visible.clear()
+        self._elsewhere.clear()
+
+    def _on(self, device: torch.device, part: torch.Tensor) -> torch.Tensor:
+        """A tensor of the step for the layers of a device, copied there once in a step."""
+        if part.device == device:
+            return part
+        key = device, id(part)
+        if key not in self._elsewhere:
+            self._elsewhere[key] = part.to(device)
+        return self._elsewhere[key]
+
     @property
     def before(self) -> torch.Tensor:
         """The columns before this step, a number on the device."""
@@ -175,27 +190,27 @@ class StaticBatch(Batch):
         return number
 
     def targets(self, device: torch.device) -> torch.Tensor:
-        return self._targets_of_step
+        return self._on(device, self._targets_of_step)
 
     def written(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """For plain torch: slots [rows * new], and the token that each takes. A row that is not there repeats
         what row 0 writes.
         """
-        real = self._targets_of_step >= 0
-        tokens = torch.where(real, torch.arange(self.rows * self.new, device=device), 0)
-        return self._targets_of_step[tokens], tokens
+        targets = self.targets(device)
+        tokens = torch.where(targets >= 0, torch.arange(self.rows * self.new, device=device), 0)
+        return targets[tokens], tokens
 
     def table(self, device: torch.device) -> torch.Tensor:
-        return self._table
+        return self._on(device, self._table)
 
     def lengths(self, device: torch.device) -> torch.Tensor:
-        return self.seen
+        return self._on(device, self.seen)
 
     def slots(self, first: int, device: torch.device) -> torch.Tensor:
         """For plain torch: the slot [rows, positions] of every position, outside what a row sees that of the
         nearest token inside.
         """
-        length = self.seen.long()[:, None]
+        length = self.lengths(device).long()[:, None]
         position = torch.arange(self.positions, device=device).expand(self.rows, -1)
         inside = torch.minimum(position, length - 1).clamp(min=0)
         if self.window is not None:
@@ -205,14 +220,16 @@ class StaticBatch(Batch):
 
     def visible(self, first: int, window: int | None, device: torch.device) -> torch.Tensor:
         """For plain torch: which positions each new token sees, [rows, 1, new, positions]."""
-        if window not in self._visible:
+        key = device, window
+        if key not in self._visible:
             position = torch.arange(self.positions, device=device)
-            query = (self.seen.long()[:, None] - self.new + torch.arange(self.new, device=device))[:, :, None]
+            last = self.lengths(device).long()[:, None]
+            query = (last - self.new + torch.arange(self.new, device=device))[:, :, None]
             seen = position <= query
             if window is not None:
                 seen = seen & (position > query - window)
-            self._visible[window] = seen[:, None]
-        return self._visible[window]
+            self._visible[key] = seen[:, None]
+        return self._visible[key]
 
     @property
     def positions(self) -> int:

@@ -14,6 +14,7 @@ from torch import nn
 
 from . import patches
 from .capture.rehearsal import RECORDERS
+from .device_map import only_moves
 from .snapshot import HOOKS, hooks_everywhere
 from .weights_digest import PLAIN_TENSORS
 
@@ -58,7 +59,7 @@ def has_foreign_code(modules: Sequence[nn.Module], known: tuple[str, ...] = KNOW
         return True
     for module in modules:
         own = module.__dict__
-        if "forward" in own and patches.own_forward(module) is not None:
+        if "forward" in own and not (patches.own_forward(module) is None or only_moves(module)):
             return True
         for kind in HOOKS:
             if own[kind] and not all(map(patches.only_observes, own[kind].values())):

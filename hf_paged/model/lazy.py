@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..kv import LayerKind, Pages, TritonOps
+from ..kv.ops import on
 
 Path = Literal["unused", "paged", "dense"]
 """How attention last read a layer: from the pages, or through a dense copy."""
@@ -215,6 +216,29 @@ class LazyMask(LazyTensor):
         self.window = window
         self.as_stock = as_stock or build
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket is torch.ops.aten._to_copy:
+            mask, named = args[0], kwargs or {}
+            device = named.get("device")
+            # A layer on another device gets the mask moved there.
+            if device is not None and named.get("dtype") in (None, mask.dtype):
+                return mask.on(torch.device(device))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def on(self, device: torch.device) -> LazyMask:
+        """The same mask on another device."""
+
+        def as_stock() -> torch.Tensor | None:
+            stock = self.as_stock()
+            return None if stock is None else stock.to(device)
+
+        return LazyMask(
+            self.shape, self.dtype, device, self.window, lambda: self.dense().to(device), as_stock
+        )
+
 
 class Rotation:
     """Queries and keys before rotation: a layer that stores the keys rotates both in one launch."""
@@ -247,7 +271,8 @@ class Rotation:
         """Query or key, if it is needed without being stored."""
         done = (self.query, self.key)[which]
         if done is None:
-            self.query, self.key = self.kernels.rotary(*self.inputs)
+            with on(self.inputs[0].device):
+                self.query, self.key = self.kernels.rotary(*self.inputs)
         made = (self.query, self.key)[which]
         assert made is not None
         return made

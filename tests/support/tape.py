@@ -64,7 +64,7 @@ def _wait(leaves: list[Any]) -> None:
             torch.distributed.Work.unbox(each).wait()
 
 
-def record(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
+def record(step: Callable[[], Any], pools: Any, devices: Any) -> tuple[Callable[[], None], Any]:
     """What `RECORDERS` holds for a device."""
     tape = Tape()
     # A graph's tensors may be written at any time; on a CPU those of inference mode may not.
@@ -73,7 +73,7 @@ def record(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Ca
     return tape.replay, answer
 
 
-def rerun(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
+def rerun(step: Callable[[], Any], pools: Any, devices: Any) -> tuple[Callable[[], None], Any]:
     """The same for what no tape can note, kernels: a replay runs the step again and puts its answer where the
     first one was.
     """

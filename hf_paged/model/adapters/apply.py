@@ -116,6 +116,7 @@ class AdapterBatch:
             if part is not None:
                 flat_x = x.reshape(-1, x.shape[-1])
                 flat_y = y.view(-1, y.shape[-1])
+                rows = rows.to(y.device)
                 flat_y[rows] += low_rank_product(part, flat_x[rows]).to(y.dtype)
         return y
 
@@ -229,7 +230,8 @@ class AdapterBatch:
 def low_rank_product(part: LowRank, x: torch.Tensor) -> torch.Tensor:
     """scale * (x a^T) b^T, rounded as peft does."""
     functional = nn.functional
-    product: torch.Tensor = functional.linear(functional.linear(x.to(part.a.dtype), part.a), part.b)
+    a, b = part.a.to(x.device), part.b.to(x.device)  # of layers on several devices, all lie on one
+    product: torch.Tensor = functional.linear(functional.linear(x.to(a.dtype), a), b)
     return product * part.scale
 
 

@@ -25,7 +25,9 @@ from torch.nn.functional import gelu
 from transformers.activations import ACT2FN
 
 from ...kv import fork_safe_lock
+from ...kv.ops import on
 from ..adapters.apply import read_together
+from ..device_map import runs_class_forward
 from ..lazy import Rotation
 from ..patches import ReplacedForward
 
@@ -53,7 +55,7 @@ class Fusion:
     def _look_at(self, model: nn.Module) -> None:
         for module in model.modules():
             replacement = self._replacement(module)
-            if replacement is not None and "forward" not in module.__dict__:
+            if replacement is not None and runs_class_forward(module):
                 self.forwards[module] = replacement
         for module in model.modules():
             self._chain(module)
@@ -135,25 +137,29 @@ class Fusion:
         known = self.take_ahead(module, x)
         if known is not None:
             return known
-        normed: torch.Tensor = self.kernels.rms_norm(
-            x, module.weight, epsilon(module), centered=is_centered(module)
-        )
+        with on(x.device):
+            normed: torch.Tensor = self.kernels.rms_norm(
+                x, module.weight, epsilon(module), centered=is_centered(module)
+            )
         return normed
 
     def add_norm(
         self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum, and its norm."""
-        both: tuple[torch.Tensor, torch.Tensor] = self.kernels.add_rms_norm(
-            x, residual, module.weight, epsilon(module), centered=is_centered(module)
-        )
+        with on(x.device):
+            both: tuple[torch.Tensor, torch.Tensor] = self.kernels.add_rms_norm(
+                x, residual, module.weight, epsilon(module), centered=is_centered(module)
+            )
         return both
 
     def feed_forward(self, module: Any, x: torch.Tensor) -> Any:
         with read_together(module.up_proj):
             gate = module.gate_proj(x)
             up = module.up_proj(x)
-        return module.down_proj(self.kernels.swiglu(gate, up, activation=activation(module)))
+        with on(x.device):
+            gated = self.kernels.swiglu(gate, up, activation=activation(module))
+        return module.down_proj(gated)
 
     def layer(self, module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
@@ -194,7 +200,11 @@ def fused(fusion: Fusion) -> Iterator[None]:
         modules = [sys.modules[name] for name in fusion.rotaries]
         stocks = [getattr(module, ROTARY) for module in modules]
         replaced = [
-            ReplacedForward(module, None, _only_here(fusion, forward, partial(type(module).forward, module)))
+            ReplacedForward(
+                module,
+                module.__dict__.get("forward"),
+                _only_here(fusion, forward, partial(type(module).forward, module)),
+            )
             for module, forward in fusion.forwards.items()
         ]
         for each in replaced:
@@ -237,7 +247,7 @@ def gemma_norm() -> Any:
 
 def is_norm(module: object) -> bool:
     """Whether a module computes what the kernel for root-mean-square norms does."""
-    if not isinstance(module, nn.Module) or "forward" in module.__dict__:
+    if not isinstance(module, nn.Module) or not runs_class_forward(module):
         return False
     return reads_like(type(module).forward, llama().LlamaRMSNorm.forward) or is_centered(module)
 
@@ -257,7 +267,7 @@ def epsilon(module: Any) -> float:
 def activation(module: Any) -> str | None:
     """The kernel's name for a feed-forward layer's activation."""
     function = module.act_fn
-    if not isinstance(function, nn.Module) or "forward" in function.__dict__:
+    if not isinstance(function, nn.Module) or not runs_class_forward(function):
         return None
     code = type(function).forward
     inner = function.__dict__.get("act")

@@ -23,7 +23,7 @@ from ..symmetric_memory import symmetric_memories
 from ..weights_digest import PLAIN_TENSORS, memory_of_parts, wraps
 from .compile import Compilation, CompiledFusion, reason_of
 from .fusion import Fusion, fused
-from .rehearsal import RECORDERS, Rehearsal
+from .rehearsal import RECORDERS, Rehearsal, graph_memory
 from .step import AGREE, CapturedStep, Size, StepSource
 
 logger = logging.getLogger("hf_paged")
@@ -140,7 +140,7 @@ class CapturePool:
         """Code, by state, form and whether it is compiled, whose further sizes need one comparison: it is
         transformers' own, and a size of it has agreed with AGREE answers.
         """
-        self._workspace: Any = None
+        self._workspace: Sequence[Any] = ()
         """What all captured steps compute with: one runs at a time, its answer read before the next."""
         self._workspace_bytes = 0
         memory.observers.add(self)
@@ -444,8 +444,7 @@ class CapturePool:
 
     def _record_prepared(self, key: _Key, source: StepSource[Any], ready: _Prepared) -> CapturedStep:
         step, layers, lengths, known, compiled = ready
-        device = source.device
-        reserved = _reserved(device)
+        reserved = _reserved(source.devices)
         try:
             step.replay, answer = self._record(source, step, layers, lengths)
         except Exception as error:
@@ -460,7 +459,7 @@ class CapturePool:
             step.replay, answer = self._record(source, step, layers, lengths)
         step.keep(answer)
         step.compiled = compiled
-        self._workspace_bytes += max(0, _reserved(device) - reserved)
+        self._workspace_bytes += max(0, _reserved(source.devices) - reserved)
         self._keep(key, step)
         return step
 
@@ -477,7 +476,7 @@ class CapturePool:
         own = [*source.model.parameters(), *source.model.buffers()]
         plain = [each for each in own if type(each) in PLAIN_TENSORS or not wraps(each)]
         known = [*plain, *memory_of_parts(own), *step.tensors, *step.shared, *stores, *symmetric_memories()]
-        with Rehearsal(source.device, known):
+        with Rehearsal(source.devices, known):
             _forward(source, step, fusion, lengths)
         return lengths if lengths.met else None
 
@@ -486,7 +485,8 @@ class CapturePool:
     ) -> tuple[Callable[[], None], Any]:
         source.load(step)
         run = partial(_forward, source, step, fusion, lengths)
-        return RECORDERS[source.device.type](run, self._shared_workspace(source.device), source.device)
+        devices = source.devices
+        return RECORDERS[devices[0].type](run, self._shared_workspace(devices), devices)
 
     def _compiled(self, source: StepSource[Any], step: CapturedStep, fusion: Fusion) -> CompiledFusion | None:
         """The step's layers compiled, and run once; None if they are not wanted, or cannot be had."""
@@ -507,9 +507,9 @@ class CapturePool:
             return None
         return made
 
-    def _shared_workspace(self, device: torch.device) -> Any:
-        if device.type == "cuda" and not self._steps:
-            self._workspace = torch.cuda.graph_pool_handle()  # one whose graphs are all gone is gone
+    def _shared_workspace(self, devices: Sequence[torch.device]) -> Sequence[Any]:
+        if not self._steps or len(self._workspace) != len(devices):
+            self._workspace = graph_memory(devices)  # one whose graphs are all gone is gone
             self._workspace_bytes = 0
         return self._workspace
 
@@ -538,5 +538,5 @@ def _runs_unknown_code(model: Any) -> bool:
     return has_foreign_code([*model.modules()], (*KNOWN, "peft."))
 
 
-def _reserved(device: torch.device) -> int:
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+def _reserved(devices: Sequence[torch.device]) -> int:
+    return sum(torch.cuda.memory_reserved(device) for device in devices if device.type == "cuda")

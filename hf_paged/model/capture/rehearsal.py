@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,15 +39,15 @@ class Rehearsal(TorchDispatchMode):
 
     That is every operation that makes the host wait, every random draw, every tensor that is neither a weight
     nor an input nor made in the step (it may be gone, or hold another value, at the next replay), and tensors
-    on another device than the graph's: a kernel would keep such a tensor's number forever.
+    on other devices than the graph's: a kernel would keep such a tensor's number forever.
     """
 
-    def __init__(self, device: torch.device, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, devices: Sequence[torch.device], known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.elsewhere: set[int] = set()
         self.known: set[int] = set()
         for tensor in known:
-            (self.known if tensor.device == device else self.elsewhere).add(_address(tensor))
+            (self.known if tensor.device in devices else self.elsewhere).add(_address(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -114,20 +115,37 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def cuda_graph(step: Callable[[], Any], pool: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Capture `step`: how to replay it, and the tensors in which it answers every time."""
+def cuda_graph(
+    step: Callable[[], Any], pools: Sequence[Any], devices: Sequence[torch.device]
+) -> tuple[Callable[[], None], Any]:
+    """Capture `step`, which computes on these devices: how to replay it, and the tensors in which it answers
+    every time. The graph is the first device's, and what the others do in the step is part of it.
+
+    pools: where each device has its memory, as `graph_memory` makes them.
+    """
     graph = torch.cuda.CUDAGraph()
+    device, *others = devices
     side = _side_stream(device)
     main = torch.cuda.current_stream(device)
     side.wait_stream(main)
     collects = gc.isenabled()
     gc.disable()  # a finalizer must not free device memory in the middle
     try:
-        with torch.cuda.device(device), torch.cuda.stream(side):
+        with contextlib.ExitStack() as entered:
+            for each, pool in zip(others, pools[1:], strict=True):
+                _side_stream(each).wait_stream(torch.cuda.current_stream(each))
+                entered.enter_context(torch.cuda.stream(_side_stream(each)))
+                entered.enter_context(torch.cuda.use_mem_pool(pool, each))
+            entered.enter_context(torch.cuda.device(device))
+            entered.enter_context(torch.cuda.stream(side))
             # Other threads may continue to use the device.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pools[0], capture_error_mode="thread_local")
             try:
+                for each in others:
+                    _side_stream(each).wait_stream(side)
                 answer = step()
+                for each in others:
+                    side.wait_stream(_side_stream(each))
             except BaseException:
                 _give_up(graph, device)
                 raise
@@ -136,7 +154,29 @@ def cuda_graph(step: Callable[[], Any], pool: Any, device: torch.device) -> tupl
         if collects:
             gc.enable()
         main.wait_stream(side)
-    return graph.replay, answer
+    return partial(_replay, graph, device, others) if others else graph.replay, answer
+
+
+def _replay(graph: torch.cuda.CUDAGraph, device: torch.device, others: Sequence[torch.device]) -> None:
+    """Replay a graph of several devices in the order of what else each of them does."""
+    main = torch.cuda.current_stream(device)
+    for each in others:
+        main.wait_stream(torch.cuda.current_stream(each))
+    with torch.cuda.device(device):
+        graph.replay()
+    for each in others:
+        torch.cuda.current_stream(each).wait_stream(main)
+
+
+def graph_memory(devices: Sequence[torch.device]) -> list[Any]:
+    """Where captured steps on these devices have their memory, for `cuda_graph`."""
+    if devices[0].type != "cuda":
+        return [None] * len(devices)
+    pools: list[Any] = [torch.cuda.graph_pool_handle()]
+    for each in devices[1:]:
+        with torch.cuda.device(each):
+            pools.append(torch.cuda.MemPool())
+    return pools
 
 
 def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
@@ -152,7 +192,9 @@ def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
         empty.capture_end()
 
 
-Recorder = Callable[[Callable[[], Any], Any, torch.device], tuple[Callable[[], None], Any]]
+Recorder = Callable[
+    [Callable[[], Any], Sequence[Any], Sequence[torch.device]], tuple[Callable[[], None], Any]
+]
 RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}
 """For each type of device how a step is recorded there."""
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...kv import LayerGroup, Memory
+from ...kv import Memory
 from ...kv.ops import triton_package
 from ..adapters.rows import RowAdapters
+from ..device_map import devices_of
 from ..rank_votes import RankVotes, votes_of
 from ..registry import memory_of
 from ..snapshot import CallSnapshots, ModelSnapshot, StateKey, call_snapshots
@@ -81,15 +82,19 @@ class GenerateSteps:
         self, model: Any, step: ReplayableStep, forward: Run, snapshot: ModelSnapshot
     ) -> _GenerateSource | None:
         """The step as one that may be captured, with the adapters of its rows."""
-        device = _device_of(groups_of(step))
-        if device is None or not all(part.complete for part in step.parts):
+        groups = groups_of(step)
+        devices = devices_of(model, frozenset().union(*(group.devices for group in groups)))
+        if not devices or not all(group.devices for group in groups):
+            return None
+        if not all(part.complete for part in step.parts):
             return None
         kept = call_snapshots.get()
+        device = devices[0]
         kernels = triton_package(step.parts[0].config.kernels, device, model.dtype) if snapshot.lora else None
         adapters = self.adapters.of_step(
             snapshot, step.rows, kernels, device, foreign=kept is None or kept.foreign
         )
-        return _source(model, step._replace(adapters=adapters), forward, device)
+        return _source(model, step._replace(adapters=adapters), forward, devices)
 
     def with_adapters(
         self, model: Any, cache: CapturedCache, rows: int, device: torch.device
@@ -150,9 +155,16 @@ class _GenerateSource(StepSource[Graph]):
     """A step of generate()."""
 
     def __init__(
-        self, model: nn.Module, step: ReplayableStep, forward: Run, code: Hashable, form: Hashable
+        self,
+        model: nn.Module,
+        step: ReplayableStep,
+        forward: Run,
+        devices: Sequence[torch.device],
+        code: Hashable,
+        form: Hashable,
     ) -> None:
         self.model = model
+        self._devices = devices
         self.step = step
         self._run = forward
         self._code = code
@@ -160,6 +172,10 @@ class _GenerateSource(StepSource[Graph]):
         self.holders = (form,)
         self.groups = groups_of(step)
         self._before = [part.mark() for part in step.parts]
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        return self._devices
 
     @property
     def code(self) -> Hashable:
@@ -198,25 +214,20 @@ class _GenerateSource(StepSource[Graph]):
         self._run(self.step.arguments)
 
 
-def _device_of(groups: Sequence[LayerGroup]) -> torch.device | None:
-    """Where all of these layers are stored, if that is one device."""
-    devices = {device for group in groups for device in group.devices}
-    return devices.pop() if len(devices) == 1 and all(group.devices for group in groups) else None
-
-
 def _source(
-    model: nn.Module, step: ReplayableStep, forward: Run, device: torch.device
+    model: nn.Module, step: ReplayableStep, forward: Run, devices: Sequence[torch.device]
 ) -> _GenerateSource | None:
     """The step with what must be the same for a replay beside the model, or None if it cannot be captured
     whatever happens.
     """
-    facts = signature(step, device)
-    if device.type not in RECORDERS or facts is None or any(too_wide(part, step.new) for part in step.parts):
+    facts = signature(step, devices[0])
+    wide = any(too_wide(part, step.new) for part in step.parts)
+    if devices[0].type not in RECORDERS or facts is None or wide:
         return None
     adapted = None if step.adapters is None else step.adapters.form
     code = step.mask, facts, step.new, step.rows if has_fixed_rows(step) else None, adapted
     return _GenerateSource(
-        model, step, forward, code, (code, tuple(shapes(part, step.new) for part in step.parts))
+        model, step, forward, devices, code, (code, tuple(shapes(part, step.new) for part in step.parts))
     )
 
 

@@ -85,8 +85,9 @@ class StepSource(ABC, Generic[S]):
     groups: Sequence[LayerGroup]
 
     @property
-    def device(self) -> torch.device:
-        return self.groups[0].device
+    def devices(self) -> Sequence[torch.device]:
+        """Where the step is computed, its inputs' device first."""
+        return [self.groups[0].device]
 
     @property
     def comparable(self) -> bool:
