@@ -1,10 +1,12 @@
-"""hf_paged.engine.parallel.connections: the end of a process is known at once (C42)."""
+"""hf_paged.engine.parallel.connections: messages of rank 0, and the end of a process at once (C42)."""
 
 from __future__ import annotations
 
 import threading
 import time
 from typing import Any
+
+import pytest
 
 from hf_paged.engine.parallel.connections import Connections
 
@@ -54,3 +56,46 @@ def test_rank_0_knows_who_has_ended() -> None:
     assert _closed(ranks[1]) == [0]
     ranks[1].close()
     ranks[1].close()
+
+
+def test_messages_wait_until_they_are_read() -> None:
+    """Rank 0 waits for nobody; what it sent before its end is read, and looking for its end takes nothing."""
+    ranks = _connected()
+    assert all(each.complete for each in ranks.values())
+    sent = [b"", b"one", bytes(range(256)) * 40]
+    for message in sent:
+        ranks[0].send(message)
+    ranks[0].close()
+    for rank in (1, 2):
+        assert ranks[rank].closed() == []  # there is something to read
+        assert [ranks[rank].receive() for _ in sent] == sent
+        with pytest.raises(ConnectionResetError, match="rank 0"):
+            ranks[rank].receive()
+        assert _closed(ranks[rank]) == [0]
+        ranks[rank].close()
+
+
+@pytest.mark.parametrize("waiting", ["for a message", "for a rank that reads nothing"])
+def test_who_waits_is_let_go(waiting: str) -> None:
+    ranks = _connected()
+    rank = 1 if waiting == "for a message" else 0
+    trouble: list[OSError] = []
+
+    def wait() -> None:
+        try:
+            if rank:
+                ranks[rank].receive()
+            else:
+                ranks[rank].send(bytes(2**26))
+        except OSError as error:
+            trouble.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    ranks[rank].shut()
+    thread.join(5)
+    assert trouble
+    for each in ranks.values():
+        each.close()

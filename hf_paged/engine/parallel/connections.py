@@ -1,4 +1,6 @@
-"""Connections that close when a process ends, however it ends: how ranks know at once that one is gone."""
+"""Connections between ranks: rank 0's messages travel on them, and they close when a process ends, however it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,24 @@ from typing import Any
 
 SECONDS = 10.0
 """How long a rank tries to reach rank 0."""
+LENGTH = 4
+"""Bytes before a message that say how long it is."""
 
 
 class Connections:
-    """One from every other rank to rank 0. Nothing is sent on them.
+    """One from every other rank to rank 0, on which rank 0 sends.
 
-    Where hosts cannot reach each other, or a rank has left a copy of itself (fork), a rank that has ended is
-    noticed by what waits for it alone.
+    What is sent waits in the other rank's system until it reads: rank 0 waits for nobody. Where hosts cannot
+    reach each other, or a rank has left a copy of itself (fork), a rank that has ended is noticed by what
+    waits for it alone.
     """
 
     def __init__(self, rank: int, gather: Callable[[Any], list[Any]]) -> None:
         """gather: the values of all ranks, for which they meet."""
         self._of: dict[int, socket.socket] = {}
         """To each rank that this one is connected to."""
+        self._named: set[int] = set()
+        """Those whose connection has closed."""
         server = socket.create_server(("", 0), backlog=1024) if rank == 0 else None
         key = secrets.token_bytes(16)
         host = socket.gethostname()
@@ -36,9 +43,14 @@ class Connections:
                 own.sendall(key_0 + rank.to_bytes(4, "big"))
                 self._of[0] = own
         connected = gather(bool(self._of))
+        self.complete = sum(connected) == len(connected) - 1
+        """Whether all ranks are connected: else none gets messages on them."""
         if server is not None:
             with server:
                 self._accept(server, key, sum(connected))
+        for own in self._of.values():
+            own.settimeout(None)
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _accept(self, server: socket.socket, key: bytes, count: int) -> None:
         server.settimeout(SECONDS)
@@ -52,12 +64,36 @@ class Connections:
                     continue
                 self._of[int.from_bytes(words[len(key) :], "big")] = own
 
+    def send(self, message: bytes, seconds: float | None = None) -> None:
+        """Send to all other ranks; only one that has long read nothing is waited for, so many seconds or
+        until `shut`.
+        """
+        whole = len(message).to_bytes(LENGTH, "big") + message
+        for own in self._of.values():
+            own.settimeout(seconds)
+            own.sendall(whole)
+
+    def receive(self) -> bytes:
+        """Rank 0's next message, whenever it comes."""
+        return self._read(int.from_bytes(self._read(LENGTH), "big"))
+
+    def _read(self, count: int) -> bytes:
+        found = self._of[0].recv(count, socket.MSG_WAITALL) if count else b""
+        if len(found) < count:
+            raise ConnectionResetError("rank 0 has closed its connection")
+        return found
+
     def closed(self) -> list[int]:
         """The ranks whose connection has closed. Each is named once."""
-        ended = [rank for rank, own in self._of.items() if _is_closed(own)]
-        for rank in ended:
-            self._of.pop(rank).close()
+        ended = [rank for rank, own in self._of.items() if rank not in self._named and _is_closed(own)]
+        self._named.update(ended)
         return ended
+
+    def shut(self) -> None:
+        """Let nothing wait here any more, in this thread or another."""
+        for own in list(self._of.values()):
+            with contextlib.suppress(OSError):
+                own.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close this rank's. Twice is once."""
@@ -67,9 +103,8 @@ class Connections:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    connection.setblocking(False)
     try:
-        return not connection.recv(1)
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
     except OSError:

@@ -53,7 +53,7 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """The ranks of a tensor-parallel engine. Numbers travel over the host (gloo), so that no device waits.
+    """The ranks of a tensor-parallel engine. Numbers travel over the host, so that no device waits.
 
     A rank that fails notes it in the store of the process group. A thread of each rank reads the store, and
     breaks off whatever its rank waits for; so it does where a step takes more than `timeout` seconds.
@@ -86,6 +86,8 @@ class Ranks:
         self._head = torch.zeros(HEAD, dtype=torch.int32, device="cpu")
         self._met = 0
         """The model's collectives that this rank had begun when the ranks last met."""
+        self._messages = 0
+        """How many rank 0 has sent, or this rank has received or waits for."""
         self._connections = Connections(self.rank, self.gather)
         dist.distributed_c10d._set_pg_timeout(EVER, self._group)
         self._left_early: dict[int, str] = {}
@@ -112,6 +114,13 @@ class Ranks:
 
     def send(self, numbers: array[int]) -> None:
         """Give numbers to all other ranks, without waiting until they have them."""
+        if self._connections.complete:
+            self._messages += 1
+            try:
+                self._connections.send(numbers.tobytes())
+            except OSError as error:
+                raise dist.DistNetworkError(f"a rank takes no message: {error}") from error
+            return
         for work in self._sending:  # its tensors are read until then
             work.wait()
         head = self._head
@@ -126,6 +135,12 @@ class Ranks:
 
     def receive(self) -> list[int]:
         """The next numbers of rank 0, whenever they come."""
+        if self._connections.complete:
+            self._messages += 1
+            try:
+                return array("i", self._connections.receive()).tolist()
+            except OSError as error:
+                raise dist.DistNetworkError(str(error)) from error
         head = self._head
         self._broadcast(head)
         count = int(head[0])
@@ -328,7 +343,7 @@ class Ranks:
 
     def _note_collectives(self) -> None:
         """Let the others know how many collectives this rank has begun."""
-        count = collectives_begun(self.model_group) + collectives_begun(self._group)
+        count = collectives_begun(self.model_group) + collectives_begun(self._group) + self._messages
         if count != self._noted:
             self._noted = count
             self._store.set(f"collectives/{self.rank}", str(count))
@@ -347,6 +362,7 @@ class Ranks:
         """Let no thread of this process wait for another rank any more."""
         first = self.reason is None
         self.reason = self.reason or reason
+        self._connections.shut()
         for group in (self.model_group, self._group):
             _end_waiting(group, self.rank, self.size)
         if first:  # beside a thread that waits for the device
@@ -394,8 +410,11 @@ class Ranks:
         error = sys.exception() or getattr(sys, "last_value", None)
         words = "" if error is None else f"rank 0 raised {_described(error)}"[: HEAD - 1 - len(numbers)]
         numbers.extend(map(ord, words))
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, OSError):
             self._store.set(CLOSED, words)
+            if self._connections.complete:
+                self._connections.send(numbers.tobytes(), GOODBYE)
+                return
             head = torch.zeros_like(self._head)
             head[0] = len(numbers)
             head[1 : 1 + len(numbers)] = torch.frombuffer(numbers, dtype=torch.int32)
