@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -201,19 +202,21 @@ class StockCompiled(Stock):
 
 
 class Vllm(Peer):
-    """vLLM over the same weights, where it is installed."""
+    """vLLM over the same weights, where it is installed, or over random ones of a folder's shape."""
 
     name = "vllm"
 
-    def __init__(self, model: Any, at_once: int) -> None:
+    def __init__(self, model: Any, at_once: int, **options: Any) -> None:
         import vllm
 
         self._vllm = vllm
         self._folder = tempfile.TemporaryDirectory()
-        model.save_pretrained(self._folder.name)
-        self._llm = vllm.LLM(
-            self._folder.name, skip_tokenizer_init=True, max_num_seqs=at_once, gpu_memory_utilization=0.6
-        )
+        folder, options = self._folder.name, {"gpu_memory_utilization": 0.6, **options}
+        if isinstance(model, Path):
+            folder, options["load_format"] = str(model), "dummy"
+        else:
+            model.save_pretrained(folder)
+        self._llm = vllm.LLM(folder, skip_tokenizer_init=True, max_num_seqs=at_once, **options)
 
     def serve(self, asks: Sequence[Ask], arrivals: Sequence[float] | None = None) -> Served:
         if arrivals is not None:

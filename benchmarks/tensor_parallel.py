@@ -7,6 +7,7 @@
 
     python benchmarks/tensor_parallel.py --shape llama13b --pipeline         # layers over all GPUs, by device_map
     torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py --shape llama70b --layers 40       # half of a model
+    python benchmarks/tensor_parallel.py --shape llama13b --vllm 2           # vLLM's trace on as many GPUs
 
 steps    milliseconds of a step in which every sequence takes one token, by the clock around `Engine.step()`, and
 the multiple of what reading a rank's weights takes; what of it rank 0 needs to send the step, and how many
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peers import Vllm
 from shapes import SHAPES
 from traces import trace
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -183,6 +185,17 @@ def run_trace(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
     return {"requests": len(asked), "seconds": seconds, "tokens_per_second": new / seconds}
 
 
+def vllm_trace(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The trace by vLLM on several GPUs, over random weights: the second of two runs."""
+    config = config_of(options.shape, options.layers)
+    asks = trace("sharegpt", options.requests, config.vocab_size)
+    asks = [each for each in asks if len(each.prompt) + each.new <= config.max_position_embeddings]
+    peer = Vllm(folder, options.at_once, tensor_parallel_size=options.vllm, gpu_memory_utilization=0.9)
+    _, served = peer.serve(asks), peer.serve(asks)
+    speed = served.tokens / served.seconds
+    return {"requests": len(asks), "seconds": served.seconds, "tokens_per_second": speed}
+
+
 def calls(model: Any, options: argparse.Namespace, rows: int) -> dict[str, Any]:
     """Calls of generate() on every rank, by pages and by stock's cache."""
     chance = torch.Generator().manual_seed(1)
@@ -235,6 +248,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, default=256)
+    parser.add_argument("--vllm", type=int, metavar="GPUS", help="the trace by vLLM instead")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -247,6 +261,13 @@ def main() -> None:
         write_checkpoint(folder, config_of(options.shape, options.layers), getattr(torch, options.dtype))
     while not (folder / "model.safetensors").exists():
         time.sleep(0.1)
+    if options.vllm:
+        print(
+            json.dumps(
+                {"what": "vllm", "shape": options.shape, "ranks": options.vllm, **vllm_trace(options, folder)}
+            )
+        )
+        return
     model = load(options, folder, ranks)
     weights = bytes_of(model)
 

@@ -76,7 +76,6 @@ class Follower:
                 self.free()
                 return True
             if kind is MessageKind.CLOSE:
-                self.ranks.ended_in_order = True
                 self._decoder.prompts.clear()
                 words = "".join(map(chr, numbers[1:]))
                 if words:

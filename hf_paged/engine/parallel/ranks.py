@@ -135,6 +135,12 @@ class Ranks:
 
     def receive(self) -> list[int]:
         """The next numbers of rank 0, whenever they come."""
+        numbers = self._next()
+        # From here on nobody waits for anybody, and rank 0's process may end.
+        self.ended_in_order |= numbers[0] == MessageKind.CLOSE
+        return numbers
+
+    def _next(self) -> list[int]:
         if self._connections.complete:
             self._messages += 1
             try:
@@ -317,7 +323,7 @@ class Ranks:
 
     def look(self) -> None:
         """See what became of the other ranks, and whether they take too long."""
-        if self.reason is not None:
+        if self.reason is not None or (self.ended_in_order and not self.leads):
             return
         try:
             self._note_collectives()
