@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from serve import tokenizer_of
 from shapes import SHAPES, Report, build, common_parser, report_of
+from tokenizer import tokenizer_of
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 

@@ -1692,6 +1692,7 @@ def rank_0_that_ends_at_once(rank: int) -> None:
         port = [probe.getsockname()[1]]
     dist.broadcast_object_list(port, 0)
     dist.destroy_process_group()
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's: rank 0 is to have the store here
     dist.init_process_group(
         BACKEND,
         init_method=f"tcp://127.0.0.1:{port[0]}",
