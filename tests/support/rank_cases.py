@@ -1165,6 +1165,41 @@ def captured_steps_of_generate(rank: int) -> None:
         assert again == many
 
 
+class _Notes:
+    """A streamer of the user's own, which changes the model once."""
+
+    def __init__(self, model: Any, at: int) -> None:
+        self._model = model
+        self._at = at
+        self.tokens: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+        if len(self.tokens) == self._at:
+            self._model.config.note = self._at
+
+    def end(self) -> None:
+        pass
+
+
+def a_streamer_on_one_rank(rank: int) -> None:
+    """Rank 0 alone runs code of the user between steps, which changes its model: all ranks still take the same
+    steps.
+    """
+    model, one = loaded("llama"), whole("llama")
+    pool = captures_of(model).pool
+    ids = torch.tensor([PROMPTS[1]], device=model.device)
+    options: dict[str, Any] = {"max_new_tokens": 3 * NEW, "do_sample": False}
+    expected = one.generate(ids, **options).tolist()
+    with first_capture_without_memory(False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
+        for call in range(6):
+            streamer = _Notes(model, 24 + call) if rank == 0 else None
+            found = model.generate(ids, streamer=streamer, cache_implementation="paged", **options)
+            assert found.tolist() == expected, (found.tolist(), expected)
+    assert pool.counts["replayed"] > 10, pool.counts
+
+
 CALLS = ("assisted", "prompt-lookup", "chunks", "beam-sample", "everything", "everything-beams")
 
 

@@ -47,6 +47,7 @@ class GenerateSteps:
         """votes: the other ranks that compute the model, if there are any."""
         self.pool = CapturePool(memory)
         self.adapters = RowAdapters()
+        self._votes = votes
         if votes is not None:
             self.pool.join(votes.least, votes.same)
 
@@ -56,7 +57,7 @@ class GenerateSteps:
             part.sequences.flush()
         if self.pool.unsteady:
             return forward(step.arguments)
-        kept = call_snapshots.get()
+        kept = self._kept(model)
         known = None if kept is None else kept.snapshots.get(id(model))
         snapshot = known or _look(model, kept)
         source = self._source(model, step, forward, snapshot)
@@ -64,12 +65,14 @@ class GenerateSteps:
             return forward(step.arguments)
         state = self.pool.known(snapshot.graph_key)
         graph = self._replay(state, source, None if known is None else kept)
-        if graph is None and known is not None:
+        if graph is None and kept is not None and known is not None:
             snapshot = _look(model, kept)
-            if snapshot is not known:
+            changed = snapshot is not known
+            alike = not kept.foreign or self.pool.on_all_ranks(changed)
+            if changed:
                 state = self.pool.known(snapshot.graph_key)
                 source = self._source(model, step, forward, snapshot)
-                graph = None if source is None else self._replay(state, source, None)
+                graph = self._replay(state, source, None) if source is not None and alike else None
         if source is None:
             return forward(step.arguments)
         if graph is not None:
@@ -77,6 +80,16 @@ class GenerateSteps:
         answer = forward(step.arguments)
         self.pool.learn(state, source, answer, steady=snapshot.steady)
         return answer
+
+    def _kept(self, model: nn.Module) -> CallSnapshots | None:
+        """Those of the running call. If the user's code runs between the steps of one rank (a streamer on
+        rank 0), all ranks check their models, and so they meet as often.
+        """
+        kept = call_snapshots.get()
+        if self._votes is not None and kept is not None and id(model) not in kept.snapshots:
+            kept = kept._replace(foreign=not self._votes.least(not kept.foreign))
+            call_snapshots.set(kept)
+        return kept
 
     def _source(
         self, model: Any, step: ReplayableStep, forward: Run, snapshot: ModelSnapshot
