@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,17 +20,32 @@ before_groups: list[Callable[[], None]] = []
 """What is done before a process group is made: that waits for other ranks, and no thread of this process runs
 meanwhile.
 """
+_made: Counter[tuple[int, ...]] = Counter()
+"""How many groups for numbers on the host the same ranks have made: as many on each of them."""
 
 
 def host_group(group: dist.ProcessGroup, seconds: float = MEETING) -> dist.ProcessGroup:
-    """A process group of the same ranks for numbers on the host."""
+    """A process group of the same ranks for numbers on the host.
+
+    Not by `dist.new_group`: without all other ranks it names a group after how many a rank has, which differs
+    where the user's own groups (rank 0 alone, say) have some of them only.
+    """
     for act in before_groups:
         act()
     members = dist.get_process_group_ranks(group)
-    meeting = timedelta(seconds=max(seconds, MEETING))
-    made: dist.ProcessGroup = dist.new_group(
-        members, timeout=meeting, backend="gloo", use_local_synchronization=True
-    )
+    ranks = tuple(members)
+    c10d: Any = dist.distributed_c10d
+    made: dist.ProcessGroup = c10d._new_process_group_helper(
+        len(members),
+        dist.get_rank(group),
+        members,
+        "gloo",
+        c10d._get_default_store(),
+        f"hf_paged/{'-'.join(map(str, members))}/{_made[ranks]}",
+        timeout=timedelta(seconds=max(seconds, MEETING)),
+    )[0]
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(members)}
+    _made[ranks] += 1
     return made
 
 

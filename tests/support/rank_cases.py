@@ -588,6 +588,18 @@ def engines_that_are_left_alone(rank: int) -> None:
     led(rank, model, lambda engine: asked(engine, FEW[:1]))
 
 
+def groups_of_the_user(rank: int) -> None:
+    """Ranks meet though one of them has a process group more, and a closed engine leaves none behind."""
+    model = loaded("llama")
+    own = dist.new_group([0])
+    held = dist.distributed_c10d._world.pg_map
+    before = set(held)
+    for _ in range(2):
+        led(rank, model, lambda engine: asked(engine, FEW[:1]))
+    assert set(held) == before
+    dist.destroy_process_group(own)
+
+
 def the_smallest_rank_decides(rank: int) -> None:
     measured = budget.free_bytes
     from hf_paged.engine import pools

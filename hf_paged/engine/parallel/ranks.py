@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import sys
 import threading
 import time
@@ -41,7 +40,6 @@ GOODBYE = 5.0
 """Seconds that rank 0 waits for the others to take its last message."""
 FAULT = "fault"
 CLOSED = "closed"
-_numbers = itertools.count()
 _abandoned: set[Any] = set()
 """Those whose engine was collected before it was closed."""
 _leaving = threading.Lock()
@@ -71,9 +69,7 @@ class Ranks:
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
         base = dist.distributed_c10d._get_default_store()
-        self._store = dist.distributed_c10d.PrefixStore(
-            f"hf_paged/{'-'.join(map(str, members))}/{next(_numbers)}", base
-        )
+        self._store = dist.distributed_c10d.PrefixStore(f"{self._group.group_name}/faults", base)
         self.reason: str | None = None
         """Why the engine has ended, if a rank has failed."""
         self._since: float | None = None
@@ -390,6 +386,9 @@ class Ranks:
         if threading.current_thread() is not self._watch:
             self._watch.join()
         self._connections.close()
+        if self.reason is None and all(work.is_completed() for work in self._sending):
+            with suppress(ValueError, RuntimeError):  # it has gone already, with all others
+                dist.destroy_process_group(self._group)
 
     def abandon(self) -> None:
         """The engine is gone, and was not closed: the thread of this rank leaves the others. Finalizers run
