@@ -342,6 +342,30 @@ def test_adapters_switched_disabled_and_scaled(llama: Any, ids: torch.Tensor) ->
     assert replayed(model.get_base_model())
 
 
+def test_an_adapter_of_other_layers_where_the_last_one_lay(llama: Any, ids: torch.Tensor) -> None:
+    """An allocator hands out the same memory again, and names come again, too."""
+
+    def config(*layers: str) -> LoraConfig:
+        return LoraConfig(r=4, lora_alpha=64, target_modules=[*layers], init_lora_weights=False)
+
+    def weights() -> list[nn.Parameter]:
+        return [weight for name, weight in model.named_parameters() if ".other." in name]
+
+    model: Any = get_peft_model(llama, config("q_proj", "o_proj")).eval()
+    memory: list[torch.Tensor] = []
+    for layer in ("q_proj", "o_proj"):
+        model.add_adapter("other", config(layer))
+        memory = memory or [weight.data for weight in weights()]
+        for weight, here in zip(weights(), memory, strict=True):
+            weight.data = here.copy_(weight.data)
+        model.set_adapter("other")
+        for _ in range(3):
+            assert_same(model, input_ids=ids, **NEW)
+        assert replayed(model.get_base_model())
+        model.set_adapter("default")
+        model.delete_adapter("other")
+
+
 class Changeling(nn.Module):
     """A feed-forward layer with something in it that no graph may hold."""
 

@@ -84,11 +84,15 @@ class RowAdapters:
         return StepAdapters(form, lora.layers, self.table, self._index(names, device))
 
     def _in_peft(self, lora: LoraLayers, names: list[Names]) -> StepAdapters:
-        """A step in which peft's own layers compute: it depends on each adapter and on where it lies."""
+        """A step in which peft's own layers compute: it depends on each adapter, its layers and where it
+        lies.
+        """
         used = {name: lora.read(name) for each in names for name in each}
+        places = {layer: place for place, layer in enumerate(lora.layers)}
         facts = [
-            (name, [(part.a.data_ptr(), part.b.data_ptr(), part.scale) for part in found.layers.values()])
+            (name, places[layer], *_tensor_facts(part.a), *_tensor_facts(part.b), part.scale)
             for name, found in used.items()
+            for layer, part in found.layers.items()
         ]
         return StepAdapters(("modules", tuple(names), repr(facts)))
 
@@ -150,3 +154,7 @@ class RowAdapters:
             return
         with found.applied(found.slots):
             yield True
+
+
+def _tensor_facts(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
