@@ -25,8 +25,8 @@ LETTING_GO = 2.0
 """Seconds in which kernels that wait for a failed rank are let go."""
 WORD = 16
 """Bytes that the kernel moves at once."""
-_known: dict[torch.device, tuple[weakref.ref[Any], SymmetricMemory | None]] = {}
-"""For a device the ranks that asked last, and what they have."""
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, SymmetricMemory | None] = weakref.WeakKeyDictionary()
+"""What each group of ranks has. It stays as long as the group: captured steps read its addresses."""
 
 
 class SymmetricMemory:
@@ -76,31 +76,29 @@ class SymmetricMemory:
 
 def end_waits(group: dist.ProcessGroup) -> None:
     """Let the kernels of this process that wait for the ranks of a group come to their end."""
-    for whose, memory in list(_known.values()):
-        if whose() is group and memory is not None:
-            memory.end_waits()
+    memory = _known.get(group)
+    if memory is not None:
+        memory.end_waits()
 
 
 def sums_of(group: dist.ProcessGroup) -> int:
     """How many sums the ranks of a group have begun here."""
-    return sum(memory.sums for whose, memory in list(_known.values()) if memory and whose() is group)
+    memory = _known.get(group)
+    return 0 if memory is None else memory.sums
 
 
 def symmetric_memory_of(group: dist.ProcessGroup) -> SymmetricMemory | None:
     """What the ranks of a group have together; None, on all of them, if they cannot. All ask together."""
     if not torch.cuda.is_available() or dist.get_backend(group) != "nccl":
         return None
-    device = torch.device("cuda", torch.cuda.current_device())
-    whose, memory = _known.get(device, (None, None))
-    if whose is None or whose() is not group:
-        memory = _made(group, device)
-        _known[device] = (weakref.ref(group), memory)
-    return memory
+    if group not in _known:
+        _known[group] = _made(group, torch.device("cuda", torch.cuda.current_device()))
+    return _known[group]
 
 
 def symmetric_memories() -> list[torch.Tensor]:
     """The tensors of this process that other ranks read."""
-    return [memory.bytes for _, memory in _known.values() if memory is not None]
+    return [memory.bytes for memory in list(_known.values()) if memory is not None]
 
 
 def _made(group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory | None:
