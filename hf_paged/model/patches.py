@@ -56,7 +56,9 @@ class ReplacedForward(NamedTuple):
     ours: Callable[..., Any]
 
     def replace(self) -> None:
-        self.module.__dict__["forward"] = self.ours
+        """Put ours in, unless the module has been given another since."""
+        if self.module.__dict__.get("forward") is self.own:
+            self.module.__dict__["forward"] = self.ours
 
     def restore(self) -> None:
         """Put the module's own back, unless ours has been wrapped since. Twice is once."""

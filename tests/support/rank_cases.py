@@ -1212,6 +1212,39 @@ def a_streamer_on_one_rank(rank: int) -> None:
     assert pool.counts["replayed"] > 10, pool.counts
 
 
+def forwards_of_the_user(rank: int) -> None:
+    """A layer's forward that the user sets is computed by generate(), and by an engine that was made before."""
+    model, one = loaded("llama"), whole("llama")
+
+    def change(layer: Any) -> Any:
+        own = layer.forward
+
+        @functools.wraps(own)
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return own(x) * -3  # type: ignore[no-any-return]
+
+        layer.forward = forward
+        return forward
+
+    before = generated(one, MODES[0])
+    with Engine(model, **SMALL) as engine:
+        layer, alone_in_one = (each.model.layers[0].mlp.down_proj for each in (model, one))
+        forward = change(layer)
+        change(alone_in_one)
+        try:
+            expected = generated(one, MODES[0])
+            found = generated(model, MODES[0], cache_implementation="paged")
+            assert found == expected != before
+            if rank == 0:
+                token_ids = alone(one, PROMPTS[1], **GREEDY)
+                assert answers(engine.submit(PROMPTS[1], **GREEDY).result()) == token_ids
+        finally:
+            del alone_in_one.forward
+        if rank > 0:
+            assert not engine.follow()
+    assert layer.forward is forward
+
+
 CALLS = ("assisted", "prompt-lookup", "chunks", "beam-sample", "everything", "everything-beams")
 
 
