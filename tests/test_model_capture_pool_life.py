@@ -342,6 +342,16 @@ def test_adapters_switched_disabled_and_scaled(llama: Any, ids: torch.Tensor) ->
     assert replayed(model.get_base_model())
 
 
+def test_a_weight_that_lies_there_in_another_way(llama: Any, ids: torch.Tensor) -> None:
+    """Its address is the same, its content is not."""
+    weight = llama.model.layers[0].self_attn.o_proj.weight
+    for _ in range(4):
+        assert_same(llama, input_ids=ids, **NEW)
+        before = replayed(llama)
+        weight.data = weight.data.t()
+    assert before
+
+
 def test_an_adapter_of_other_layers_where_the_last_one_lay(llama: Any, ids: torch.Tensor) -> None:
     """An allocator hands out the same memory again, and names come again, too."""
 

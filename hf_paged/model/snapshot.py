@@ -188,7 +188,7 @@ class ModelSnapshot:
         values = [*chain(*map(_values, self._nested.values()), *[source() for source in sources])]
         parts = [value if type(value) in PLAIN else id(value) for value in values]
         own = [module.__dict__[part].values() for module in self.modules for part in TENSORS]
-        where = _addresses(chain(*own, self._tensors, memory_of_parts(chain(*own))))
+        where = _layouts(chain(*own, self._tensors, memory_of_parts(chain(*own))))
         facts = self.facts, tuple(parts), tuple(where), torch_settings(), self.steady
         known = _graph_keys.get(self.model, [])
         for key in known:
@@ -370,9 +370,9 @@ class _Places:
         """What is compared by value."""
         return [
             list(map(len, self._tensors)),
-            _addresses(chain.from_iterable([part.values() for part in self._tensors])),
-            _addresses(memory_of_parts(self._wrapped)),
-            [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in self._attributes],
+            _layouts(chain.from_iterable([part.values() for part in self._tensors])),
+            _layouts(memory_of_parts(self._wrapped)),
+            _layouts(self._attributes),
             list(map(original_implementation, self._configs)),
             [id(patches.own_forward(module)) for module in self._forwards],
             self._lora.apart and self._lora.why_not_now(),
@@ -497,8 +497,11 @@ def _tags(several: Iterable[torch.Tensor | None]) -> tuple[list[int], list[int],
     return list(map(id, tensors)), list(map(torch.Tensor.data_ptr, tensors)), versions
 
 
-def _addresses(tensors: Iterable[torch.Tensor | None]) -> list[int | None]:
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+def _layouts(tensors: Iterable[torch.Tensor | None]) -> list[tuple[Any, ...] | None]:
+    """Where tensors lie, and how: another view of the same memory is another weight."""
+    return [
+        None if each is None else (each.data_ptr(), each.shape, each.stride(), each.dtype) for each in tensors
+    ]
 
 
 def _content(cell: CellType) -> Any:
