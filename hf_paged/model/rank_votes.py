@@ -24,7 +24,7 @@ _made: Counter[tuple[int, ...]] = Counter()
 """How many groups for numbers on the host the same ranks have made: as many on each of them."""
 
 
-def host_group(group: dist.ProcessGroup, seconds: float = MEETING) -> dist.ProcessGroup:
+def host_group(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
     """A process group of the same ranks for numbers on the host.
 
     Not by `dist.new_group`: without all other ranks it names a group after how many a rank has, which differs
@@ -63,12 +63,19 @@ def collectives_begun(group: Any) -> int:
     return count + sums_of(group)
 
 
+def _patience(group: Any) -> float:
+    """Seconds that the ranks' own collectives wait: code of the user may run long between two steps."""
+    backend = group._get_backend(group._device_types[0])
+    seconds: float = backend.options._timeout.total_seconds()
+    return seconds
+
+
 class RankVotes:
     """The ranks of a divided model, each of which runs all of generate()."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._model_group = weakref.ref(group)
-        self._group = host_group(group)
+        self._group = host_group(group, _patience(group))
         self._met = collectives_begun(group)
 
     def same(self, value: object) -> bool:

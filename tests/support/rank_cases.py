@@ -73,6 +73,7 @@ from hf_paged.engine.parallel.message import MessageKind
 from hf_paged.engine.runner import Runner
 from hf_paged.engine.support import Unservable
 from hf_paged.kv import HostBlocks, budget, group
+from hf_paged.model import rank_votes
 from hf_paged.model.adapters.loading import load_adapter
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.replay import captures_of
@@ -1189,27 +1190,30 @@ class _Notes:
         self.tokens += value.flatten().tolist()
         if len(self.tokens) == self._at:
             self._model.config.note = self._at
+            time.sleep(0.2)
 
     def end(self) -> None:
         pass
 
 
 def a_streamer_on_one_rank(rank: int) -> None:
-    """Rank 0 alone runs code of the user between steps, which changes its model: all ranks still take the same
-    steps.
+    """Rank 0 alone runs code of the user between steps, which takes long and changes its model: all ranks still
+    take the same steps.
     """
     model, one = loaded("llama"), whole("llama")
-    pool = captures_of(model).pool
+    rank_votes._votes.clear()
     ids = torch.tensor([PROMPTS[1]], device=model.device)
     options: dict[str, Any] = {"max_new_tokens": 3 * NEW, "do_sample": False}
     expected = one.generate(ids, **options).tolist()
     with first_capture_without_memory(False), pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
+        patch.setattr(rank_votes, "MEETING", 0.1)
         for call in range(6):
             streamer = _Notes(model, 24 + call) if rank == 0 else None
             found = model.generate(ids, streamer=streamer, cache_implementation="paged", **options)
             assert found.tolist() == expected, (found.tolist(), expected)
-    assert pool.counts["replayed"] > 10, pool.counts
+    counts = captures_of(model).pool.counts
+    assert counts["replayed"] > 10, counts
 
 
 def forwards_of_the_user(rank: int) -> None:
