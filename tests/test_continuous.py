@@ -353,6 +353,24 @@ def test_results_come_to_a_handler_on_its_event_loop(model: Any) -> None:
     manager.stop(timeout=GUARD)
 
 
+def test_a_handler_whose_event_loop_has_closed_harms_no_other(model: Any) -> None:
+    """Its client has gone, say after a timeout: only its own results are lost."""
+    manager = manager_of(model)
+    manager.start()
+
+    async def leave() -> None:
+        manager.register_result_handler("gone", lambda output: None)
+
+    asyncio.run(leave())
+    manager.add_request(PROMPTS[1], request_id="gone", streaming=True)
+    manager.add_request(PROMPTS[2], request_id="here", max_new_tokens=40)
+    found = manager.output_router.output_queue.get(timeout=GUARD)
+    assert found.request_id == "here"
+    assert found.status == RequestStatus.FINISHED
+    manager.stop(timeout=GUARD)
+    assert manager.background_thread_status.fatal_error is None
+
+
 def test_a_persistent_manager_is_used_again(model: Any) -> None:
     for _ in range(2):
         found = model.generate_batch(PROMPTS[1:2], generation_config=greedy(), persistent_manager=True)

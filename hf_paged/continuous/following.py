@@ -74,4 +74,4 @@ class FollowingBatchingManager(EngineBatchingManager):
         if outputs is None:
             self._stopped = True
         else:
-            self.output_router.deliver_batch(outputs)
+            self._route(outputs)

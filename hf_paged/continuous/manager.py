@@ -385,7 +385,15 @@ class EngineBatchingManager(ContinuousBatchingManager):
         """Note outputs for the managers of other ranks, then deliver them here: a caller may pause then."""
         if self._broadcasts:
             self._unsent.put(outputs)
-        self.output_router.deliver_batch(outputs)
+        self._route(outputs)
+
+    def _route(self, outputs: Iterable[GenerationOutput]) -> None:
+        """Deliver outputs to callers here. Of a handler whose event loop has closed they are lost."""
+        for output in outputs:
+            try:
+                self.output_router.deliver(output)
+            except RuntimeError as error:
+                logger.info("a result of %s is lost: %s", output.request_id, error)
 
     def _broadcast(self) -> None:
         """Let the managers of other ranks deliver what was delivered here, unless they are paused."""
