@@ -73,7 +73,6 @@ from hf_paged.engine.parallel.message import MessageKind
 from hf_paged.engine.runner import Runner
 from hf_paged.engine.support import Unservable
 from hf_paged.kv import HostBlocks, budget, group
-from hf_paged.model import rank_votes
 from hf_paged.model.adapters.loading import load_adapter
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.replay import captures_of
@@ -1201,13 +1200,13 @@ def a_streamer_on_one_rank(rank: int) -> None:
     take the same steps.
     """
     model, one = loaded("llama"), whole("llama")
-    rank_votes._votes.clear()
     ids = torch.tensor([PROMPTS[1]], device=model.device)
     options: dict[str, Any] = {"max_new_tokens": 3 * NEW, "do_sample": False}
     expected = one.generate(ids, **options).tolist()
     with first_capture_without_memory(False), pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
-        patch.setattr(rank_votes, "MEETING", 0.1)
+        patch.setattr("hf_paged.model.rank_votes._votes", {})
+        patch.setattr("hf_paged.model.rank_votes.MEETING", 0.1)
         for call in range(6):
             streamer = _Notes(model, 24 + call) if rank == 0 else None
             found = model.generate(ids, streamer=streamer, cache_implementation="paged", **options)
