@@ -77,6 +77,8 @@ class RankVotes:
         self._model_group = weakref.ref(group)
         self._group = host_group(group, _patience(group))
         self._met = collectives_begun(group)
+        self._over: str | None = None
+        """Why the ranks cannot go on together: a capture that fails says it again outside."""
 
     def same(self, value: object) -> bool:
         """Whether all ranks have this value."""
@@ -92,19 +94,23 @@ class RankVotes:
         least, fewest, most = self._smallest([number, begun - self._met, self._met - begun])
         self._met = begun
         if computed and fewest != -most:
-            raise RuntimeError(
+            self._over = (
                 f"ranks have computed different things ({fewest} to {-most} collectives), so that their sums "
                 "are wrong from now on; look for the first error of another rank, and start all of them again"
             )
+            raise RuntimeError(self._over)
         return least
 
     def _smallest(self, numbers: Sequence[int]) -> list[int]:
+        if self._over is not None:
+            raise RuntimeError(self._over)
         try:
             return smallest(numbers, self._group)
         except RuntimeError as error:
-            raise RuntimeError(
+            self._over = (
                 "another rank does not answer, or has ended; look for its error, and start all ranks again"
-            ) from error
+            )
+            raise RuntimeError(self._over) from error
 
 
 _votes: weakref.WeakKeyDictionary[dist.ProcessGroup, RankVotes] = weakref.WeakKeyDictionary()

@@ -73,6 +73,7 @@ from hf_paged.engine.parallel.message import MessageKind
 from hf_paged.engine.runner import Runner
 from hf_paged.engine.support import Unservable
 from hf_paged.kv import HostBlocks, budget, group
+from hf_paged.model import rank_votes
 from hf_paged.model.adapters.loading import load_adapter
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.replay import captures_of
@@ -1213,6 +1214,26 @@ def a_streamer_on_one_rank(rank: int) -> None:
             assert found.tolist() == expected, (found.tolist(), expected)
     counts = captures_of(model).pool.counts
     assert counts["replayed"] > 10, counts
+
+
+def sums_of_different_things(rank: int) -> None:
+    """A rank has begun a sum more than the others, as one does whose device had no memory in a capture: no token
+    comes of it.
+    """
+    model = loaded("llama")
+    begun = "hf_paged.model.rank_votes.collectives_begun"
+    counts = rank_votes.collectives_begun
+    calls = itertools.count()
+    with first_capture_without_memory(False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
+        patch.setattr("hf_paged.model.rank_votes._votes", {})
+        patch.setattr(begun, lambda group: counts(group) + (rank == 1 and next(calls) > 1))
+        for _ in range(2):
+            raises(
+                RuntimeError,
+                "computed different things",
+                lambda: generated(model, MODES[0], cache_implementation="paged"),
+            )
 
 
 def forwards_of_the_user(rank: int) -> None:

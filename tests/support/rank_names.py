@@ -50,6 +50,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "modes_of_generate", ()),
     (2, "captured_steps_of_generate", ()),
     (2, "a_streamer_on_one_rank", ()),
+    (2, "sums_of_different_things", ()),
     (2, "forwards_of_the_user", ()),
     (2, "draws_of_ranks", ()),
     (2, "generate_batch", ()),
