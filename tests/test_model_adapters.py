@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +18,7 @@ from families import BY_NAME, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE, load
-from tape import record
+from tape import record, rerun
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationMixin
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -26,6 +29,7 @@ from hf_paged.model.adapters import Adapter, AdapterBatch, AdapterTable, Inappli
 from hf_paged.model.adapters.identity import AdapterStates
 from hf_paged.model.adapters.joint import note_places, runs_of
 from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.capture.replay import captures_of
 from hf_paged.model.identity import identity_of
 from hf_paged.model.snapshot import ModelSnapshot
 
@@ -256,6 +260,21 @@ def test_memory_that_kernels_read_stays() -> None:
     assert not memory.expired()
     table.clear(0)
     assert memory.expired()
+
+
+def test_a_model_whose_adapters_kernels_add_can_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_paged.kv.ops._why_not_here", lambda device, dtype: None)
+    monkeypatch.setitem(sys.modules, "hf_paged_kernels", kernels)
+    monkeypatch.setitem(RECORDERS, DEVICE, rerun)
+    model = adapted(lora()).to(DEVICE)
+    ids = torch.tensor([[5, 6, 7]], device=DEVICE)
+    options = {"cache_implementation": "paged", "cache_config": {"graphs": False}}
+    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, **options)
+    assert captures_of(model.get_base_model()).adapters.table is not None
+    gone = weakref.ref(model.get_base_model())
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 # ---- prefixes of generate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -58,8 +59,8 @@ class RowAdapters:
         self._facts: dict[Names, Any] = {}
         """What is known of the tensors in the table."""
         self._last: tuple[list[int], torch.Tensor] | None = None
-        self._checked: ModelSnapshot | None = None
-        """The model when the table was compared with it."""
+        self._checked: weakref.ref[ModelSnapshot] | None = None
+        """The model when the table was compared with it; these adapters must not keep it."""
 
     def of_step(
         self, snapshot: ModelSnapshot, rows: int, kernels: Any, device: torch.device, foreign: bool = True
@@ -76,9 +77,10 @@ class RowAdapters:
         apart = mesh_of(snapshot.model) is not None or is_spread(snapshot.model)
         if kernels is None or apart or (self.table is not None and self.table.why_not is not None):
             return self._in_peft(lora, names)
-        if foreign or self._checked is not snapshot or any(each not in self._slots for each in names if each):
+        checked = None if self._checked is None else self._checked()
+        if foreign or checked is not snapshot or any(each not in self._slots for each in names if each):
             self._refresh(snapshot.model, lora, names, kernels, device)
-            self._checked = snapshot
+            self._checked = weakref.ref(snapshot)
         assert self.table is not None
         form = "slots", self.table.layout
         return StepAdapters(form, lora.layers, self.table, self._index(names, device))
