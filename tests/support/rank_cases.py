@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -587,6 +588,23 @@ def engines_that_are_left_alone(rank: int) -> None:
         else:
             assert not engine.follow()
     led(rank, model, lambda engine: asked(engine, FEW[:1]))
+
+
+def models_that_go(rank: int) -> None:
+    """Neither captured steps nor an engine keep a model, on any rank."""
+    for paged in (True, False):
+        model = loaded("llama")
+        if paged:
+            with first_capture_without_memory(False), pytest.MonkeyPatch.context() as patch:
+                patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
+                for _ in range(3):
+                    generated(model, MODES[0], cache_implementation="paged")
+        else:
+            led(rank, model, lambda engine: asked(engine, FEW[:1]))
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None, paged
 
 
 def groups_of_the_user(rank: int) -> None:

@@ -30,6 +30,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "no_memory_for_a_capture_on_one_rank", ()),
     (2, "engines_that_cannot_be_made", ()),
     (2, "engines_that_are_left_alone", ()),
+    (2, "models_that_go", ()),
     (2, "groups_of_the_user", ()),
     (2, "the_smallest_rank_decides", ()),
     (2, "wrong_uses", ()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -59,9 +60,10 @@ class Leader:
         """How many first blocks of every pool have memory on all ranks."""
         self._unmade = True
         """Whether a rank may lack the memory of a pool altogether."""
+        me = weakref.ref(self)  # pools stay with their model, which a leader must not keep
         for number, group in enumerate(pools.groups.values()):
             if group.host is not None:
-                group.host.grown = partial(self._reserve_host, number)
+                group.host.grown = partial(_reserve_host, me, number)
 
     def prepare(self, plan: StepPlan) -> None:
         """Have memory for a plan on all ranks, or raise OutOfBlocks. What the pools do for it goes out with
@@ -115,7 +117,7 @@ class Leader:
             self._backed = self.ranks.smallest([group.backed for group in self._pools.groups.values()])
         self._unmade = False
 
-    def _reserve_host(self, number: int, blocks: int) -> None:
+    def reserve_host(self, number: int, blocks: int) -> None:
         """A pool has memory for so many blocks on this host: have it on all."""
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.RESERVE_HOST, number, blocks]))
@@ -228,6 +230,13 @@ class Leader:
     def close(self) -> None:
         """Let the other ranks' `follow()` return for good, or raise the error that rank 0 ends with."""
         self.ranks.announce_end(array("i", [MessageKind.CLOSE]))
+
+
+def _reserve_host(leader: weakref.ref[Leader], number: int, blocks: int) -> None:
+    """A pool of a leader that may be gone has memory for so many blocks on this host."""
+    leads = leader()
+    if leads is not None:
+        leads.reserve_host(number, blocks)
 
 
 def _on_host(part: LowRank) -> LowRank:
