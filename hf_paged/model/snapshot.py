@@ -53,6 +53,7 @@ Getter = Callable[[dict[str, Any]], tuple[Any, ...]]
 _dict_of = attrgetter("__dict__")
 _parts_of = itemgetter("_modules", *TENSORS, *HOOKS)
 _version_of = attrgetter("_version")
+_dtype_of = attrgetter("dtype")
 
 
 class StateKey:
@@ -189,7 +190,7 @@ class ModelSnapshot:
         parts = [value if type(value) in PLAIN else id(value) for value in values]
         own = [module.__dict__[part].values() for module in self.modules for part in TENSORS]
         where = _layouts(chain(*own, self._tensors, memory_of_parts(chain(*own))))
-        facts = self.facts, tuple(parts), tuple(where), torch_settings(), self.steady
+        facts = self.facts, tuple(parts), where, torch_settings(), self.steady
         known = _graph_keys.get(self.model, [])
         for key in known:
             if key.fits(facts):
@@ -497,11 +498,15 @@ def _tags(several: Iterable[torch.Tensor | None]) -> tuple[list[int], list[int],
     return list(map(id, tensors)), list(map(torch.Tensor.data_ptr, tensors)), versions
 
 
-def _layouts(tensors: Iterable[torch.Tensor | None]) -> list[tuple[Any, ...] | None]:
-    """Where tensors lie, and how: another view of the same memory is another weight."""
-    return [
-        None if each is None else (each.data_ptr(), each.shape, each.stride(), each.dtype) for each in tensors
-    ]
+def _layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[list[Any], ...]:
+    """Where tensors lie, and how: another view of a memory is another weight. In bulk, for each step."""
+    several = list(tensors)
+    there = [each for each in several if each is not None]
+    absent = (
+        [place for place, each in enumerate(several) if each is None] if len(there) < len(several) else []
+    )
+    columns = (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.numel, _dtype_of)
+    return absent, *[list(map(column, there)) for column in columns]
 
 
 def _content(cell: CellType) -> Any:
