@@ -24,6 +24,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 import hf_paged
+from hf_paged.blocks import OutOfBlocks
 from hf_paged.continuous import EngineBatchingManager
 from hf_paged.continuous.engines import PLACE
 from hf_paged.model.registry import memory_of
@@ -423,6 +424,15 @@ def test_active_dropout_is_off_while_the_manager_runs(model: Any) -> None:
     assert model.training
     assert not model.model.layers[0].training
     assert calls == [False, True]
+
+
+def test_a_start_that_fails_leaves_the_model_in_its_mode(model: Any) -> None:
+    train_with_dropout(model)
+    manager = manager_of(model, num_blocks=1 << 40)
+    for act in (manager.start, manager.warmup):
+        with pytest.raises(OutOfBlocks):
+            act()
+        assert model.training
 
 
 def test_weights_may_change_in_a_pause(model: Any) -> None:

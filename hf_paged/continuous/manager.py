@@ -99,10 +99,20 @@ class EngineBatchingManager(ContinuousBatchingManager):
     def engine(self) -> Engine:
         """The engine that computes the requests, made when first needed."""
         if self._engine is None:
-            self._borrow()
             most = host_bytes(self.continuous_batching_config)
-            self._engine = engine_for(self.model, self._options, self._need, most)
+            with self._borrowed():
+                self._engine = engine_for(self.model, self._options, self._need, most)
         return self._engine
+
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[None]:
+        """Borrow the model, and give it back at once if what follows fails."""
+        try:
+            self._borrow()
+            yield
+        except BaseException:
+            self._give_back()
+            raise
 
     def _borrow(self) -> None:
         """Put the model into a state that the engine computes, until the manager has stopped."""
@@ -132,8 +142,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
             logger.warning("the manager is running already")
             return
         self.background_thread_status.clear()
-        self._borrow()
-        self._start_engine()
+        with self._borrowed():
+            self._start_engine()
         self._generation_thread = threading.Thread(
             target=self._deliver_all, name="hf_paged-results", daemon=True
         )
