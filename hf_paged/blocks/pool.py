@@ -447,8 +447,10 @@ class BlockPool:
         for table in self._tables:
             table.check()
             named.update(table.blocks)
-        for block in range(self.total):
-            self._check_block(block, named[block])
+        known = {*named, *self._evictor}  # most other blocks are free in all books
+        for block, (count, state) in enumerate(zip(self._references, self._state, strict=True)):
+            if count or state != FREE or block in known:
+                self._check_block(block, count, state, named.get(block, 0))
         expect(self._held == self._state.count(HELD), f"held={self._held} is not the number of held blocks")
         expect(self.free == self._state.count(FREE), f"free={self.free} is not the number of free blocks")
         expect(
@@ -470,9 +472,7 @@ class BlockPool:
             expect(self._block_of.get(name.digest) == block, f"block {block} and its digest disagree")
             expect(self._state[block] != FREE, f"block {block} is free and has a name")
 
-    def _check_block(self, block: int, named: int) -> None:
-        count = self._references[block]
-        state = self._state[block]
+    def _check_block(self, block: int, count: int, state: int, named: int) -> None:
         expect(count == named, f"block {block} has {count} references but {named} tables name it")
         expect((count > 0) == (state == HELD), f"block {block} has {count} references and state {state}")
         expect((state == CACHED) == (block in self._evictor), f"the evictor disagrees about block {block}")
