@@ -59,13 +59,19 @@ class Watching:
         ):
             assert answer.status_code == 200, answer.read()
             assert answer.headers["content-type"].startswith("text/event-stream")
-            for text in answer.iter_text():
-                self.text += text
-                if self._stop.is_set():
-                    return
+            self._connection = answer.extensions["network_stream"].get_extra_info("socket")
+            try:
+                for text in answer.iter_text():
+                    self.text += text
+            except httpx.TransportError:
+                if not self._stop.is_set():
+                    raise
 
     def close(self) -> None:
+        """Hang up now: the next event may be a second away."""
         self._stop.set()
+        with suppress(OSError):  # the server was first
+            self._connection.shutdown(socket.SHUT_RDWR)
         self.thread.join(GUARD)
 
     @property

@@ -19,16 +19,21 @@ def test_a_signal_that_another_thread_gets_is_handled_while_nothing_arrives() ->
     ours, theirs = socket.socketpair()
     handled: list[float] = []
     ended: list[float] = []
+    seen = threading.Event()
+
+    def handle(*_: object) -> None:
+        handled.append(time.monotonic())
+        seen.set()
 
     def other_thread() -> None:
         time.sleep(0.2)
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
-        time.sleep(2)
+        seen.wait(2)
         ended.append(time.monotonic())
         theirs.sendall(frame("last"))
         theirs.close()
 
-    before = signal.signal(signal.SIGUSR1, lambda number, _: handled.append(time.monotonic()))
+    before = signal.signal(signal.SIGUSR1, handle)
     try:
         thread = threading.Thread(target=other_thread)
         thread.start()
