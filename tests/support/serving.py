@@ -94,7 +94,7 @@ def serving(
     thread.start()
     until(lambda: server.started and service.admission.state == "ready")
     url = "http://localhost" if chosen.uds else server.url.removesuffix(chosen.root_path)
-    transport = httpx.HTTPTransport(uds=chosen.uds) if chosen.uds else None
+    transport = httpx.HTTPTransport(uds=chosen.uds, verify=False)  # reading certificates takes 16 ms
     headers = {"authorization": f"Bearer {chosen.api_keys[0]}"} if chosen.api_keys else {}
     try:
         with httpx.Client(
