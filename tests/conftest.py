@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,6 +73,13 @@ def _interrupts_come() -> None:
 def _nothing_built(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The C++ op that somebody built on this machine stays out of tests that do not ask for it."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path_factory.mktemp("extensions"))
+
+
+@pytest.fixture(scope="session")
+def native_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Where tests of the C++ ops build them, once for all processes of the suite."""
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if hasattr(request.config, "workerinput") else own) / "native"
 
 
 @pytest.fixture

@@ -37,10 +37,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _extensions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A folder for what is built here."""
+def _extensions(native_folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("native")))
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(native_folder))
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> native.InvariantFunctions:
+def kernels(native_folder: Path) -> native.InvariantFunctions:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("native")))
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(native_folder))
         return native.InvariantFunctions(native.load(native.build()))
 
 
