@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import sys
 import textwrap
 import weakref
 from collections.abc import Iterator
@@ -132,19 +133,19 @@ def _looks_around(kind: Any) -> bool:
     if kind.__module__.startswith("torch."):
         return False
     try:
-        source = inspect.getsource(kind)
-        if kind.__module__.startswith("peft.tuners.") and ".mean(dim=0)" in source:
-            return True
-        if "capacity" not in source.lower():
-            return False
+        for part in (sys.modules[kind.__module__], kind):  # to find a class, its whole file is parsed
+            source = inspect.getsource(part)
+            averages = kind.__module__.startswith("peft.tuners.") and ".mean(dim=0)" in source
+            if not averages and "capacity" not in source.lower():
+                return False
         tree = ast.parse(textwrap.dedent(source))
-    except (OSError, TypeError, SyntaxError):
+    except (KeyError, OSError, TypeError, SyntaxError):
         return False
     names = (
         getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None)
         for node in ast.walk(tree)
     )
-    return any("capacity" in name.lower() for name in names if isinstance(name, str))
+    return averages or any("capacity" in name.lower() for name in names if isinstance(name, str))
 
 
 def _weighs(module: nn.Module) -> bool:
