@@ -9,6 +9,7 @@ import dis
 import sys
 import traceback
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -52,7 +53,7 @@ class Interrupted:
         self.at, self.count = at, 0
         self.files, self.torch_files = files, torch_files
         self.where = "nowhere"
-        self._places: dict[CodeType, frozenset[int]] = {}
+        self._followed: dict[str, bool] = {}
 
     def __call__(self, act: Callable[[], Any]) -> bool:
         """Whether it came to its end."""
@@ -61,8 +62,8 @@ class Interrupted:
         try:
             act()
         except KeyboardInterrupt as interrupt:
-            frames = traceback.extract_tb(interrupt.__traceback__, limit=-6)
-            self.where = " > ".join(f"{frame.name}:{frame.lineno}" for frame in frames)
+            walk = traceback.walk_tb(interrupt.__traceback__)
+            self.where = " > ".join([f"{frame.f_code.co_name}:{line}" for frame, line in walk][-6:])
             return False
         finally:
             sys.settrace(before)
@@ -70,22 +71,24 @@ class Interrupted:
 
     def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
         name = frame.f_code.co_filename
-        ends = self.files if name.startswith(PACKAGE) else self.torch_files
-        if not name.startswith((PACKAGE, TORCH)) or not name.endswith(ends):
+        followed = self._followed.get(name)
+        if followed is None:
+            ends = self.files if name.startswith(PACKAGE) else self.torch_files
+            followed = self._followed[name] = name.startswith((PACKAGE, TORCH)) and name.endswith(ends)
+        if not followed:
             return None
-        if frame.f_code not in self._places:
-            self._places[frame.f_code] = _places(frame.f_code)
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._trace
+        return partial(self._trace, _places(frame.f_code))
 
-    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "opcode" and frame.f_lasti in self._places[frame.f_code]:
+    def _trace(self, places: frozenset[int], frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode" and frame.f_lasti in places:
             self.count += 1
             if self.count == self.at:
                 -SIGNAL  # noqa: B018  # the last thing that is done here
-        return self._trace
+        return frame.f_trace
 
 
+@cache
 def _places(code: CodeType) -> frozenset[int]:
     """The instructions after which the interpreter looks for signals."""
     return frozenset(each.offset for each in dis.get_instructions(code) if _looks(each.opname))
