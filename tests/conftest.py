@@ -64,6 +64,14 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _seeds_are_the_cpus() -> None:
+    """torch.manual_seed() keeps each seed, and the stack it came by, for devices that are not there."""
+    if not torch.cuda.is_available():
+        for device in (torch.cuda, torch.mtia, torch.xpu):
+            device.manual_seed_all = lambda seed: None
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _interrupts_come() -> None:
     """A shell starts what runs in its background with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
