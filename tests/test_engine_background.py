@@ -308,30 +308,50 @@ def test_an_engine_that_is_dropped_takes_its_thread_along(model: Any) -> None:
     assert memory.held == 0
 
 
-@pytest.mark.parametrize(
-    "end", ["raise ValueError('mine')", "import threading; threading.Thread(target=handle.result).start()"]
-)
-def test_the_interpreter_ends(end: str) -> None:
-    """With requests on their way, with an error, with a thread that still waits: nothing keeps the
-    process.
-    """
-    script = f"""
+ENDS = ["raise ValueError('mine')", "import threading; threading.Thread(target=handle.result).start()"]
+SCRIPT = f"""
+import os, signal, sys
 from families import BY_NAME, build
 from hf_paged import Engine
+for number, end in enumerate({ENDS}):
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(sys.argv[1] + f"/{{number}}", os.O_CREAT | os.O_WRONLY), 2)
+        signal.alarm({5 * GUARD})
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
 engine = Engine(build(BY_NAME["llama"]), num_blocks=60).start()
 handle = engine.submit([5, 6, 7], max_new_tokens=200, min_new_tokens=200)
 next(iter(handle))
-{end}
+exec(end)
 """
-    tree = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """For each end its exit code and stderr, of a fork of one process that has imported for all."""
+    folder, tree = tmp_path_factory.mktemp("ends"), Path(__file__).parent.parent
     paths = [str(tree), str(tree / "kernels"), str(tree / "tests"), str(tree / "tests" / "support")]
-    code = f"import sys; sys.path[:0] = {paths}\n{script}"
-    ran = subprocess.run(
-        [sys.executable, "-c", code], timeout=5 * GUARD, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == ("ValueError" in end), ran.stderr
-    assert ("mine" in ran.stderr) == ("mine" in end)
-    assert "Fatal" not in ran.stderr
+    code = f"import sys; sys.path[:0] = {paths}\n{SCRIPT}"
+    ran = subprocess.run([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True, check=True)
+    codes = map(int, ran.stdout.split())
+    return {
+        end: (code, (folder / str(number)).read_text())
+        for number, (end, code) in enumerate(zip(ENDS, codes, strict=True))
+    }
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_interpreter_ends(end: str, ended: dict[str, tuple[int, str]]) -> None:
+    """With requests on their way, with an error, with a thread that still waits: nothing keeps the
+    process.
+    """
+    code, written = ended[end]
+    assert code == ("ValueError" in end), written
+    assert ("mine" in written) == ("mine" in end)
+    assert "Fatal" not in written
 
 
 def test_a_lock_that_goes_round() -> None:
