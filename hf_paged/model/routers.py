@@ -132,20 +132,32 @@ def _looks_around(kind: Any) -> bool:
     """Whether a class's code (no comments) names a capacity, or averages all tokens (peft's Lily)."""
     if kind.__module__.startswith("torch."):
         return False
+    words = ["capacity", ".mean(dim=0)"] if kind.__module__.startswith("peft.tuners.") else ["capacity"]
+    file = _source_of(sys.modules.get(kind.__module__))  # to find a class in it, all of it is parsed
+    if file and not any(word in file.lower() for word in words):
+        return False
+    source = _source_of(kind)
+    if any(word in source for word in words[1:]):
+        return True
+    if "capacity" not in source.lower():
+        return False
     try:
-        for part in (sys.modules[kind.__module__], kind):  # to find a class, its whole file is parsed
-            source = inspect.getsource(part)
-            averages = kind.__module__.startswith("peft.tuners.") and ".mean(dim=0)" in source
-            if not averages and "capacity" not in source.lower():
-                return False
         tree = ast.parse(textwrap.dedent(source))
-    except (KeyError, OSError, TypeError, SyntaxError):
+    except SyntaxError:
         return False
     names = (
         getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None)
         for node in ast.walk(tree)
     )
-    return averages or any("capacity" in name.lower() for name in names if isinstance(name, str))
+    return any("capacity" in name.lower() for name in names if isinstance(name, str))
+
+
+def _source_of(part: Any) -> str:
+    """The source of a module or a class, empty where there is none."""
+    try:
+        return inspect.getsource(part)
+    except (OSError, TypeError):
+        return ""
 
 
 def _weighs(module: nn.Module) -> bool:
