@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ...kv.upload import upload
-from ..device_map import is_spread
 from ..hooks import adapters_of_rows, names_of_rows
 from ..snapshot import ModelSnapshot
 from ..tensor_parallel import mesh_of
@@ -73,9 +72,8 @@ class RowAdapters:
         if not lora.apart:
             return None
         names = names_of_rows(snapshot.hooked, rows, lora.active)
-        # A sum of ranks' parts has no place for one more, and tables lie on one device.
-        apart = mesh_of(snapshot.model) is not None or is_spread(snapshot.model)
-        if kernels is None or apart or (self.table is not None and self.table.why_not is not None):
+        on_ranks = mesh_of(snapshot.model) is not None  # a sum of parts has no place for one more
+        if kernels is None or on_ranks or (self.table is not None and self.table.why_not is not None):
             return self._in_peft(lora, names)
         checked = None if self._checked is None else self._checked()
         if foreign or checked is not snapshot or any(each not in self._slots for each in names if each):

@@ -508,7 +508,9 @@ class CapturePool:
         return made
 
     def _shared_workspace(self, devices: Sequence[torch.device]) -> Sequence[Any]:
-        if not self._steps or len(self._workspace) != len(devices):
+        if len(self._workspace) != len(devices):
+            self._steps.clear()
+        if not self._steps:
             self._workspace = graph_memory(devices)  # one whose graphs are all gone is gone
             self._workspace_bytes = 0
         return self._workspace

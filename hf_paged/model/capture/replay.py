@@ -13,7 +13,7 @@ from torch import nn
 from ...kv import Memory
 from ...kv.ops import triton_package
 from ..adapters.rows import RowAdapters
-from ..device_map import devices_of
+from ..device_map import devices_of, is_spread
 from ..rank_votes import RankVotes, votes_of
 from ..registry import memory_of
 from ..snapshot import CallSnapshots, ModelSnapshot, StateKey, call_snapshots
@@ -103,7 +103,9 @@ class GenerateSteps:
             return None
         kept = call_snapshots.get()
         device = devices[0]
-        kernels = triton_package(step.parts[0].config.kernels, device, model.dtype) if snapshot.lora else None
+        kernels = None
+        if snapshot.lora and len(devices) == 1:  # their tables lie on one
+            kernels = triton_package(step.parts[0].config.kernels, device, model.dtype)
         adapters = self.adapters.of_step(
             snapshot, step.rows, kernels, device, foreign=kept is None or kept.foreign
         )
@@ -116,7 +118,7 @@ class GenerateSteps:
         The answer is whether they do.
         """
         kernels = triton_package(cache.config.kernels, device, model.dtype)
-        if kernels is None:
+        if kernels is None or is_spread(model):
             return nullcontext(False)
         kept = call_snapshots.get()
         if kept is not None and id(model) not in kept.snapshots:
