@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -53,10 +56,29 @@ def _interpreted_triton() -> Iterator[None]:
         theirs = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_triton(name)}
         try:
             yield
+            _keep_names_of_builtins(sys.modules["triton.runtime.interpreter"])
         finally:
             for name in [name for name in sys.modules if _is_triton(name)]:
                 del sys.modules[name]
             sys.modules.update(theirs)
+
+
+def _keep_names_of_builtins(interpreter: Any) -> None:
+    """For every call of a function the interpreter replaces Triton's builtins, and searches all members of its
+    modules for them: a sixth of the time. The names stay the same.
+    """
+
+    @cache
+    def names(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if callable(member)]
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        for name in names(package):
+            member = getattr(package, name)
+            if interpreter.tl.core.is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
 
 
 def _is_triton(name: str) -> bool:
