@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -37,12 +36,7 @@ def test_without_the_packages_the_error_names_the_extra(
     assert "pip install 'hf_paged[otel]'" in capsys.readouterr().err
 
 
-def test_without_the_flag_nothing_of_it_is_imported() -> None:
-    code = (
-        "import sys, hf_paged.serve.app, hf_paged.serve.server, hf_paged.serve.http_process;"
-        "sys.exit(any(name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter')) for name in sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_without_the_flag_there_are_no_spans() -> None:
     with serving() as served:
         assert served.service.spans is None
         assert served.complete(max_tokens=1)["choices"]
