@@ -84,7 +84,7 @@ class Point(NamedTuple):
     heading: str
 
 
-ENGINE, SEVERAL, ALONE = "The engine on an H200", "One engine on several H200", "The kernels alone"
+ENGINE, SEVERAL, ALONE = "The engine on an H200", "One engine on several GPUs", "The kernels alone"
 POINTS = [
     Point("8B", 1, 1, 400, 5.00, ENGINE),
     Point("8B", 1, 8, 400, 5.17, ENGINE),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from functools import partial
+from functools import cache
 from itertools import chain
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..kv import fork_safe_lock
 from ..model.dispatch import has_foreign_code, may_skip_autograd
 from ..model.identity import identity_of
 from ..model.patches import only_observes, restless_of
@@ -20,6 +21,9 @@ from ..model.weights_digest import PLAIN_TENSORS, Unreadable
 from .check_policy import CheckPolicy, WeightsChanged
 
 logger = logging.getLogger("hf_paged")
+_watchers: list[weakref.ref[Watcher]] = []
+"""Who is told of optimizers' steps."""
+_lock = fork_safe_lock()
 
 
 class ModelCheck:
@@ -145,11 +149,21 @@ class Watcher(Protocol):
 
 def when_stepped(watcher: Watcher) -> None:
     """Notify a watcher of every optimizer's steps, as long as it lives."""
-    hook = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(watcher)))
-    weakref.finalize(watcher, hook.remove).atexit = False
+    with _lock:
+        _hook()
+        _watchers[:] = [each for each in _watchers if each() is not None] + [weakref.ref(watcher)]
 
 
-def _note_step(whose: weakref.ref[Watcher], optimizer: torch.optim.Optimizer, *_: object) -> None:
-    watcher = whose()
-    if watcher is not None:
-        watcher.note_step(optimizer)
+@cache
+def _hook() -> object:
+    """One for the process, which stays: while torch goes through its hooks none may go, and a watcher may be
+    collected then.
+    """
+    return register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for whose in tuple(_watchers):
+        watcher = whose()
+        if watcher is not None:
+            watcher.note_step(optimizer)
