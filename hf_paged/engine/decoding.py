@@ -27,7 +27,6 @@ from ..model.capture.pool import MOST_BYTES, CapturePool
 from ..model.capture.products import lay_side_by_side
 from ..model.capture.rehearsal import RECORDERS
 from ..model.capture.step import CapturedStep, Size, StepSource, agree, bucket_of
-from ..model.device_map import devices_of
 from ..model.snapshot import ModelSnapshot, StateKey
 from ..scheduling import ScheduledBatch
 from .eager import EagerModel
@@ -379,12 +378,6 @@ class _EngineSource(StepSource[_DecodeStep]):
         self.holders = HOLDERS[size.form]
         self.groups = list(decoding.eager.pools.own.values())
         self._batch = batch
-
-    @property
-    def devices(self) -> Sequence[torch.device]:
-        eager = self._decoding.eager
-        stores = frozenset().union(*(group.devices for group in self.groups))
-        return devices_of(eager.model, stores) if eager.spread else [eager.device]
 
     @property
     def code(self) -> Hashable:

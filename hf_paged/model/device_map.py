@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..kv import LayerGroup
 from .offloaded import HOOK, input_device
 from .patches import ReplacedForward, mark_wrapper
 
@@ -82,10 +83,9 @@ def is_spread(model: nn.Module) -> bool:
     return len({each.device for each in model.parameters()}) > 1
 
 
-def devices_of(model: nn.Module, stores: frozenset[torch.device]) -> list[torch.device]:
-    """The devices that a model computes on, that of its inputs first. stores: where its layers keep keys and
-    values.
-    """
+def devices_of(model: nn.Module, groups: Iterable[LayerGroup]) -> list[torch.device]:
+    """The devices that a model computes on, that of its inputs first. groups: those of its layers."""
+    stores = frozenset().union(*(group.devices for group in groups))
     if len(stores) < 2:
         return list(stores)
     first = input_device(model)

@@ -221,7 +221,8 @@ class LazyMask(LazyTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func.overloadpacket is torch.ops.aten._to_copy:
-            mask, named = args[0], kwargs or {}
+            mask = args[0]
+            named = kwargs or {}
             device = named.get("device")
             # A layer on another device gets the mask moved there.
             if device is not None and named.get("dtype") in (None, mask.dtype):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -96,7 +96,7 @@ class GenerateSteps:
     ) -> _GenerateSource | None:
         """The step as one that may be captured, with the adapters of its rows."""
         groups = groups_of(step)
-        devices = devices_of(model, frozenset().union(*(group.devices for group in groups)))
+        devices = devices_of(model, groups)
         if not devices or not all(group.devices for group in groups):
             return None
         if not all(part.complete for part in step.parts):
@@ -109,7 +109,7 @@ class GenerateSteps:
         adapters = self.adapters.of_step(
             snapshot, step.rows, kernels, device, foreign=kept is None or kept.foreign
         )
-        return _source(model, step._replace(adapters=adapters), forward, devices)
+        return _source(model, step._replace(adapters=adapters), forward, device)
 
     def with_adapters(
         self, model: Any, cache: CapturedCache, rows: int, device: torch.device
@@ -170,16 +170,9 @@ class _GenerateSource(StepSource[Graph]):
     """A step of generate()."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        step: ReplayableStep,
-        forward: Run,
-        devices: Sequence[torch.device],
-        code: Hashable,
-        form: Hashable,
+        self, model: nn.Module, step: ReplayableStep, forward: Run, code: Hashable, form: Hashable
     ) -> None:
         self.model = model
-        self._devices = devices
         self.step = step
         self._run = forward
         self._code = code
@@ -187,10 +180,6 @@ class _GenerateSource(StepSource[Graph]):
         self.holders = (form,)
         self.groups = groups_of(step)
         self._before = [part.mark() for part in step.parts]
-
-    @property
-    def devices(self) -> Sequence[torch.device]:
-        return self._devices
 
     @property
     def code(self) -> Hashable:
@@ -230,19 +219,18 @@ class _GenerateSource(StepSource[Graph]):
 
 
 def _source(
-    model: nn.Module, step: ReplayableStep, forward: Run, devices: Sequence[torch.device]
+    model: nn.Module, step: ReplayableStep, forward: Run, device: torch.device
 ) -> _GenerateSource | None:
     """The step with what must be the same for a replay beside the model, or None if it cannot be captured
     whatever happens.
     """
-    facts = signature(step, devices[0])
-    wide = any(too_wide(part, step.new) for part in step.parts)
-    if devices[0].type not in RECORDERS or facts is None or wide:
+    facts = signature(step, device)
+    if device.type not in RECORDERS or facts is None or any(too_wide(part, step.new) for part in step.parts):
         return None
     adapted = None if step.adapters is None else step.adapters.form
     code = step.mask, facts, step.new, step.rows if has_fixed_rows(step) else None, adapted
     return _GenerateSource(
-        model, step, forward, devices, code, (code, tuple(shapes(part, step.new) for part in step.parts))
+        model, step, forward, code, (code, tuple(shapes(part, step.new) for part in step.parts))
     )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...kv import LayerGroup
 from ...kv.reference import invariant
+from ..device_map import devices_of
 from ..snapshot import ModelSnapshot
 from .compile import CompiledFusion
 from .fusion import Fusion
@@ -87,7 +88,7 @@ class StepSource(ABC, Generic[S]):
     @property
     def devices(self) -> Sequence[torch.device]:
         """Where the step is computed, its inputs' device first."""
-        return [self.groups[0].device]
+        return devices_of(self.model, self.groups)
 
     @property
     def comparable(self) -> bool:
