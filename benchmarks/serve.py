@@ -48,7 +48,6 @@ from hf_paged.serve.http_process import HttpProcess, HttpSpec
 from hf_paged.serve.options import ServerLimits, ServerOptions
 from hf_paged.serve.server import tuned
 
-"""How byte-level tokenizers write a blank."""
 START_SECONDS = 180
 CLIENT = Path(__file__).with_name("serve_client.py")
 

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from peers import Vllm
 from shapes import SHAPES
-from traces import trace
+from traces import Ask, trace
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_paged
@@ -165,11 +165,15 @@ def steps(engine: Engine, options: argparse.Namespace, rows: int, weights: int) 
     return found
 
 
+def asks_of(options: argparse.Namespace, config: LlamaConfig, longest: int) -> list[Ask]:
+    """The requests of the trace that become no longer than that."""
+    asks = trace("sharegpt", options.requests, config.vocab_size)
+    return [each for each in asks if len(each.prompt) + each.new <= longest]
+
+
 def run_trace(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
     """All requests of a trace at once."""
-    asked = trace("sharegpt", options.requests, engine.model.config.vocab_size)
-    longest = engine.longest
-    asked = [each for each in asked if len(each.prompt) + each.new <= longest]
+    asked = asks_of(options, engine.model.config, engine.longest)
     for _ in range(2):  # the first time captures and compiles
         begin = time.perf_counter()
         handles = [
@@ -188,10 +192,10 @@ def run_trace(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
 def vllm_trace(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The trace by vLLM on several GPUs, over random weights: the second of two runs."""
     config = config_of(options.shape, options.layers)
-    asks = trace("sharegpt", options.requests, config.vocab_size)
-    asks = [each for each in asks if len(each.prompt) + each.new <= config.max_position_embeddings]
+    asks = asks_of(options, config, config.max_position_embeddings)
     peer = Vllm(folder, options.at_once, tensor_parallel_size=options.vllm, gpu_memory_utilization=0.9)
-    _, served = peer.serve(asks), peer.serve(asks)
+    peer.serve(asks)
+    served = peer.serve(asks)
     speed = served.tokens / served.seconds
     return {"requests": len(asks), "seconds": served.seconds, "tokens_per_second": speed}
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 BLANK = "Ġ"
+"""How byte-level tokenizers write a blank."""
 
 
 def tokenizer_of(size: int) -> PreTrainedTokenizerFast:

@@ -19,9 +19,9 @@ LENGTH = 4
 class Connections:
     """One from every other rank to rank 0, on which rank 0 sends.
 
-    What is sent waits in the other rank's system until it reads: rank 0 waits for nobody. Where hosts cannot
-    reach each other, or a rank has left a copy of itself (fork), a rank that has ended is noticed by what
-    waits for it alone.
+    A message lies in the socket's buffer until its rank reads it, so that sending does not block. Where hosts
+    cannot reach each other, or a rank has left a copy of itself (fork), a rank that has ended is noticed by
+    what waits for it alone.
     """
 
     def __init__(self, rank: int, gather: Callable[[Any], list[Any]]) -> None:
@@ -65,8 +65,8 @@ class Connections:
                 self._of[int.from_bytes(words[len(key) :], "big")] = own
 
     def send(self, message: bytes, seconds: float | None = None) -> None:
-        """Send to all other ranks; only one that has long read nothing is waited for, so many seconds or
-        until `shut`.
+        """Send to all other ranks. It blocks only while a socket's buffer is full, so many seconds or until
+        `shut`.
         """
         whole = len(message).to_bytes(LENGTH, "big") + message
         for own in self._of.values():

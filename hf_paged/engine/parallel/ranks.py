@@ -131,12 +131,12 @@ class Ranks:
 
     def receive(self) -> list[int]:
         """The next numbers of rank 0, whenever they come."""
-        numbers = self._next()
+        numbers = self._read_message()
         # From here on nobody waits for anybody, and rank 0's process may end.
         self.ended_in_order |= numbers[0] == MessageKind.CLOSE
         return numbers
 
-    def _next(self) -> list[int]:
+    def _read_message(self) -> list[int]:
         if self._connections.complete:
             self._messages += 1
             try:
