@@ -103,8 +103,8 @@ def jobs(eager: EagerModel, captures: bool) -> Sequence[Job]:
 
 
 def later_jobs(eager: EagerModel) -> Sequence[tuple[Hashable, Sequence[Job]]]:
-    """The kernels of sampling, and those of captured steps of more rows, by the label of the sizes that need
-    them: the largest first, which can hold the others.
+    """The kernels of captured steps of more rows, by the label of the sizes that need them: the largest
+    first, which can hold the others. Behind the first of them those of sampling.
     """
     expected = _expected(eager, True)
     if expected is None:
@@ -122,8 +122,8 @@ def later_jobs(eager: EagerModel) -> Sequence[tuple[Hashable, Sequence[Job]]]:
     chances = torch.empty(ROWS, dtype=torch.float64, device="meta")
     sampling = [partial(ops.kernels.draw, scores, chances), partial(ops.kernels.logsumexp, scores)]
     found: list[tuple[Hashable, Sequence[Job]]] = [
-        ("sampling", sampling),
         ("spans", [*chunks, *fusion.calls(bucket_of(tokens), dtype)]),
+        ("sampling", sampling),
     ]
     known: dict[AttentionShape, set[Any]] = {each: set() for each in attentions}
     for power in range((most - 1).bit_length(), 0, -1):

@@ -181,24 +181,38 @@ class TritonOps(Ops):
     ) -> torch.Tensor:
         """Rows of one token by the decode kernel, the chunks after them by the prefill kernel."""
         batch = pages.batch
-        table, totals, borders, alone = spans
+        table, alone = spans.table, spans.alone
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
         packed = query[:, :, 0]
         few = min(len(table), batch.rows)
         out = packed.new_zeros(*packed.shape[:2], values.shape[3])
         plan = self._plan(packed[:few], keys, values, window, batch, alone[:few])
         self.kernels.decode(packed[:few], keys, values, table[:few], plan, out=out[:few], **options)
-        key = (query.shape, query.dtype, query.device, values.shape[2:], invariant.get())
+        self.read_chunks(packed, pages, spans, window, options, out)
+        return out.unsqueeze(1)
+
+    def read_chunks(
+        self,
+        packed: torch.Tensor,
+        pages: Pages,
+        spans: SpanTensors,
+        window: int | None,
+        options: dict[str, Any],
+        out: torch.Tensor,
+    ) -> None:
+        """Attention of the chunks among tokens [tokens, query_heads, key_dim], into `out`."""
+        batch = pages.batch
+        keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
+        key = (packed.shape, packed.dtype, packed.device, values.shape[2:], invariant.get())
         tiles = _kept(
             batch, "spans", key,
-            lambda: self.kernels.Spans(packed, keys, values, len(table), least=2),
-            lambda tiles: tiles.update(borders),
+            lambda: self.kernels.Spans(packed, keys, values, len(spans.table), least=2),
+            lambda tiles: tiles.update(spans.borders),
         )  # fmt: skip
         self.kernels.prefill(
-            packed, keys, values, table, borders, totals, batch.rows, window=window, out=out, spans=tiles,
-            **options,
+            packed, keys, values, spans.table, spans.borders, spans.totals, batch.rows, window=window,
+            out=out, spans=tiles, **options,
         )  # fmt: skip
-        return out.unsqueeze(1)
 
 
 def _kept(

@@ -64,7 +64,6 @@ class Warming:
         self._later = later
         self._compiled = threading.Event()
         self._stopped = False
-        self._left: list[tuple[Hashable, Sequence[Job]]] = []
         self._context = copy_context()  # it says which arithmetic is wanted
         self.ready: set[Hashable] = set()
         """What the later jobs have been done for."""
@@ -87,27 +86,28 @@ class Warming:
 
     def _run(self) -> None:
         try:
-            self._run_first()
+            later = self._run_first()
         finally:
             self._compiled.set()
         try:
-            self._run_later()
+            self._run_later(later)
         finally:
             self.done = True
 
-    def _run_first(self) -> None:
+    def _run_first(self) -> Sequence[tuple[Hashable, Sequence[Job]]]:
+        """Do the jobs that are waited for: the later ones."""
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "hf_paged warming") as threads:
             begun = [threads.submit(self._do, job) for job in self._do(self._first) or []]
             jobs = self._do(self._jobs) or []
             wait(begun)
             begun = [threads.submit(self._do, job) for job in jobs]
-            self._left = self._do(self._later) or []
+            later = self._do(self._later) or []
             wait(begun)
-            self._compiled.set()
+        return later
 
-    def _run_later(self) -> None:
+    def _run_later(self, later: Sequence[tuple[Hashable, Sequence[Job]]]) -> None:
         with ThreadPoolExecutor(min(MOST_LATER, os.cpu_count() or 1), "hf_paged warming") as threads:
-            begun = [(label, [threads.submit(self._do, job) for job in jobs]) for label, jobs in self._left]
+            begun = [(label, [threads.submit(self._do, job) for job in jobs]) for label, jobs in later]
             for label, jobs in begun:
                 wait(jobs)
                 self.ready.add(label)
@@ -144,13 +144,17 @@ class AttentionShape(NamedTuple):
         yield partial(self._write, ops, PROMPT)
         yield partial(self._write, ops, 1)
         if captured:
+            yield partial(self._update, ops, rows, width)
             yield lambda: self._captured(rows, width).begin(ops.advance)
             if self.turns:
                 yield partial(self._turn, ops, rows, width)
 
     def spans(self, ops: TritonOps, rows: int, most: int, width: int) -> Iterator[Job]:
-        """What captured steps with chunks of prompts need, of `rows` tokens of at most `most` sequences."""
-        yield partial(self._attend, ops, partial(self._spans, rows, most, width))
+        """What captured steps with chunks of prompts need, of `rows` tokens of at most `most` sequences.
+        The longest come first.
+        """
+        yield partial(self._read_chunks, ops, rows, most, width)
+        yield partial(self._attend, ops, partial(self._captured, most, width))
         yield partial(self._update, ops, most, width)
         yield lambda: self._captured(rows, width).begin(ops.advance)
         if self.turns:
@@ -173,9 +177,9 @@ class AttentionShape(NamedTuple):
         return ops.kernels.Plan(query, keys, values, mean_length=columns, window=self.window)
 
     def _decode(self, ops: TritonOps, rows: int, width: int, captured: bool) -> None:
-        self._attend(ops, lambda: self._flat(WRITTEN, 1))
         if captured:
-            self._attend(ops, lambda: self._captured(rows, width))
+            self._attend(ops, lambda: self._captured(rows, width))  # not begun, so it needs no plan
+        self._attend(ops, lambda: self._flat(WRITTEN, 1))
 
     def _attend(self, ops: TritonOps, make: Callable[[], Batch]) -> None:
         batch = make()
@@ -186,6 +190,14 @@ class AttentionShape(NamedTuple):
             seen,
             softcap=self.softcap,
         )
+
+    def _read_chunks(self, ops: TritonOps, rows: int, most: int, width: int) -> None:
+        layout = self.layout
+        batch = StaticSpans(rows, most, width, self.block_size, width, META, self.window)
+        query = self._heads(rows, 1, self.query_heads, layout.key_dim)[:, :, 0]
+        out = torch.empty(*query.shape[:2], layout.value_dim, dtype=layout.dtype, device=META)
+        options = {"softcap": self.softcap}
+        ops.read_chunks(query, self._pages(ops, batch), batch.spans, self.window, options, out)
 
     def _write(self, ops: TritonOps, new: int) -> None:
         ops.write(self._pages(ops, self._flat(WRITTEN, new)), *self._new(1, new))
@@ -209,9 +221,6 @@ class AttentionShape(NamedTuple):
 
     def _captured(self, rows: int, width: int) -> StaticBatch:
         return StaticBatch(rows, 1, width, self.block_size, width, META, self.window)
-
-    def _spans(self, rows: int, most: int, width: int) -> StaticSpans:
-        return StaticSpans(rows, most, width, self.block_size, width, META, self.window)
 
     def _pages(self, ops: TritonOps, batch: Batch) -> Pages:
         keys, values = (data.flatten(0, 1) for data in self._blocks())

@@ -83,7 +83,7 @@ class Plan:
             lengths, lengths if starts is None else starts, self.pieces, self.count, self.rows, self.heads,
             self.target,
             TILE=self.tiling.block_n, WINDOW=self.window or 0, HAS_START=starts is not None,
-            ROWS=triton.next_power_of_2(self.rows), num_warps=4,
+            ROWS=_room(self.rows), num_warps=4,
         )  # fmt: skip
 
 
@@ -141,6 +141,14 @@ def decode(
 
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _room(rows: int) -> int:
+    """For how many rows the kernel of a plan is compiled: a few numbers serve all."""
+    room = 32
+    while room < rows:
+        room *= 8
+    return room
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "target"])
