@@ -15,19 +15,22 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from captures import policy
+from captures import policy, pool_of, reasons
+from engine_answers import alone, answers
 from families import ALTERNATING, LONG, SMALL, TOKENS
 from kernel_cases import GPU, load
 from tape import rerun
 
-from hf_paged.engine import Engine, Unservable, runner
+from hf_paged.engine import Engine, Unservable, loop, runner
 from hf_paged.engine import warmup as warming
+from hf_paged.engine.decoding import Decoding
 from hf_paged.engine.runner import Runner
 from hf_paged.engine.warmup import jobs
 from hf_paged.kv import ops
 from hf_paged.kv.warmup import Warming
 from hf_paged.model.capture.pool import CapturePool
 from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.capture.step import Size
 
 MODULES = ["advance", "copy", "decode", "digest", "gather", "norm", "prefill", "rotary", "swiglu", "write"]
 ON_DEVICES = {"EXACT": True, "UPCAST": False}
@@ -315,3 +318,42 @@ def test_cudnn_is_left_out_of_a_trial_and_comes_back(monkeypatch: pytest.MonkeyP
         backends.enable_cudnn_sdp(known[0])
         backends.enable_math_sdp(known[1])
     assert seen == [False, True]
+
+
+def watch_sizes(monkeypatch: pytest.MonkeyPatch) -> set[Size]:
+    """The sizes that steps have from now on."""
+    found: set[Size] = set()
+    shape = Decoding._shape
+
+    def watched(decoding: Any, batch: Any) -> Any:
+        size = shape(decoding, batch)
+        found.add(size)
+        return size
+
+    monkeypatch.setattr(Decoding, "_shape", watched)
+    return found
+
+
+@pytest.mark.parametrize("slack", [-1.0, 1e9])
+def test_likely_sizes_are_captured_while_the_host_would_wait(
+    slack: float, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a step has them, and beside sequences whose pages they leave alone; not where nothing is waited
+    for.
+    """
+    monkeypatch.setattr(loop, "SLACK", slack)
+    model = make("Llama", num_hidden_layers=1)
+    prompts = [[5 + (3 * i + row) % 90 for i in range(30 + row)] for row in range(6)]
+    new = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    options = {"block_size": 4, "num_blocks": 200, "max_batch_tokens": 24, "max_batch_sequences": 6}
+    with Engine(model, **options, run_ahead=True) as engine:
+        had = watch_sizes(monkeypatch)
+        outputs = engine.generate(prompts, **new)
+        engine.check()
+        captured = {step.size for step in pool_of(engine)}
+        assert reasons(engine) == ""
+    assert [answers(output) for output in outputs] == [alone(model, prompt, **new) for prompt in prompts]
+    if slack > 0:
+        assert captured <= had
+    else:
+        assert {size.form for size in captured - had} == {"single", "spans"}

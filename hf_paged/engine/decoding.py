@@ -43,6 +43,10 @@ MOST_IN_TORCH = 2**17
 """The same where plain torch reads, to which spans are rows like others."""
 SHARE_OF_CAPTURES = 0.1
 """The share of a device's free memory that captured steps may have of their own at most."""
+MIXED = (1.5, 2, 1.25, 3, 4, 6)
+"""The tokens of a step with chunks of prompts, as multiples of the sequences that decode."""
+FEWER = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8)
+"""What is left of them as they end."""
 Form = Literal["single", "rows", "spans"]
 """Whether all rows are sequences whose logits are wanted; if not, what chunks of prompts are."""
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -114,6 +118,10 @@ class Decoding:
         """The model when it was checked last."""
         self._state: StateKey | None = None
         """Its state then."""
+        self._size: Size | None = None
+        """The size of the last step that was replayed."""
+        self._by_kernels = False
+        """Whether kernels read the pages in it."""
         possible = eager.device.type in RECORDERS
         own = min(MOST_BYTES, int(SHARE_OF_CAPTURES * free_bytes(eager.device))) if possible else 0
         self.captures = CapturePool(eager.pools.memory, own, is_ready, self.compilation)
@@ -171,6 +179,7 @@ class Decoding:
         if not self.eager.checks.unseen and self._check() is not state:
             return None
         self.captures.counts["replayed"] += 1
+        self._size = size
         count = len(batch.wanted) if step.places is not None else len(batch.rows.sequences)
         answer = Answer(step.logits[:count], step.best[:, :count])
         if step.size != size:
@@ -190,8 +199,45 @@ class Decoding:
         if self.captures.is_due(state, source):
             self._capture(state, source, Answer(logits))
 
+    def capture_ahead(self, sequences: int) -> None:
+        """Capture a size that steps are likely to have when so many sequences decode, if one is missing: the
+        device is busy, and the host is not.
+        """
+        state = self._state
+        if self._size is None or state is None or not self._by_kernels:
+            return  # plain torch has no step without tokens
+        for size in self._likely(self._size, sequences):
+            source = _EngineSource(self, size, None)
+            if self.captures.may_come_first(state, source):
+                self._capture(state, source, None)
+                return
+
+    def expected_rows(self) -> list[int]:
+        """The rows of the sizes that an engine with many requests captures."""
+        limits = self.eager.pools.config.limits()
+        largest = Size("spans", bucket_of(max(limits.tokens, limits.sequences), 4))
+        return [largest.rows, *(size.rows for size in self._likely(largest, limits.sequences))]
+
+    def _likely(self, last: Size, sequences: int) -> Iterator[Size]:
+        """The sizes of steps behind one of that size, those that come soon first: all sequences decode, some
+        of them beside chunks of prompts, and then ever fewer.
+        """
+        limits = self.eager.pools.config.limits()
+        most = min(sequences, limits.sequences)
+        yield last._replace(form="single", rows=bucket_of(most))
+        if last.form != "single":
+            for part in MIXED:
+                if most * part < limits.tokens:
+                    yield last._replace(rows=bucket_of(int(most * part), 4))
+        for part in FEWER:
+            yield last._replace(form="single", rows=bucket_of(max(1, int(most * part))))
+
     def _capture(
-        self, state: StateKey, source: _EngineSource, answer: Answer, stand_in: _DecodeStep | None = None
+        self,
+        state: StateKey,
+        source: _EngineSource,
+        answer: Answer | None,
+        stand_in: _DecodeStep | None = None,
     ) -> None:
         self.eager.checks.mark_dirty()
         self.eager.plugged(lambda: self.captures.capture_or_compare(state, source, answer, stand_in))
@@ -238,6 +284,7 @@ class Decoding:
         # Latents are read by plain torch, whatever the kernels are.
         stores = [store for group in groups for store in group.stores.values()]
         kernels = not self.eager.expanding and all(store.captured.kernels is not None for store in stores)
+        self._by_kernels = kernels
         decodes = batch.rows.decodes == len(batch.rows.sequences)
         form = "single" if decodes else self._form(batch.rows, kernels)
         if form is None:
@@ -371,7 +418,8 @@ class Decoding:
 class _EngineSource(StepSource[_DecodeStep]):
     """A step of an engine."""
 
-    def __init__(self, decoding: Decoding, size: Size, batch: ForwardBatch) -> None:
+    def __init__(self, decoding: Decoding, size: Size, batch: ForwardBatch | None) -> None:
+        """batch: None for a size that no step has yet."""
         self.model = decoding.eager.model
         self.size = size
         self._decoding = decoding
@@ -391,14 +439,18 @@ class _EngineSource(StepSource[_DecodeStep]):
         return self._decoding.make(self.size)
 
     def load(self, step: _DecodeStep) -> None:
-        self._decoding._load(step, self._batch)
+        if self._batch is not None:
+            self._decoding._load(step, self._batch)
+            return
+        for batch in step.batches.values():
+            batch.load_nothing()
 
     def forward(self, step: _DecodeStep) -> None:
         self._decoding.eager.plugged(partial(self._decoding._run, step))
 
     @property
     def comparable(self) -> bool:
-        return bool(self._batch.wanted)
+        return self._batch is not None and bool(self._batch.wanted)
 
     def agrees(self, step: _DecodeStep, answer: Any) -> bool:
         logits = answer.logits
@@ -406,7 +458,9 @@ class _EngineSource(StepSource[_DecodeStep]):
         return agree(step.logits[: len(logits)].to(dtype), logits.to(dtype))
 
     def recompute(self) -> None:
-        self._decoding.eager.plugged(lambda: self._decoding.eager.flat(self._batch))
+        batch = self._batch
+        assert batch is not None
+        self._decoding.eager.plugged(lambda: self._decoding.eager.flat(batch))
 
     def compile(self, fusion: Fusion) -> CompiledFusion | None:
         eager = self._decoding.eager

@@ -27,6 +27,9 @@ from .requests.params import RequestParams
 from .runner import Runner
 from .sampling.sampler import HostSampler
 
+SLACK = 0.02
+"""Seconds that the host waits for a step, if it has time to capture another beside one like it."""
+
 
 class StepLoop:
     """Carries out what the scheduler plans, and gives requests their tokens.
@@ -63,6 +66,13 @@ class StepLoop:
         self._sampling = SamplingState(jobs, LastTokens(scheduler.limits.sequences, runner.eager.device))
         self.with_inputs: dict[SequenceGroup, RequestParams] = {}
         """Requests whose rows are more than token ids, or are scored."""
+        self._wait = 0, 0.0
+        """The tokens of the last step beside which nothing was captured, and the seconds that the host waited
+        for it.
+        """
+        self._captures = None if runner.decoding is None else runner.decoding.captures
+        self._captured = 0.0
+        """Their seconds until then."""
         self.leader: Leader | None = None
         """Sends each forward to the other ranks, if several processes compute the model."""
 
@@ -107,6 +117,10 @@ class StepLoop:
         previous = self.in_flight
         step = self.in_flight = InFlightStep(plan, batch, answer, failed, begin, self._sampling)
         step.sample()
+        tokens, waited = self._wait
+        # Who samples on the host may read its logits later, where a capture that fails would write.
+        if waited > SLACK and step.batch.tokens >= tokens and step.host is None and self.leader is None:
+            self.runner.capture_ahead(self.scheduler.unfinished)
         ended += self._apply(previous) if self.ahead else self.finish_in_flight()
         if step.host is not None or step.failed:
             step.note_prompts(self.scheduler)  # a request may end with its token
@@ -191,7 +205,14 @@ class StepLoop:
         step = tokens if isinstance(tokens, InFlightStep) else None
         if tokens is not None:
             changed: set[str] = set()
-            if tokens.wait() if self.leader is None else self.leader.wait(tokens.wait, tokens is not step):
+            begin = time.perf_counter()
+            wait = tokens.wait
+            may_end = wait() if self.leader is None else self.leader.wait(wait, tokens is not step)
+            if step is not None and self.ahead and self._captures is not None:
+                if self._captures.seconds == self._captured:
+                    self._wait = step.batch.tokens, time.perf_counter() - begin
+                self._captured = self._captures.seconds
+            if may_end:
                 changed = self._changed_adapters() if self.runner.eager.checks.unseen else changed
                 self.check_model()
                 self.runner.eager.checks.mark_dirty()

@@ -33,7 +33,7 @@ from .multimodal.merging import Merger
 from .pools import Pools
 from .probe import distance, far, otherwise, require_numbers, tried
 from .support import check_routers, longest
-from .warmup import label_of, warming, without_plans
+from .warmup import label_of, load_products, warming, without_plans
 
 TRIAL = [11, 17]
 """Tokens of the two sequences with which a model is tried out."""
@@ -101,6 +101,12 @@ class Runner:
         """Whether the kernels of captured steps of a size are compiled."""
         label = label_of(size)
         return self.warming is None or self.warming.done or not label or label in self.warming.ready
+
+    def capture_ahead(self, sequences: int) -> None:
+        """Capture a step that is likely to come, while the device is busy."""
+        if self.decoding is not None and self.why_rows is None:
+            with self.eager.pools.memory.lock, torch.no_grad():
+                self.decoding.capture_ahead(sequences)
 
     def run(self, batch: ForwardBatch) -> Answer:
         """The logits behind the rows that are sampled from, from a captured step if there is one."""
@@ -361,6 +367,8 @@ class Runner:
         tokens; across: what every row attends to.
         """
         if self.warming is not None and (form == "flat" or self.eager.pools.config.kernels != "auto"):
+            if self.decoding is not None:
+                load_products(self.eager.model, self.decoding.expected_rows())
             self.warming.wait()  # here the first kernel is launched
         kv_groups = self.eager.pools.kv_groups
         requests = [Request(i, tuple(row), len(row)) for i, row in enumerate(rows)]

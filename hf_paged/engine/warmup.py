@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.nn import functional
 
 from ..kv import Layout, TritonOps
 from ..kv.ops import choose
@@ -16,6 +18,7 @@ from ..model.capture.fusion import Fusion
 from ..model.capture.step import Size, bucket_of
 from ..model.switch import original_implementation
 from ..model.tensor_parallel import heads_here
+from ..model.weights_digest import PLAIN_TENSORS
 from .decoding import WIDTHS
 from .eager import EagerModel
 
@@ -23,6 +26,8 @@ COMPILED_FOR = {"cuda"}
 """Types of devices whose kernels are compiled."""
 ROWS = bucket_of(1)
 """Those of the captured step that comes first: one request, decoding."""
+MOST_BYTES = 2**28
+"""What a product may be to be computed ahead."""
 
 
 @contextmanager
@@ -132,6 +137,25 @@ def later_jobs(eager: EagerModel) -> Sequence[tuple[Hashable, Sequence[Job]]]:
             (power, [job for each in attentions for job in each.singles(ops, rows, WIDTHS[0], known[each])])
         )
     return found
+
+
+def load_products(model: nn.Module, rows: Iterable[int]) -> None:
+    """Multiply so many rows by a weight of each shape.
+
+    A GPU loads the kernel of a product when that is met first, and then waits until all that it was given is
+    done: no step could be captured while another is computed.
+    """
+    kinds: dict[Hashable, nn.Linear] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and type(module.weight) in PLAIN_TENSORS and module.weight.is_cuda:
+            weight = module.weight
+            kinds[weight.shape, weight.dtype, weight.device, module.bias is None] = module
+    with torch.no_grad():
+        for count in sorted(set(rows)):
+            for module in kinds.values():
+                if count * module.weight.shape[0] * module.weight.itemsize <= MOST_BYTES:
+                    x = torch.zeros_like(module.weight[:1]).expand(count, -1).contiguous()
+                    functional.linear(x[:, None], module.weight, module.bias)
 
 
 def label_of(size: Size) -> Hashable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,15 @@ from .batch import Batch
 
 BUFFERS = 2
 """Staging buffers that take turns, so that the host fills one while the device still reads the other."""
+PIECE = 2**21
+"""Numbers that are locked at once: 8 MiB."""
+LINE = 16
+"""Parts begin at multiples of so many numbers."""
 LONGS = 4
 """The columns before and after a step take two numbers each of the buffer's."""
+_taking = threading.Lock()
+_left = torch.empty(0, dtype=torch.int32, device="cpu")
+"""What no batch has of the last piece."""
 
 
 def tokens_of(
@@ -26,6 +34,21 @@ def tokens_of(
     many = np.asarray(counts)
     firsts = many.cumsum() - many
     return rows.repeat(many), np.arange(many.sum()) + (starts - firsts).repeat(many)
+
+
+def _staging(count: int, device: torch.device) -> torch.Tensor:
+    """Zeros on the host, which are copied to a device. Locking memory for a GPU takes milliseconds, so many
+    batches have parts of one piece.
+    """
+    global _left
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device="cpu")
+    room = -(-count // LINE) * LINE
+    with _taking:
+        if len(_left) < room:
+            _left = torch.zeros(max(PIECE, room), dtype=torch.int32, device="cpu", pin_memory=True)
+        taken, _left = _left[:count], _left[room:]
+    return taken
 
 
 class StaticBatch(Batch):
@@ -73,11 +96,7 @@ class StaticBatch(Batch):
             self._data = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
             self.seen = torch.zeros(rows, dtype=torch.int32, device=device)
             self._targets_of_step = torch.full((rows * new,), -1, dtype=torch.long, device=device)
-            pinned = device.type == "cuda"
-            self._staging = [
-                torch.zeros(sum(self._sizes), dtype=torch.int32, device="cpu", pin_memory=pinned)
-                for _ in range(BUFFERS)
-            ]
+            self._staging = _staging(BUFFERS * sum(self._sizes), device).chunk(BUFFERS)
             self._take(self._data.split(self._sizes))
         self._views = [[part.numpy() for part in buffer.split(self._sizes)] for buffer in self._staging]
         self._events: list[torch.cuda.Event | None] = [None] * BUFFERS
@@ -129,6 +148,11 @@ class StaticBatch(Batch):
         with self._upload() as (_, ids, tokens, _, _):
             tokens[: len(rows)] = positions
             ids.reshape(self.rows, self.width)[: len(rows), :width] = blocks.take(rows, 0)[:, :width]
+
+    def load_nothing(self) -> None:
+        """Upload a step without tokens: a run writes nothing and sees nothing."""
+        with self._upload():
+            pass
 
     @contextmanager
     def _upload(self) -> Iterator[list[Any]]:

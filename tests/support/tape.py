@@ -75,7 +75,7 @@ def record(step: Callable[[], Any], pools: Any, devices: Any) -> tuple[Callable[
 
 def rerun(step: Callable[[], Any], pools: Any, devices: Any) -> tuple[Callable[[], None], Any]:
     """The same for what no tape can note, kernels: a replay runs the step again and puts its answer where the
-    first one was.
+    first one was. An engine's step puts it there itself.
     """
     answer = step()
 
@@ -87,4 +87,4 @@ def rerun(step: Callable[[], Any], pools: Any, devices: Any) -> tuple[Callable[[
 
 
 def _numbers(answer: Any) -> list[torch.Tensor]:
-    return [value for value in answer.values() if isinstance(value, torch.Tensor)]
+    return [value for value in (answer or {}).values() if isinstance(value, torch.Tensor)]

@@ -255,6 +255,17 @@ class CapturePool:
         due = self._seen[key] >= AFTER if stand_in is None else stand_in.padded > PADDED
         return due and source.is_worth_it(self._seen[key])
 
+    def may_come_first(self, state: StateKey, source: StepSource[Any]) -> bool:
+        """Whether a size may be captured before any step has it: its code is known, and what it launches
+        compiled.
+        """
+        key = _Key(state, source.size)
+        alone = self._least is None and self._same is None
+        compiles = self.compilation is not None and self.compilation.why_not is None
+        known = key in self._steps or key in self.reasons or self._seen[key] < 0
+        rehearsed = (state, source.code) in self._rehearsed
+        return alone and rehearsed and not (self.unsteady or compiles or known) and self._ready(source.size)
+
     def _doubtful(self, state: StateKey, source: StepSource[Any]) -> CapturedStep | None:
         """The smallest captured step that can hold a source's, if it is to be compared still."""
         if not source.comparable:
