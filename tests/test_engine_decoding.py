@@ -317,6 +317,25 @@ def test_chunks_of_prompts_in_a_graph(
     assert any(1 in brought for brought in replayed)
 
 
+def test_the_head_computes_the_rows_that_are_wanted(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a captured step with chunks of prompts those of its sequences, not every token's."""
+    policy(monkeypatch, pairs=0)
+    linear, rows = torch.nn.Linear.forward, []
+
+    def noted(module: Any, x: torch.Tensor) -> torch.Tensor:
+        rows.extend([len(x)] if module is llama.lm_head and len(x) > 1 else [])
+        return linear(module, x)
+
+    with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=2) as engine:
+        monkeypatch.setattr(torch.nn.Linear, "forward", noted)
+        outputs = engine.generate([PROMPTS[3], PROMPTS[1], PROMPTS[3]], **GREEDY)
+        assert 12 in sizes(engine, "spans")
+    assert rows
+    assert max(rows) == 2
+    monkeypatch.undo()
+    assert [answers(each) for each in outputs] == [alone(llama, PROMPTS[i], **GREEDY) for i in (3, 1, 3)]
+
+
 def test_long_prompts_are_no_rows(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of their tokens would read all before it by itself."""
     policy(monkeypatch, pairs=50, pairs_in_torch=50)

@@ -169,6 +169,10 @@ class EngineAdapters:
         found |= dict.fromkeys(module for own in self._own.values() for module in own.host.layers)
         self.layers = list(found)
 
+    def changes_layer(self, layer: nn.Module | None) -> bool:
+        """Whether adapters may add to what a layer computes."""
+        return layer is not None and any(each in self.layers for each in layer.modules())
+
     def stats(self) -> dict[str, int]:
         """How many there are on the device, how many it has room for, and the memory of those that the engine
         has.

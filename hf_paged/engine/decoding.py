@@ -27,6 +27,8 @@ from ..model.capture.pool import MOST_BYTES, CapturePool
 from ..model.capture.products import lay_side_by_side
 from ..model.capture.rehearsal import RECORDERS
 from ..model.capture.step import CapturedStep, Size, StepSource, agree, bucket_of
+from ..model.head_rows import head_of_rows
+from ..model.lazy import NotCapturable
 from ..model.snapshot import ModelSnapshot, StateKey
 from ..scheduling import ScheduledBatch
 from .eager import EagerModel
@@ -145,14 +147,17 @@ class Decoding:
                 lay_side_by_side(self.eager.model, run)
 
     def _shared_bytes(self) -> int:
-        """About what steps compute with and answer in: logits and the widest activations of the largest."""
+        """About what steps compute with and answer in: the widest activations of the largest, and logits of
+        as many rows as its head is given.
+        """
         whole: Any = self.eager.model.config
         config = whole.get_text_config(decoder=True)
         inner = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
         limits = self.eager.pools.config.limits()
         size = self.eager.dtype.itemsize
         rows = max(limits.tokens, limits.sequences)
-        return rows * (self._vocabulary + 4 * inner) * size + 4 * self._most * self._vocabulary
+        headed = rows if self._head(False) is None else self._most
+        return (rows * 4 * inner + headed * self._vocabulary) * size + 4 * self._most * self._vocabulary
 
     def stats(self) -> dict[str, Any]:
         """What the pool of captured steps counts, and the rows of trusted ones by their form."""
@@ -397,16 +402,30 @@ class Decoding:
             arguments = {"input_ids": step.ids, "position_ids": positions.clamp(min=0)[:, None]}
             if eager.keeps_some:
                 arguments["logits_to_keep"] = 1  # type: ignore[assignment]  # a number among tensors
-            with self._with_adapters(step):
+            head = self._head(step.slots is not None)
+            with self._with_adapters(step), head_of_rows(head, len(step.ids), step.places) as headed:
                 answer = eager.model(
                     **arguments, past_key_values=eager.cache, use_cache=True, return_dict=True
                 )
             logits: torch.Tensor = answer.logits[:, -1]
-            step.logits.copy_(logits if step.places is None else logits.index_select(0, step.places))
+            if step.places is not None and not headed():
+                logits = logits.index_select(0, step.places)
+            if logits.shape != step.logits.shape:
+                raise NotCapturable(f"its logits are {list(logits.shape)}, not {list(step.logits.shape)}")
+            step.logits.copy_(logits)
             step.best.copy_(greedy_tokens(step.logits))
         finally:
             running.set(outer)
             sequences.static = None
+
+    def _head(self, adapters: bool) -> Any:
+        """The head, if it can be given some rows of a step alone: they lie on its device, and no adapter in
+        it asks whose they are.
+        """
+        eager = self.eager
+        head = eager.model.get_output_embeddings()  # type: ignore[operator]
+        asked = adapters and eager.adapters is not None and eager.adapters.changes_layer(head)
+        return None if eager.spread or asked else head
 
     def _with_adapters(self, step: _DecodeStep) -> AbstractContextManager[None]:
         adapters = self.eager.adapters

@@ -79,7 +79,7 @@ class EagerModel:
         self._forwards = [*local_forwards(model), *forwards_without_hooks(model)]
         self.head = Fp32Head(model, pools.config.lm_head_fp32)
         """Computes the logits in float32, where that is wanted."""
-        self._spread = is_spread(model)
+        self.spread = is_spread(model)
         """Whether layers lie on several devices: the head's need not be the one of the ids."""
         self._plugged = False
         self._plans: dict[LayerKind, dict[object, Any]] = {}
@@ -217,7 +217,7 @@ class EagerModel:
             arguments["position_ids"] = numbers[None, :count] if moved is None else moved.to(self.device)
         places: Any = None
         if len(kept) < count:
-            places = kept if self._spread else numbers[count:]
+            places = kept if self.spread else numbers[count:]
         if self.keeps_some and places is not None:
             arguments["logits_to_keep"] = places
         extras = self._extras(batch) if batch.inputs else {}
