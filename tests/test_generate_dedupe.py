@@ -159,7 +159,7 @@ def test_the_host_waits_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     cache.sequences.copies = 1
     arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with Waits(monkeypatch) as waits:
-        prompt = dedupe.read_prompt(llama, arguments, cache, 3)
+        prompt = dedupe.read_prompt(llama, arguments, cache)
     assert waits.count == 1
     assert prompt is not None
     assert prompt.equal == ([0, 1], [0, 1, 0])
@@ -172,7 +172,7 @@ def test_a_keyword_without_rows_keeps_rows_apart(llama: Any) -> None:
     for keywords, together in (({}, True), ({"pixel_values": torch.ones(2, 3, 4, 4)}, False)):
         cache = PagedCache(llama)
         cache.sequences.copies = 1
-        prompt = dedupe.read_prompt(llama, {"input_ids": ids, **keywords}, cache, 2)
+        prompt = dedupe.read_prompt(llama, {"input_ids": ids, **keywords}, cache)
         assert prompt is not None
         assert (prompt.equal is not None) is together
 

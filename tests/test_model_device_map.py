@@ -24,6 +24,7 @@ from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.device_map import HOOK, forwards_without_hooks, only_moves, runs_class_forward
 from hf_paged.model.dispatch import KNOWN, has_foreign_code
 from hf_paged.model.lazy import LazyMask
+from hf_paged.model.switch import modules_of
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def test_blocks_keep_their_hooks() -> None:
     """What is inside a block is left out, the block's own hook is not: it moves what all of them are given."""
     model = dispatched()
     layers = model.model.layers
-    without = forwards_without_hooks(model)
+    without = forwards_without_hooks(modules_of(model))
     inside = [each for layer in layers for each in hooked(layer) if each is not layer]
     assert inside
     assert {id(each.module) for each in without} == {id(each) for each in inside}
@@ -80,7 +81,7 @@ def test_a_block_with_more_in_it_keeps_all_of_them(spoiled: str) -> None:
     else:
         moved = part.forward
         part.forward = lambda x: 2 * moved(x)
-    found = {id(each.module) for each in forwards_without_hooks(model)}
+    found = {id(each.module) for each in forwards_without_hooks(modules_of(model))}
     assert found == {id(each) for each in hooked(second) if each is not second}
     assert spoiled == "another place" or has_foreign_code([*model.modules()], KNOWN)
     assert only_moves(part) is (spoiled == "another place")

@@ -20,7 +20,7 @@ from ..model.fp32_head import Fp32Head
 from ..model.mla import defer_expansion, expanding_classes
 from ..model.offloaded import input_device
 from ..model.slots import CROSS
-from ..model.switch import decoder_configs, restore, switch
+from ..model.switch import decoder_configs, modules_of, restore, switch
 from ..model.tensor_parallel import local_forwards
 from ..scheduling import TokenSequence
 from .adapters import EngineAdapters
@@ -71,12 +71,13 @@ class EagerModel:
         self.device = input_device(model)
         """Where the token ids go."""
         self.cache = StepCache(pools)
-        self.configs = decoder_configs(model)
-        self.expanding = expanding_classes(model)
+        modules = modules_of(model)
+        self.configs = decoder_configs(modules)
+        self.expanding = expanding_classes(modules)
         """Attention classes that expand latents, which steps read unexpanded."""
         self.adapters: EngineAdapters | None = None
         """Those of requests, once the model has been tried out as it is."""
-        self._forwards = [*local_forwards(model), *forwards_without_hooks(model)]
+        self._forwards = [*local_forwards(model), *forwards_without_hooks(modules)]
         self.head = Fp32Head(model, pools.config.lm_head_fp32)
         """Computes the logits in float32, where that is wanted."""
         self.spread = is_spread(model)

@@ -33,11 +33,12 @@ class _Plug:
         self.calls: set[Call] = set()
         self.plugged = False
         """Whether all of it is in place."""
-        self.configs = decoder_configs(model)
-        self.expanding = expanding_classes(model)
-        wrapper = wrap(model, model.forward, bool(self.configs), may_skip_autograd(modules_of(model)))
+        modules = modules_of(model)
+        self.configs = decoder_configs(modules)
+        self.expanding = expanding_classes(modules)
+        wrapper = wrap(model, model.forward, bool(self.configs), may_skip_autograd(modules))
         outermost = ReplacedForward(model, model.__dict__.get("forward"), wrapper)
-        self.forwards = [outermost, *local_forwards(model), *forwards_without_hooks(model)]
+        self.forwards = [outermost, *local_forwards(model), *forwards_without_hooks(modules)]
 
     def plug_in(self) -> None:
         defer_expansion(self.expanding)

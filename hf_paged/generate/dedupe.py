@@ -19,9 +19,10 @@ from transformers.utils.generic import ModelOutput
 
 from ..model.offloaded import input_device
 from ..model.outputs import ROWS_FIRST, repeat_fields
+from ..model.switch import modules_of
 from ..model.training import why_random
 from .cache import PagedCache
-from .padding import Padding, look, mask_name
+from .padding import Padding, look, mask_name, rows_of
 
 SCALARS = (bool, int, float, str, torch.dtype, type(None), Cache)
 BY_ROW = frozenset(
@@ -93,9 +94,7 @@ class PromptRows(NamedTuple):
         return Padding([self.padding.starts[row] for row in rows], self.padding.plain)
 
 
-def read_prompt(
-    model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache, rows: int
-) -> PromptRows | None:
+def read_prompt(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache) -> PromptRows | None:
     """Look for equal rows, and read the mask with them: the host waits for the device once. None for what is
     no prompt of a generate().
     """
@@ -104,8 +103,9 @@ def read_prompt(
     if not sequences.copies or (sequences.columns and (known is None or not cache.prompt_in_chunks)):
         return None
     device = input_device(model)
-    tensors = _comparable(model, arguments, rows)
-    if tensors is None or rows < 2:
+    rows = rows_of(arguments)
+    tensors = None if rows < 2 else _comparable(model, arguments, rows)
+    if tensors is None:
         return PromptRows(None, None, device)
     if known is not None:
         first = [known.index(i) for i in range(max(known) + 1)]
@@ -284,7 +284,7 @@ def adapters_by_row(model: nn.Module, rows: int) -> list[int] | None:
 
 def _adapter_keywords(model: nn.Module, rows: int) -> Iterator[dict[str, Any]]:
     """The keywords of the hooks with which peft hands each layer its rows' adapters."""
-    for module in model.modules():
+    for module in modules_of(model):
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, partial) and _is_list_of(hook.keywords.get("adapter_names"), rows):
                 yield hook.keywords

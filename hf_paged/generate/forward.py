@@ -121,8 +121,7 @@ def _run(
     if not sequences.columns:
         for part in parts:
             part.sequences.sources = None
-    rows = rows_of(arguments)
-    prompt = read_prompt(model, arguments, parts[0], rows)
+    prompt = read_prompt(model, arguments, parts[0])
     if prompt is not None and prompt.equal is not None:
         equal = prompt.equal
         index = torch.tensor(equal.sources, device=prompt.device)

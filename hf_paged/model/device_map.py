@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from ..kv import LayerGroup
 from .offloaded import HOOK, input_device
 from .patches import ReplacedForward, mark_wrapper
+from .switch import modules_of
 
 RUNS_CLASS = "hf_paged_runs_class"
 """The attribute of a forward that does what the module's class does."""
@@ -35,28 +36,21 @@ def only_moves(module: nn.Module) -> bool:
     )
 
 
-def forwards_without_hooks(model: nn.Module) -> list[ReplacedForward]:
+def forwards_without_hooks(modules: Sequence[nn.Module]) -> list[ReplacedForward]:
     """Forwards without accelerate's hooks for the modules inside each block that lies on one device whole.
 
     The block's own hook has moved what they are given. Every linear layer has such a hook, and all of them
-    together take longer than a step does on a device.
+    together take longer than a step does on a device. modules: all of a model, itself first.
     """
     found: list[ReplacedForward] = []
-    for block in _blocks(model):
-        inside = [each for each in block.modules() if each is not block and HOOK in each.__dict__]
+    hooked = [each for each in modules[1:] if HOOK in each.__dict__]
+    inner = {id(part) for each in hooked for part in modules_of(each)[1:]}
+    for block in [each for each in hooked if id(each) not in inner]:
+        inside = [each for each in modules_of(block)[1:] if HOOK in each.__dict__]
         places = [each.__dict__[HOOK].execution_device for each in (block, *inside) if only_moves(each)]
         if len(places) == len(inside) + 1 and len(set(places)) == 1:
             found += [ReplacedForward(each, each.__dict__["forward"], _inner(each)) for each in inside]
     return found
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules with hooks inside a module."""
-    for child in module.children():
-        if HOOK in child.__dict__:
-            yield child
-        else:
-            yield from _blocks(child)
 
 
 def _inner(module: nn.Module) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from torch import nn
 from . import patches
 from .capture.rehearsal import RECORDERS
 from .device_map import only_moves
-from .snapshot import HOOKS, hooks_everywhere
+from .snapshot import HOOKS, TENSORS, hooks_everywhere
 from .weights_digest import PLAIN_TENSORS
 
 KNOWN = ("torch.", "transformers.")
@@ -41,13 +41,10 @@ def may_skip_autograd(modules: Sequence[nn.Module]) -> bool:
     """
     if BelowAutograd is None or "cpu" in RECORDERS or modules[0].training or has_foreign_code(modules):
         return False
-    for module in modules:
-        if module._compiled_call_impl is not None:
-            return False
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and (type(tensor) not in PLAIN_TENSORS or tensor.device.type != "cpu"):
-                return False
-    return True
+    if any(module._compiled_call_impl is not None for module in modules):
+        return False
+    tensors = [each for module in modules for kind in TENSORS for each in module.__dict__[kind].values()]
+    return all(each is None or (type(each) in PLAIN_TENSORS and each.is_cpu) for each in tensors)
 
 
 def has_foreign_code(modules: Sequence[nn.Module], known: tuple[str, ...] = KNOWN) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import nn
 from ..kv import Seen, fork_safe_lock, reference
 from .capture.fusion import STANDS_FOR, reads_like
 from .lazy import LazyPages, LazyTensor
-from .switch import modules_of
 
 METHOD = "expand_kv"
 _stocks: dict[type, Callable[..., Any]] = {}
@@ -140,9 +139,9 @@ class LazyExpanded(LazyTensor):
 # ---- the models' own expansion
 
 
-def expanding_classes(model: nn.Module) -> list[type]:
-    """The attention classes of a model that expand latents in the known way."""
-    classes: set[Any] = set(map(type, modules_of(model)))
+def expanding_classes(modules: Iterable[nn.Module]) -> list[type]:
+    """The attention classes of these modules that expand latents in the known way."""
+    classes: set[Any] = set(map(type, modules))
     with _lock:
         return [cls for cls in classes if cls in _stocks or _is_known(cls)]
 

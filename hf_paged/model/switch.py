@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -75,16 +76,16 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def decoder_configs(model: nn.Module) -> list[Any]:
-    """The configs of the attention modules that read a cache and look their function up in transformers'
-    registry.
+def decoder_configs(modules: Iterable[nn.Module]) -> list[Any]:
+    """The configs of the attention modules of a model that read a cache and look their function up in
+    transformers' registry. modules: all of it.
 
     A config that other attention reads too stays as it is: that module would not know our name. So does one
     whose attention is the user's own: it is called as before, on dense copies.
     """
     ours: dict[int, Any] = {}
     others: set[int] = set()
-    for module in modules_of(model):
+    for module in modules:
         own = module.__dict__
         config = own.get("config")
         if config is None or SETTING not in getattr(config, "__dict__", {}):

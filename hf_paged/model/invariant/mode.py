@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...kv.ops import invariant_kernels
 from ...kv.reference import invariant
-from ..switch import decoder_configs, original_implementation
+from ..switch import decoder_configs, modules_of, original_implementation
 from ..thread_state import Depths, mode_depths, pop_modes
 from .functions import FunctionCalls
 from .known import NotInvariant, kernels_for
@@ -125,7 +125,7 @@ def require_invariant(model: Any) -> None:
     """
     for parameter in model.parameters():
         kernels_for(parameter)
-    for config in decoder_configs(model) or [model.config]:
+    for config in decoder_configs(modules_of(model)) or [model.config]:
         setting = original_implementation(config)
         if setting not in ("sdpa", "eager"):
             raise NotInvariant(
@@ -140,7 +140,7 @@ def require_whole_sequences(model: Any) -> None:
     """
     if not invariant.get() or model.device.type != "cuda":
         return
-    for config in decoder_configs(model) or [model.config]:
+    for config in decoder_configs(modules_of(model)) or [model.config]:
         kinds = set(getattr(config, "layer_types", None) or ())
         if not kinds <= {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
             raise NotInvariant(
