@@ -23,6 +23,7 @@ from ..model.outputs import asked_fields, known_layout, layouts_of
 from ..model.patches import mark_wrapper
 from ..model.random_states import has_drawn, random_states, take_back_draws
 from ..model.routers import routers_of
+from ..model.switch import setting_of
 from .cache import Mark, PagedCache, paged_parts
 from .dedupe import (
     PromptRows,
@@ -259,8 +260,7 @@ def _with_adapters(
 
 def _asks_for(model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...]) -> bool:
     """Whether any of these outputs is requested."""
-    config: Any = model.config
-    return any(arguments.get(name) or getattr(config, name, False) for name in names)
+    return any(arguments.get(name) or setting_of(model.config, name) for name in names)
 
 
 def _step(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..model.switch import setting_of
 from .cache import PagedCache
 
 INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
@@ -17,9 +18,7 @@ INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_emb
 
 def mask_name(model: nn.Module) -> str:
     """The argument that marks the padding in the rows of the cache."""
-    return (
-        "decoder_attention_mask" if getattr(model.config, "is_encoder_decoder", False) else "attention_mask"
-    )
+    return "decoder_attention_mask" if setting_of(model.config, "is_encoder_decoder") else "attention_mask"
 
 
 def rows_of(arguments: Mapping[str, Any]) -> int:

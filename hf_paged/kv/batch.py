@@ -33,11 +33,13 @@ class StridedView(NamedTuple):
         """Columns from `first` to `end` of data [..., slots, heads, dim], as [..., rows, heads, end - first,
         dim].
         """
-        *outer, heads, dim = data.shape
-        token = heads * dim
-        shape = (*outer[:-1], rows, heads, end - first, dim)
-        strides = (*data.stride()[: len(outer) - 1], self.stride * token, dim, token, 1)
-        return data.as_strided(shape, strides, data.storage_offset() + (self.first + first) * token)
+        *outer, _, heads, dim = data.shape
+        *steps, token, head, _ = data.stride()
+        return data.as_strided(
+            (*outer, rows, heads, end - first, dim),
+            (*steps, self.stride * token, head, token, 1),
+            data.storage_offset() + (self.first + first) * token,
+        )
 
 
 class Singles(NamedTuple):
@@ -149,7 +151,7 @@ class Batch(ABC):
         return torch.arange(0, (self.rows + 1) * new, new, dtype=torch.int32, device=device)
 
     def blocks(self, first: int, device: torch.device) -> torch.Tensor | None:
-        """Block ids [rows, n] from the block of column `first` on; None where only `slots` are known."""
+        """Block ids [rows * n] from the block of column `first` on; None where only `slots` are known."""
         return None
 
     @abstractmethod
@@ -211,7 +213,9 @@ class RowBatch(Batch):
 
     @property
     def empty(self) -> bool:  # type: ignore[override]
-        return not any(table.length for table in self.tables)
+        return not self.columns or (
+            self.starts is not None and not any(table.length for table in self.tables)
+        )
 
     def first_visible(self, window: int | None) -> int:
         return 0 if window is None else max(0, self.columns - (window - 1 + self.new))
@@ -283,7 +287,7 @@ class RowBatch(Batch):
             self.check()
             begin = first // self.block_size
             ids = list(chain.from_iterable(table.blocks[begin - table.released :] for table in self.tables))
-            self._blocks[device, first] = upload(ids, device).view(self.rows, -1)
+            self._blocks[device, first] = upload(ids, device)
         return self._blocks[device, first]
 
     def slots(self, first: int, device: torch.device) -> torch.Tensor:

@@ -15,10 +15,10 @@ class LayerViews(Protocol):
     """A store, as far as the pages of its layers ask it."""
 
     def views(
-        self, strided: StridedView, rows: int, first: int, end: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each layer keys and values [rows, heads, end - first, dim] as views, where rows lie at one
-        distance from each other.
+        self, place: int, strided: StridedView, batch: Batch, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [rows, heads, columns - first, dim] of the layer at `place` as views, where rows
+        lie at one distance from each other.
         """
 
 
@@ -35,16 +35,6 @@ class Pages(NamedTuple):
     """The store that the slots are of, for what is made for all of its layers at once."""
     place: int = 0
     """The layer's place in the store."""
-
-    def views(self, strided: StridedView | None, first: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of the columns from `first` on as views [rows, heads, columns - first, dim].
-
-        None without a `strided`: where the rows do not lie side by side.
-        """
-        if self.store is None or strided is None:
-            return None
-        batch = self.batch
-        return self.store.views(strided, batch.rows, first, batch.columns)[self.place]
 
 
 class Seen(NamedTuple):
@@ -91,13 +81,14 @@ class Ops:
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put a step's keys [rows, heads, new, key_dim] and values into their slots."""
         batch = pages.batch
-        views = pages.views(batch.new_strided, batch.columns - batch.new)
-        if views is None:
-            reference.write(pages.keys, pages.batch, keys)
-            reference.write(pages.values, pages.batch, values)
+        if pages.store is None or batch.new_strided is None:
+            reference.write(pages.keys, batch, keys)
+            reference.write(pages.values, batch, values)
             return
-        views[0].copy_(keys)
-        views[1].copy_(values)
+        first = batch.columns - batch.new
+        own_keys, own_values = pages.store.views(pages.place, batch.new_strided, batch, first)
+        own_keys.copy_(keys)
+        own_values.copy_(values)
 
     def copy(self, pools: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
         """pool[:, targets[i]] = pool[:, sources[i]] for every pool [layers, blocks, ...]; no target is a
@@ -114,11 +105,11 @@ class Ops:
 
     def read(self, pages: Pages, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the columns from `first` on, as `gather` answers them."""
-        views = pages.views(pages.batch.strided, first)
-        if views is None:
-            return self.gather(pages.keys, pages.batch, first), self.gather(pages.values, pages.batch, first)
-        pages.batch.check()
-        return views
+        batch = pages.batch
+        if pages.store is None or batch.strided is None:
+            return self.gather(pages.keys, batch, first), self.gather(pages.values, batch, first)
+        batch.check()
+        return pages.store.views(pages.place, batch.strided, batch, first)
 
     def attend(
         self,

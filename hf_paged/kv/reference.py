@@ -47,14 +47,15 @@ def gather(data: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:
     blocks = batch.blocks(first, data.device)
     if blocks is not None:
         size = batch.block_size
-        found = data.view(slots // size, size * heads * dim).index_select(0, blocks.flatten())
-        begin = first % size
-        found = found.view(batch.rows, blocks.shape[1] * size, heads, dim)[
-            :, begin : begin + batch.columns - first
-        ]
-    else:
-        index = batch.slots(first, data.device)
-        found = data.view(slots, heads * dim).index_select(0, index.flatten()).view(*index.shape, heads, dim)
+        token = heads * dim
+        found = data.view(slots // size, size * token).index_select(0, blocks)
+        row = found.numel() // batch.rows
+        # One operation for what takes three in words.
+        return found.as_strided(
+            (batch.rows, heads, batch.columns - first, dim), (row, dim, token, 1), first % size * token
+        )
+    index = batch.slots(first, data.device)
+    found = data.view(slots, heads * dim).index_select(0, index.flatten()).view(*index.shape, heads, dim)
     return found.transpose(1, 2)
 
 

@@ -44,7 +44,7 @@ class Sequences:
 
     @property
     def columns(self) -> int:
-        return max((rows.columns for rows in self.rows.values()), default=0)
+        return max([rows.columns for rows in self.rows.values()], default=0)
 
     @property
     def positions(self) -> dict[LayerKind, int]:

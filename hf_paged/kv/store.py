@@ -47,7 +47,7 @@ class Store:
             # They lie side by side: one view of all costs half as much as two.
             both = keys.as_strided((2 * self.layers, *keys.shape[1:]), keys.stride())
             self._parts = (both,)
-        self._views: dict[tuple[StridedView, int, int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._views: dict[tuple[object, int], tuple[torch.Tensor, ...]] = {}
 
     def pages(self, place: int, batch: Batch, captured: bool = False) -> Pages:
         """What the attention of the layer at `place` reads in a step."""
@@ -56,25 +56,25 @@ class Store:
         if batch.packed:
             captured = self.captured.kernels is not None
         # So is a launch in an order that no batch changes.
-        captured = captured or (invariant.get() and keys.is_cuda)
+        captured = captured or (keys.is_cuda and invariant.get())
         return Pages(keys, values, batch, self.captured if captured else self.ops, self, place)
 
     def views(
-        self, strided: StridedView, rows: int, first: int, end: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each layer keys and values [rows, heads, end - first, dim], where rows lie at one distance from
-        each other. The views of a step's writes and reads are kept for its other layers.
+        self, place: int, strided: StridedView, batch: Batch, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [rows, heads, columns - first, dim] of the layer at `place`, where rows lie at one
+        distance from each other. A step's views are made for all layers together.
         """
-        key = (strided, rows, first, end)
+        key = (batch.step, first)
         found = self._views.get(key)
         if found is None:
             if len(self._views) > 1:
                 self._views.clear()
-            views: list[torch.Tensor] = []
+            found = ()
             for part in self._parts:
-                views += strided.view(part, rows, first, end).unbind()
-            found = self._views[key] = list(zip(views[: self.layers], views[self.layers :], strict=True))
-        return found
+                found += strided.view(part, batch.rows, first, batch.columns).unbind()
+            self._views[key] = found
+        return found[place], found[self.layers + place]
 
     @property
     def blocks(self) -> int:

@@ -30,6 +30,14 @@ _switched: dict[int, _Switched] = {}
 _lock = fork_safe_lock()
 
 
+def setting_of(config: Any, name: str) -> Any:
+    """What a config says, None if nothing; for what is read in every step, past the config's own methods."""
+    try:
+        return object.__getattribute__(config, name)
+    except AttributeError:
+        return getattr(config, name, None)
+
+
 def original_implementation(config: Any) -> str:
     """The attention setting that the user chose for the models of `config`."""
     with _lock:  # another thread may switch it between the two questions
