@@ -211,14 +211,16 @@ class EagerModel:
         kept = last
         if scored:  # in the order of all tokens, which adapters of the head go by
             kept = sorted({*last, *(begin + i for _, begin, each in scored for i in range(len(each.tokens)))})
-        numbers = upload(
-            [*positions, *(kept or [count - 1])], self.device
-        )  # together: a transfer costs more than what it carries
-        if self.takes_positions:
-            arguments["position_ids"] = numbers[None, :count] if moved is None else moved.to(self.device)
         places: Any = None
         if len(kept) < count:
+            # Together: a transfer costs more than what it carries.
+            numbers = upload([*positions, *(kept or [count - 1])], self.device)
             places = kept if self.spread else numbers[count:]
+            own = numbers[None, :count]
+        else:
+            own = upload([positions], self.device)
+        if self.takes_positions:
+            arguments["position_ids"] = own if moved is None else moved.to(self.device)
         if self.keeps_some and places is not None:
             arguments["logits_to_keep"] = places
         extras = self._extras(batch) if batch.inputs else {}
@@ -239,11 +241,11 @@ class EagerModel:
             raise Unservable(
                 f"{type(self.model).__name__} continued with another cache than the engine's; use generate()"
             )
-        logits = answer.logits[0]
-        if not self.keeps_some and places is not None:
-            logits = logits[places]
+        wanted = slice(None if scored else len(last))
+        whole = self.keeps_some or places is None
+        logits = answer.logits[0, wanted] if whole else answer.logits[0, places][wanted]
         if not scored:
-            return Answer(logits[: len(last)].to(torch.float32))
+            return Answer(logits.to(torch.float32))
         return _answered(logits, {place: i for i, place in enumerate(kept)}, last, scored)
 
     def _extras(self, batch: ForwardBatch) -> dict[str, Any]:

@@ -55,10 +55,10 @@ running: ContextVar[Forward | None] = ContextVar("hf_paged_forward", default=Non
 
 def paged_mask(**arguments: Any) -> torch.Tensor | None:
     """Make an attention mask: lazy where pages imply the same, else what the model's own setting makes."""
-    implementation = _dense_implementation(original_implementation(arguments["config"]))
     forward = running.get()
     if forward is not None and forward.flat:
         return _flat_mask(arguments, forward.cache)
+    implementation = _dense_implementation(original_implementation(arguments["config"]))
     captured = forward is not None and forward.cache.sequences.static is not None
     if captured:
         arguments["allow_is_bidirectional_skip"] = (
