@@ -13,6 +13,8 @@ def upload(numbers: Any, device: torch.device, dtype: torch.dtype = torch.long) 
     The host does not wait; the allocator keeps the staging memory until it is read.
     """
     host = torch.tensor(numbers, dtype=dtype, device="cpu")
+    if device.type == "cpu":
+        return host
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)  # `pin_memory=True` above refuses NumPy's arrays
