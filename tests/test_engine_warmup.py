@@ -23,7 +23,6 @@ from tape import rerun
 
 from hf_paged.engine import Engine, Unservable, loop, runner
 from hf_paged.engine import warmup as warming
-from hf_paged.engine.decoding import Decoding
 from hf_paged.engine.runner import Runner
 from hf_paged.engine.warmup import jobs
 from hf_paged.kv import ops
@@ -323,14 +322,13 @@ def test_cudnn_is_left_out_of_a_trial_and_comes_back(monkeypatch: pytest.MonkeyP
 def watch_sizes(monkeypatch: pytest.MonkeyPatch) -> set[Size]:
     """The sizes that steps have from now on."""
     found: set[Size] = set()
-    shape = Decoding._shape
+    find = CapturePool.find
 
-    def watched(decoding: Any, batch: Any) -> Any:
-        size = shape(decoding, batch)
+    def watched(pool: CapturePool, state: Any, size: Size, holders: Any) -> Any:
         found.add(size)
-        return size
+        return find(pool, state, size, holders)
 
-    monkeypatch.setattr(Decoding, "_shape", watched)
+    monkeypatch.setattr(CapturePool, "find", watched)
     return found
 
 
