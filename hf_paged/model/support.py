@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 from .slots import slots_of
@@ -27,11 +29,20 @@ def why_not(model: Any, generation_config: Any) -> str | None:
         return "use_cache=False leaves nothing to page"
     if "mamba" in name.lower() or not model._supports_default_dynamic_cache():
         return f"{name} keeps a state of its own instead of keys and values"
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    own = vars(model).get("forward")
+    if "past_key_values" not in (
+        _names(type(model).forward) if own is None else inspect.signature(own).parameters
+    ):
         return f"{name}.forward takes no past_key_values"
     if all(slot.kind is None for slot in slots_of(model, cross=False)):
         return f"no layer of {name} keeps plain keys and values"
     return None
+
+
+@functools.cache
+def _names(forward: Any) -> Collection[str]:
+    """The parameters of a class's forward."""
+    return inspect.signature(forward).parameters.keys()
 
 
 def why_dropped(model: Any) -> str | None:
