@@ -319,6 +319,33 @@ def test_cudnn_is_left_out_of_a_trial_and_comes_back(monkeypatch: pytest.MonkeyP
     assert seen == [False, True]
 
 
+class Packed(torch.nn.Linear):
+    """A layer whose weight is not what is multiplied."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_each_product_is_met_before_steps_are(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each shape of plain weights, with as many rows as steps may have; as many as there is memory
+    for.
+    """
+    monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})
+    met = []
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> None:
+        if full:
+            raise torch.OutOfMemoryError("full")
+        met.append((*x.shape, len(weight)))
+
+    monkeypatch.setattr(warming.functional, "linear", linear)
+    layers = [torch.nn.Linear(4, 6), torch.nn.Linear(4, 6), torch.nn.Linear(6, 2), Packed(8, 8)]
+    layers.append(torch.nn.Linear(9, 9).to(torch.float64))
+    warming.load_products(torch.nn.Sequential(*layers), [3, 5, 3])
+    assert sorted(met) == ([] if full else [(3, 1, 4, 6), (3, 1, 6, 2), (5, 1, 4, 6), (5, 1, 6, 2)])
+
+
 def watch_sizes(monkeypatch: pytest.MonkeyPatch) -> set[Size]:
     """The sizes that steps have from now on."""
     found: set[Size] = set()

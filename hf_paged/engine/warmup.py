@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from ..kv import Layout, TritonOps
+from ..kv import Layout, TritonOps, is_out_of_memory
 from ..kv.ops import choose
 from ..kv.warmup import AttentionShape, Job, Warming, compile_digest
 from ..model.capture.fusion import Fusion
@@ -28,6 +29,7 @@ ROWS = bucket_of(1)
 """Those of the captured step that comes first: one request, decoding."""
 MOST_BYTES = 2**28
 """What a product may be to be computed ahead."""
+MULTIPLIED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @contextmanager
@@ -147,15 +149,20 @@ def load_products(model: nn.Module, rows: Iterable[int]) -> None:
     """
     kinds: dict[Hashable, nn.Linear] = {}
     for module in model.modules():
-        if isinstance(module, nn.Linear) and type(module.weight) in PLAIN_TENSORS and module.weight.is_cuda:
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
             weight = module.weight
-            kinds[weight.shape, weight.dtype, weight.device, module.bias is None] = module
-    with torch.no_grad():
-        for count in sorted(set(rows)):
-            for module in kinds.values():
-                if count * module.weight.shape[0] * module.weight.itemsize <= MOST_BYTES:
+            here = weight.device.type in COMPILED_FOR
+            if here and type(weight) in PLAIN_TENSORS and weight.dtype in MULTIPLIED:
+                kinds[weight.shape, weight.dtype, weight.device, module.bias is None] = module
+    try:
+        with torch.no_grad():
+            for count, module in product(sorted(set(rows)), kinds.values()):
+                if count * max(module.weight.shape) * module.weight.itemsize <= MOST_BYTES:
                     x = torch.zeros_like(module.weight[:1]).expand(count, -1).contiguous()
                     functional.linear(x[:, None], module.weight, module.bias)
+    except Exception as error:
+        if not is_out_of_memory(error):  # then they are loaded where they are met
+            raise
 
 
 def label_of(size: Size) -> Hashable:
