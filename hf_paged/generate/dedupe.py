@@ -213,11 +213,9 @@ def _leaves(value: Any) -> list[torch.Tensor] | None:
         return None
     parts = value.values() if isinstance(value, ModelOutput) else value
     found = [_leaves(part) for part in parts if part is not None]
-    return (
-        None
-        if any(leaves is None for leaves in found)
-        else [leaf for leaves in found for leaf in leaves or ()]
-    )
+    if any(leaves is None for leaves in found):
+        return None
+    return [leaf for leaves in found for leaf in leaves or ()]
 
 
 def select_rows(arguments: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:

@@ -25,13 +25,7 @@ from ..model.random_states import has_drawn, random_states, take_back_draws
 from ..model.routers import routers_of
 from ..model.switch import setting_of
 from .cache import Mark, PagedCache, paged_parts
-from .dedupe import (
-    PromptRows,
-    narrow_adapter_names,
-    read_prompt,
-    repeat_rows,
-    select_rows,
-)
+from .dedupe import PromptRows, narrow_adapter_names, read_prompt, repeat_rows, select_rows
 from .padding import INPUTS, Padding, mask_name, new_of, note_padding, rows_of
 
 DENSE_OUTPUTS = ("output_attentions", "output_hidden_states")
@@ -235,11 +229,9 @@ def _paged(
         return run(given) if step is None else captures_of(model).run(model, step, run)
 
     reuse = parts[0].reuse
-    return (
-        compute(arguments, True)
-        if reuse is None
-        else reuse.run(parts[0], model, original, arguments, dense, compute)
-    )
+    if reuse is None:
+        return compute(arguments, True)
+    return reuse.run(parts[0], model, original, arguments, dense, compute)
 
 
 def _with_adapters(
@@ -287,11 +279,8 @@ def _step(
     )
     if prompt or rows != sequences.count or any(part.sequences.sources is not None for part in parts):
         return None
-    if (
-        torch.is_grad_enabled()
-        or torch.is_autocast_enabled()
-        or _asks_for(model, arguments, ("output_attentions",))
-    ):
+    differs = torch.is_grad_enabled() or torch.is_autocast_enabled()
+    if differs or _asks_for(model, arguments, ("output_attentions",)):
         return None
     name = mask_name(model)
     told = "none" if arguments.get(name) is None else "whole" if starts is None else "padded"

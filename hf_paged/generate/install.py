@@ -25,7 +25,7 @@ from ..model.thread_state import restoring
 from ..model.training import why_random
 from .cache import PagedCache, paged_parts
 from .call import Call, current_call, settle_models
-from .ranks import check_ranks
+from .ranks import begin_on_ranks, check_ranks
 
 WORD = "paged"
 EXPECTED = {
@@ -110,12 +110,8 @@ def install_cache() -> None:
                 f"transformers {transformers.__version__}; use a transformers release from 5.14 on that "
                 "hf_paged was tested with"
             )
-    AttentionInterface.register(NAME, paged_attention)
-    AttentionMaskInterface.register(NAME, paged_mask)
     patch = _patch()
-    if (
-        patch is not None and not installed()
-    ):  # of a module that was imported before this one, under the same name
+    if patch is not None and not installed():  # of a module that was imported before, under the same name
         patch.take_out()
         patch = None
     AttentionInterface.register(NAME, paged_attention)
@@ -163,9 +159,8 @@ def _wrap_generate(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any
             try:
                 call.close(answer)
             finally:
-                call.close(
-                    answer
-                )  # again, if an interrupt has broken it off; else there is nothing left to do
+                # Again, if an interrupt has broken it off; else there is nothing left to do.
+                call.close(answer)
 
     return generate
 
@@ -226,6 +221,7 @@ def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> 
     given = model_kwargs.get("past_key_values")
     asked = generation_config.cache_implementation == WORD
     if paged_parts(given):
+        begin_on_ranks(model, None)
         # A cache and the name of another: stock has its own error for that, here and below.
         return asked or generation_config.cache_implementation is None
     if asked and given is not None and generation_config.is_assistant:
@@ -236,6 +232,7 @@ def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> 
     if not asked or given is not None:
         return False
     reason = why_not(model, generation_config) or why_dropped(model) or why_random(model)
+    reason = begin_on_ranks(model, reason)
     if reason is not None:
         warn(reason)
         generation_config.cache_implementation = generation_config.cache_config = None

@@ -11,7 +11,26 @@ from torch import nn
 
 from ..model.adapters.peft_layers import why_no_adapters_on_ranks
 from ..model.offloaded import input_device
+from ..model.rank_votes import votes_of
+from ..model.snapshot import call_snapshots
 from ..model.tensor_parallel import mesh_of, why_not_divided
+
+
+def begin_on_ranks(model: nn.Module, reason: str | None) -> str | None:
+    """Why a call cannot run on pages: `reason`, or that another rank has one. Where the user's code runs
+    between the steps of one rank (a streamer on rank 0), all check their models, and so they meet as often.
+    """
+    mesh = mesh_of(model)
+    kept = call_snapshots.get()
+    if mesh is None or kept is None:
+        return reason
+    own = 0 if reason is not None else 1 if kept.foreign else 2
+    apart = input_device(model).type != "cpu"  # there nothing that the user sends is counted as a sum
+    least = votes_of(mesh.get_group()).least(own, computed=apart, place="the beginning of a call")
+    if least == 0:
+        return reason or f"another rank of {type(model).__name__} cannot run on pages, and says why"
+    call_snapshots.set(kept._replace(foreign=least == 1))
+    return None
 
 
 def check_ranks(model: nn.Module, generation_config: Any) -> None:
@@ -32,17 +51,15 @@ def check_ranks(model: nn.Module, generation_config: Any) -> None:
 def _draw_alike(device: torch.device, group: dist.ProcessGroup) -> None:
     """Give all ranks rank 0's random state, with a warning if theirs is another."""
     random: Any = torch.cuda if device.type == "cuda" else torch.random
-    own = (random.get_rng_state(device) if device.type == "cuda" else random.get_rng_state()).to(device)
+    where = (device,) if device.type == "cuda" else ()
+    own = random.get_rng_state(*where).to(device)
     first = own.clone()
     dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
     differ = torch.tensor(not torch.equal(own, first), dtype=torch.int32, device=device)
     dist.all_reduce(differ, dist.ReduceOp.MAX, group=group)
     if not differ:
         return
-    if device.type == "cuda":
-        random.set_rng_state(first.cpu(), device)
-    else:
-        random.set_rng_state(first)
+    random.set_rng_state(first.cpu(), *where)
     if dist.get_rank(group) == 0:
         warnings.warn(
             "cache_implementation='paged': the random states of the ranks differ, so each would draw other "

@@ -16,6 +16,7 @@ from .symmetric_memory import sums_of
 
 MEETING = 60.0
 """Seconds that ranks wait for each other at least."""
+AGAIN = "look for the first error of another rank, and start all of them again"
 before_groups: list[Callable[[], None]] = []
 """What is done before a process group is made: that waits for other ranks, and no thread of this process runs
 meanwhile.
@@ -63,6 +64,15 @@ def collectives_begun(group: Any) -> int:
     return count + sums_of(group)
 
 
+def differing(fewest: int, most: int) -> str:
+    """In words that ranks have not begun as many collectives."""
+    return (
+        f"ranks have computed different things ({fewest} to {most} collectives), so that their sums are "
+        "wrong from now on; if your own code has sent or received something meanwhile, give it a process "
+        "group of its own (dist.new_group())"
+    )
+
+
 def _patience(group: Any) -> float:
     """Seconds that the ranks' own collectives wait: code of the user may run long between two steps."""
     backend = group._get_backend(group._device_types[0])
@@ -80,37 +90,37 @@ class RankVotes:
         self._over: str | None = None
         """Why the ranks cannot go on together: a capture that fails says it again outside."""
 
-    def same(self, value: object) -> bool:
-        """Whether all ranks have this value."""
+    def same(self, value: object, place: str) -> bool:
+        """Whether all ranks have this value. They are at one place, or all of them raise."""
         digest = crc32(repr(value).encode())
-        least, most = self._smallest([digest, -digest])
+        least, most, _ = self._smallest([digest, -digest, 0], place)
         return least == -most
 
-    def least(self, number: int, computed: bool = True) -> int:
-        """The smallest of a number on all ranks. computed: whether all have computed the same since they last
-        met; if they have not, later sums would be of different things.
+    def least(self, number: int, computed: bool = True, place: str = "a capture") -> int:
+        """The smallest of a number on all ranks, which are at one place. computed: whether all have computed
+        the same since they last met; if they have not, later sums would be of different things.
         """
         begun = collectives_begun(self._model_group())
-        least, fewest, most = self._smallest([number, begun - self._met, self._met - begun])
+        least, fewest, most = self._smallest([number, begun - self._met, self._met - begun], place)
         self._met = begun
         if computed and fewest != -most:
-            self._over = (
-                f"ranks have computed different things ({fewest} to {-most} collectives), so that their sums "
-                "are wrong from now on; look for the first error of another rank, and start all of them again"
-            )
+            self._over = f"{differing(fewest, -most)}; {AGAIN}"
             raise RuntimeError(self._over)
         return least
 
-    def _smallest(self, numbers: Sequence[int]) -> list[int]:
+    def _smallest(self, numbers: Sequence[int], place: str) -> list[int]:
         if self._over is not None:
             raise RuntimeError(self._over)
+        digest = crc32(place.encode())
         try:
-            return smallest(numbers, self._group)
+            *found, least, most = smallest([*numbers, digest, -digest], self._group)
         except RuntimeError as error:
-            self._over = (
-                "another rank does not answer, or has ended; look for its error, and start all ranks again"
-            )
+            self._over = f"another rank does not answer, or has ended; {AGAIN}"
             raise RuntimeError(self._over) from error
+        if least != -most:
+            self._over = f"ranks are at different places, this one at {place}; {AGAIN}"
+            raise RuntimeError(self._over)
+        return found
 
 
 _votes: weakref.WeakKeyDictionary[dist.ProcessGroup, RankVotes] = weakref.WeakKeyDictionary()

@@ -39,6 +39,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as tf
+from dropout import stop_dropout, train_with_dropout
 from engine_answers import (
     KINDS,
     PROMPTS,
@@ -1252,6 +1253,84 @@ def sums_of_different_things(rank: int) -> None:
                 "computed different things",
                 lambda: generated(model, MODES[0], cache_implementation="paged"),
             )
+
+
+def messages_of_the_user(rank: int) -> None:
+    """What rank 1 waits for meanwhile, in the process group of the model, is no sum of a call that begins later.
+    In the middle of one it may be: the error says what to do.
+    """
+    if CUDA:
+        return  # there a message is counted apart from sums
+    model, one = loaded("llama"), whole("llama")
+    assert mesh_of(model).get_group() is dist.group.WORLD
+    expected = generated(one, MODES[0])
+    works = []
+
+    class Waits(_Notes):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if rank == 1 and len(self.tokens) == len(PROMPTS[1]) + 1:
+                works.append(dist.irecv(torch.zeros(1), 0, tag=7))
+
+    with first_capture_without_memory(False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
+        patch.setattr("hf_paged.model.rank_votes._votes", {})
+        assert generated(model, MODES[0], cache_implementation="paged") == expected
+        works += [dist.irecv(torch.zeros(1), 0, tag=7)] if rank == 1 else []
+        assert generated(model, MODES[0], cache_implementation="paged") == expected
+        captures_of(model).pool.drop()
+        ids = torch.tensor([PROMPTS[1]])
+        options = {"cache_implementation": "paged", "streamer": Waits(model, -1), **GREEDY}
+        raises(RuntimeError, "collectives.*group of its own", lambda: model.generate(ids, **options))
+    if rank == 0:
+        for _ in "12":
+            dist.send(torch.ones(1), 1, tag=7)
+    for work in works:
+        work.wait()
+
+
+def dropout_on_one_rank(rank: int) -> None:
+    """Stock computes the call on all ranks: it does other sums, and draws other numbers."""
+    model = loaded("llama")
+    ids = torch.tensor([PROMPTS[1]], device=model.device)
+    reason = ("another rank of LlamaForCausalLM cannot", "attention_dropout=0.2")[rank]
+    with first_capture_without_memory(False):
+        for draws in (False, True):
+            if rank == 1:
+                train_with_dropout(model)
+            with pytest.warns(hf_paged.FallbackWarning, match=reason):
+                model.generate(ids, cache_implementation="paged", do_sample=draws, max_new_tokens=NEW)
+            stop_dropout(model)
+            found = model.generate(ids, cache_implementation="paged", **GREEDY)
+            assert found.tolist() == whole("llama").generate(ids, **GREEDY).tolist()
+
+
+def a_call_that_begins_again(rank: int) -> None:
+    """A rank whose call has failed begins another one, while the others are in the middle of the first: none of
+    them has a token of that.
+    """
+    begin_again(9)
+    model = loaded("llama-3")
+    ids = torch.tensor([PROMPTS[1][:1]], device=model.device)
+    options = {"do_sample": False, "max_new_tokens": 3 * NEW, "cache_implementation": "paged"}
+    expected = whole("llama-3").generate(ids, **{**options, "cache_implementation": None}).tolist()
+
+    class Raises(_Notes):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if rank == 1 and len(self.tokens) == self._at:
+                raise LookupError("mine")
+
+    with first_capture_without_memory(False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
+        for _ in range(3):
+            assert model.generate(ids, **options).tolist() == expected
+        first = {**options, "streamer": Raises(model, 6)}
+        if rank == 1:
+            raises(LookupError, "mine", lambda: model.generate(ids, **first))
+            raises(RuntimeError, "at the beginning of a call; look", lambda: model.generate(ids, **options))
+        else:
+            raises(RuntimeError, "at the beginning of a step; look", lambda: model.generate(ids, **first))
 
 
 def forwards_of_the_user(rank: int) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from ...kv import is_out_of_memory
 from ...kv.budget import free_bytes
 from ...model.offloaded import input_device
-from ...model.rank_votes import before_groups, collectives_begun, host_group, smallest
+from ...model.rank_votes import before_groups, collectives_begun, differing, host_group, smallest
 from ...model.symmetric_memory import end_waits
 from ...model.tensor_parallel import mesh_of
 from .connections import Connections
@@ -184,7 +184,7 @@ class Ranks:
         least, fewest, most = self.smallest([number, begun, -begun])
         self._met += begun
         if computed and fewest != -most:
-            self.fail(f"ranks have computed different things ({fewest} to {-most} collectives); report this")
+            self.fail(f"{differing(fewest, -most)}; else report this")
             raise RankError(self.reason)
         return least
 

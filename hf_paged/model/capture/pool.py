@@ -129,8 +129,10 @@ class CapturePool:
         """The smallest of a number on all ranks, if several compute the model: all or none capture a step.
         The flag says whether all have computed the same before.
         """
-        self._same: Callable[[object], bool] | None = None
-        """Whether all ranks have this value, if each decides by itself what it captures and replays."""
+        self._same: Callable[[object, str], bool] | None = None
+        """Whether all ranks have this value at this place, if each decides by itself what it captures and
+        replays.
+        """
         self._steps: OrderedDict[_Key, CapturedStep] = OrderedDict()
         self._seen: Counter[_Key] = Counter()
         self._states: list[StateKey] = []
@@ -287,15 +289,15 @@ class CapturePool:
         due = steady and self.is_due(state, source, stand_in)
         if self._same is not None:
             step = self._doubtful(state, source)
-            due &= self.on_all_ranks((due, None if step is None else step.size.rows))
+            due &= self.on_all_ranks((due, None if step is None else step.size.rows), "the end of a step")
         if due:
             self.capture_or_compare(state, source, answer, stand_in)
 
-    def on_all_ranks(self, choice: object) -> bool:
+    def on_all_ranks(self, choice: object, place: str) -> bool:
         """Whether all ranks do the same with a step, if each decides by itself. If not, all drop their
         captured steps: a capture on one of them alone would compute sums that the others do not.
         """
-        same = self._same is None or self._same(choice)
+        same = self._same is None or self._same(choice, place)
         if not same:
             self.drop()
         return same
@@ -342,7 +344,9 @@ class CapturePool:
         elif outcome != OTHER_STATE:
             self._refuse(key, f"{type(error).__name__}: {error}".split("\n")[0])
 
-    def join(self, least: Callable[[int, bool], int], same: Callable[[object], bool] | None = None) -> None:
+    def join(
+        self, least: Callable[[int, bool], int], same: Callable[[object, str], bool] | None = None
+    ) -> None:
         """Capture the same steps as the pools of other ranks. least: the smallest of a number on all, and
         whether all have computed the same before. same: whether a value is the same on all; None if rank 0
         decides.

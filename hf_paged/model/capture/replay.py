@@ -47,7 +47,6 @@ class GenerateSteps:
         """votes: the other ranks that compute the model, if there are any."""
         self.pool = CapturePool(memory)
         self.adapters = RowAdapters()
-        self._votes = votes
         if votes is not None:
             self.pool.join(votes.least, votes.same)
 
@@ -57,7 +56,7 @@ class GenerateSteps:
             part.sequences.flush()
         if self.pool.unsteady:
             return forward(step.arguments)
-        kept = self._kept(model)
+        kept = call_snapshots.get()
         known = None if kept is None else kept.snapshots.get(id(model))
         snapshot = known or _look(model, kept)
         source = self._source(model, step, forward, snapshot)
@@ -68,7 +67,7 @@ class GenerateSteps:
         if graph is None and kept is not None and known is not None:
             snapshot = _look(model, kept)
             changed = snapshot is not known
-            alike = not kept.foreign or self.pool.on_all_ranks(changed)
+            alike = not kept.foreign or self.pool.on_all_ranks(changed, "a step without a replay")
             if changed:
                 state = self.pool.known(snapshot.graph_key)
                 source = self._source(model, step, forward, snapshot)
@@ -80,16 +79,6 @@ class GenerateSteps:
         answer = forward(step.arguments)
         self.pool.learn(state, source, answer, steady=snapshot.steady)
         return answer
-
-    def _kept(self, model: nn.Module) -> CallSnapshots | None:
-        """Those of the running call. If the user's code runs between the steps of one rank (a streamer on
-        rank 0), all ranks check their models, and so they meet as often.
-        """
-        kept = call_snapshots.get()
-        if self._votes is not None and kept is not None and id(model) not in kept.snapshots:
-            kept = kept._replace(foreign=not self._votes.least(not kept.foreign))
-            call_snapshots.set(kept)
-        return kept
 
     def _source(
         self, model: Any, step: ReplayableStep, forward: Run, snapshot: ModelSnapshot
@@ -144,7 +133,8 @@ class GenerateSteps:
         if graph is not None:
             graph.advance(step)
         valid = graph is not None and self.pool.holds(graph)
-        valid = self.pool.on_all_ranks((valid, None if graph is None else graph.size.rows)) and valid
+        choice = valid, None if graph is None else graph.size.rows
+        valid = self.pool.on_all_ranks(choice, "the beginning of a step") and valid
         if graph is None:
             return None
         if valid:
@@ -152,7 +142,7 @@ class GenerateSteps:
             graph.replay()
             if kept is not None and kept.foreign:
                 valid = self.pool.known(kept.current(source.model).graph_key) is state
-                valid = self.pool.on_all_ranks(valid) and valid
+                valid = self.pool.on_all_ranks(valid, "the end of a replay") and valid
         if not valid:
             source.take_back()
             return None
