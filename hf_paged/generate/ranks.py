@@ -13,6 +13,7 @@ from ..model.adapters.peft_layers import why_no_adapters_on_ranks
 from ..model.offloaded import input_device
 from ..model.rank_votes import votes_of
 from ..model.snapshot import call_snapshots
+from ..model.symmetric_memory import symmetric_memory_of
 from ..model.tensor_parallel import mesh_of, why_not_divided
 
 
@@ -30,6 +31,7 @@ def begin_on_ranks(model: nn.Module, reason: str | None) -> str | None:
     if least == 0:
         return reason or f"another rank of {type(model).__name__} cannot run on pages, and says why"
     call_snapshots.set(kept._replace(foreign=least == 1))
+    symmetric_memory_of(mesh.get_group())  # ranks meet, so it is made where no lock is held
     return None
 
 

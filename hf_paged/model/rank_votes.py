@@ -21,8 +21,8 @@ before_groups: list[Callable[[], None]] = []
 """What is done before a process group is made: that waits for other ranks, and no thread of this process runs
 meanwhile.
 """
-_made: Counter[tuple[int, ...]] = Counter()
-"""How many groups for numbers on the host the same ranks have made: as many on each of them."""
+_made: Counter[str] = Counter()
+"""How many groups for numbers on the host were made beside each group: as many on each of its ranks."""
 
 
 def host_group(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
@@ -34,19 +34,19 @@ def host_group(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
     for act in before_groups:
         act()
     members = dist.get_process_group_ranks(group)
-    ranks = tuple(members)
+    name = f"hf_paged/{'-'.join(map(str, members))}/{group.group_name}"
     c10d: Any = dist.distributed_c10d
     made: dist.ProcessGroup = c10d._new_process_group_helper(
         len(members),
         dist.get_rank(group),
         members,
         "gloo",
-        c10d._get_default_store(),
-        f"hf_paged/{'-'.join(map(str, members))}/{_made[ranks]}",
+        c10d._get_default_store().clone(),  # threads that wait at one connection keep each other waiting
+        f"{name}/{_made[name]}",
         timeout=timedelta(seconds=max(seconds, MEETING)),
     )[0]
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(members)}
-    _made[ranks] += 1
+    _made[name] += 1
     return made
 
 

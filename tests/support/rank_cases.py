@@ -28,7 +28,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,11 @@ from hf_paged.engine.parallel import Ranks, follower
 from hf_paged.engine.parallel.message import MessageKind
 from hf_paged.engine.runner import Runner
 from hf_paged.engine.support import Unservable
+from hf_paged.generate.ranks import check_ranks
 from hf_paged.kv import HostBlocks, budget, group
-from hf_paged.model import rank_votes
+from hf_paged.model import rank_votes, tensor_parallel
 from hf_paged.model.adapters.loading import load_adapter
+from hf_paged.model.capture import pool
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.replay import captures_of
 from hf_paged.model.tensor_parallel import mesh_of
@@ -1303,6 +1305,72 @@ def dropout_on_one_rank(rank: int) -> None:
             stop_dropout(model)
             found = model.generate(ids, cache_implementation="paged", **GREEDY)
             assert found.tolist() == whole("llama").generate(ids, **GREEDY).tolist()
+
+
+def two_models_in_two_threads(rank: int) -> None:
+    """Each has process groups of its own. One rank runs the one first, the other one the other: no lock of the
+    process is held while ranks meet.
+    """
+    one, models = whole("llama"), []
+    with pytest.MonkeyPatch.context() as patch:
+        for _ in "12":
+            patch.setattr(dist, "init_device_mesh", _mesh_of_its_own)
+            models.append(loaded("llama"))
+    expected = generated(one, MODES[0])
+    fused, memory, symmetric = pool.fused, tensor_parallel.symmetric_memory_of, set()
+    both, begun, found = threading.Barrier(2), set(), {}
+
+    @contextmanager
+    def fused_in_turn(fusion: Any) -> Iterator[None]:
+        name = threading.current_thread().name
+        if name not in begun:
+            begun.add(name)
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+            time.sleep(0.3 * (name != str(rank)))
+        with fused(fusion):
+            yield
+
+    def meeting(group: Any) -> Any:
+        if group not in symmetric:
+            time.sleep(0.3)
+            dist.barrier(group)
+            symmetric.add(group)
+        return memory(group)
+
+    def checked_in_turn(*given: Any) -> None:
+        time.sleep(0.1 * (threading.current_thread().name != str(rank)))
+        check_ranks(*given)
+
+    def run(number: int) -> None:
+        time.sleep(0.1 * (number != rank))
+        for _ in range(6):
+            found.setdefault(number, []).append(
+                generated(models[number], MODES[0], cache_implementation="paged")
+            )
+
+    with first_capture_without_memory(False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
+        patch.setattr(pool, "fused", fused_in_turn)
+        patch.setattr("hf_paged.generate.install.check_ranks", checked_in_turn)
+        for place in ("hf_paged.model.tensor_parallel", "hf_paged.generate.ranks"):
+            patch.setattr(f"{place}.symmetric_memory_of", meeting)
+        threads = [threading.Thread(target=run, args=(n,), name=str(n), daemon=True) for n in range(2)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(30)
+        for each in models:  # the one that had no turn captures later
+            assert generated(each, MODES[0], cache_implementation="paged") == expected
+    assert found == {0: [expected] * 6, 1: [expected] * 6}, found
+    assert [captures_of(each).pool.counts["captured"] for each in models] == [1, 1]
+
+
+def _mesh_of_its_own(*given: Any, mesh_dim_names: tuple[str, ...] | None = None) -> Any:
+    """As transformers makes it, with a process group that no other model has."""
+    names = mesh_dim_names or ()
+    own = {name: BACKEND for name in names if name == "tp"} if names else {0: BACKEND}
+    return meshes.__wrapped__(*given, mesh_dim_names=mesh_dim_names, backend_override=own)
 
 
 def a_call_that_begins_again(rank: int) -> None:

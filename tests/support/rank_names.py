@@ -54,6 +54,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "sums_of_different_things", ()),
     (2, "messages_of_the_user", ()),
     (2, "dropout_on_one_rank", ()),
+    (2, "two_models_in_two_threads", ()),
     (2, "forwards_of_the_user", ()),
     (2, "draws_of_ranks", ()),
     (2, "generate_batch", ()),

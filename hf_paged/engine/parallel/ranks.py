@@ -68,8 +68,8 @@ class Ranks:
         self._first = members[0]
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
-        base = dist.distributed_c10d._get_default_store()
-        self._store = dist.distributed_c10d.PrefixStore(f"{self._group.group_name}/faults", base)
+        base: Any = dist.distributed_c10d._get_default_store()
+        self._store = dist.distributed_c10d.PrefixStore(f"{self._group.group_name}/faults", base.clone())
         self.reason: str | None = None
         """Why the engine has ended, if a rank has failed."""
         self._since: float | None = None

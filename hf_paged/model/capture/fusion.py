@@ -33,7 +33,7 @@ from ..patches import ReplacedForward
 
 ROTARY = "apply_rotary_pos_emb"
 STANDS_FOR = "_hf_paged_stands_for"
-_lock = fork_safe_lock()
+changing = fork_safe_lock()
 """Modules of transformers are changed by one capture at a time."""
 
 
@@ -196,7 +196,7 @@ current_fusion: ContextVar[Fusion | None] = ContextVar("hf_paged_fusion", defaul
 @contextmanager
 def fused(fusion: Fusion) -> Iterator[None]:
     """Let the model's modules call the fusion, in this thread; other threads get the modules' own code."""
-    with _lock:
+    with changing:
         modules = [sys.modules[name] for name in fusion.rotaries]
         stocks = [getattr(module, ROTARY) for module in modules]
         replaced = [

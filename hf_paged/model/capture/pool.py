@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from ..snapshot import StateKey
 from ..symmetric_memory import symmetric_memories
 from ..weights_digest import PLAIN_TENSORS, memory_of_parts, wraps
 from .compile import Compilation, CompiledFusion, reason_of
-from .fusion import Fusion, fused
+from .fusion import Fusion, changing, fused
 from .rehearsal import RECORDERS, Rehearsal, graph_memory
 from .step import AGREE, CapturedStep, Size, StepSource
 
@@ -422,10 +423,25 @@ class CapturePool:
             found.append(self._record_prepared(key, source, found[0]))
             return DONE
 
-        self._alike(prepare)
-        self._alike(record, computed=False)
+        with self._in_turn():
+            self._alike(prepare)
+            self._alike(record, computed=False)
         step: CapturedStep = found[1]
         return step
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Let no other thread capture meanwhile. Ranks have their turn together, or try again after the next
+        step: a rank that waited here for another thread would keep the ranks waiting that this one needs.
+        """
+        taken = self._least is not None and changing.acquire(blocking=False)
+        try:
+            if self._least is not None and self._worst(DONE if taken else OTHER_STATE) != DONE:
+                raise _OfAnotherRank(OTHER_STATE)
+            yield
+        finally:
+            if taken:
+                changing.release()
 
     def _prepare(self, key: _Key, source: StepSource[Any]) -> _Prepared:
         """Compute all that must be computed before a step is recorded."""
