@@ -20,7 +20,8 @@ from families import BY_NAME, VOCABULARY, build
 from peft import LoraConfig, get_peft_model
 from tape import record
 from torch import nn
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import BartForConditionalGeneration, LogitsProcessor, StoppingCriteria
+from transformers.modeling_outputs import BaseModelOutput
 
 import hf_paged
 from hf_paged.kv import Memory
@@ -288,6 +289,57 @@ def test_a_model_that_changes_in_the_middle_of_a_call(how: str, llama: Any, ids:
     assert torch.equal(stock, call(word))
     assert torch.equal(stock, call(word))
     assert replayed(llama), reasons(llama)
+
+
+class _ReadsEncoder(BartForConditionalGeneration):
+    """A model whose every step reads what its encoder answered."""
+
+    def forward(self, encoder_outputs: Any = None, past_key_values: Any = None, **given: Any) -> Any:
+        answer = super().forward(encoder_outputs=encoder_outputs, past_key_values=past_key_values, **given)
+        answer.logits = answer.logits + 30 * self.lm_head(encoder_outputs[0].mean(1, keepdim=True).tanh())
+        return answer
+
+
+class _Writes(LogitsProcessor):
+    """Writes to a tensor in the middle of a call."""
+
+    def __init__(self, write: Callable[[], object]) -> None:
+        self._write = write
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == 6:
+            self._write()
+        return scores
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("how", ["copy_", "data", "another"])
+def test_an_encoder_s_answer_that_changes_in_place(how: str, inference: bool) -> None:
+    """Between two calls or in the middle of one, seen by torch or not."""
+    model = _ReadsEncoder(build(BY_NAME["bart"]).config).eval()
+    before, after = torch.randn(2, 2, 7, model.config.d_model, generator=torch.Generator().manual_seed(3))
+
+    def write(x: torch.Tensor) -> None:
+        (x.data if how == "data" else x).copy_(after)
+
+    def called(states: torch.Tensor, middle: bool, **word: Any) -> list[list[int]]:
+        own = [_Writes(lambda: write(states))] if middle else []
+        outputs = BaseModelOutput(last_hidden_state=states)
+        tokens = model.generate(encoder_outputs=outputs, logits_processor=own, **NEW, **word)
+        return tokens.tolist()
+
+    with torch.inference_mode(inference):
+        states = before.clone()
+        for _ in range(3):
+            called(states, False, cache_implementation="paged")
+        expected = [called(before.clone(), True), called(after.clone(), False)]
+        found = [called(states, True, cache_implementation="paged")]
+        if how == "another":
+            states = after.clone()
+        found.append(called(states, False, cache_implementation="paged"))
+    assert found == expected
+    assert expected[0] != expected[1]
+    assert replayed(model) > 40, reasons(model)
 
 
 def test_a_processor_that_only_looks_costs_no_replay(llama: Any, ids: torch.Tensor) -> None:

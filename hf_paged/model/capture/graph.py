@@ -87,7 +87,8 @@ class Graph(CapturedStep):
         self._tables: list[torch.Tensor] = []
         self.answer: Any = None
         """What the forward answered, in static tensors, with places for what belongs to the caller."""
-        self._filled: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.filled: dict[int, weakref.ref[torch.Tensor]] = {}
+        """What an encoder's static tensors were filled with, by their ids, since code of the user ran."""
 
     @classmethod
     def prepare(cls, step: ReplayableStep) -> Graph:
@@ -158,10 +159,10 @@ class Graph(CapturedStep):
         if isinstance(target, (ModelOutput, tuple)):
             # What an encoder answered is large and the same at every step of a call.
             for (_, old), (_, new) in zip(walk(target), walk(source), strict=True):
-                last = self._filled.get(id(old))
+                last = self.filled.get(id(old))
                 if last is None or last() is not new:
                     self._fill(old, new)
-                    self._filled[id(old)] = weakref.ref(new)
+                    self.filled[id(old)] = weakref.ref(new)
         elif source.shape == target.shape:
             target.copy_(source)
         else:

@@ -58,6 +58,10 @@ class GenerateSteps:
             return forward(step.arguments)
         kept = call_snapshots.get()
         known = None if kept is None else kept.snapshots.get(id(model))
+        if known is None or (kept is not None and kept.foreign):
+            for each in self.pool:
+                if isinstance(each, Graph):
+                    each.filled.clear()  # the user may have written to it, where torch counts nothing
         snapshot = known or _look(model, kept)
         source = self._source(model, step, forward, snapshot)
         if source is None:
