@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -598,3 +599,33 @@ def test_a_thread_that_dies_is_reported(model: Any) -> None:
     manager.join(0.0, GUARD)
     assert "training mode" in str(manager.background_thread_status.fatal_error)
     assert manager.add_request(PROMPTS[1]) is None
+
+
+@pytest.mark.parametrize("how", ["close", "close in a pause", "another manager"])
+def test_an_engine_that_is_closed_behind_its_manager(how: str, model: Any) -> None:
+    """No answer looks complete that is not; the manager ends, and may be started again."""
+    manager = manager_of(model)
+    manager.start()
+    for number in range(2):
+        manager.add_request(PROMPTS[number], max_new_tokens=200, streaming=number == 0)
+    assert manager.get_result(timeout=GUARD) is not None
+    if how == "another manager":
+        model.generate_batch(PROMPTS[:1], greedy())
+    else:
+        with manager.pause() if how == "close in a pause" else contextlib.nullcontext():
+            manager.engine.close()
+    ended: dict[str, Any] = {}
+    while len(ended) < 2:
+        output = manager.output_router.output_queue.get(timeout=GUARD)
+        if output.status != RequestStatus.DECODING:
+            ended[output.request_id] = output
+    assert all(each.status == RequestStatus.FAILED for each in ended.values())
+    assert all("the engine was closed" in each.error for each in ended.values())
+    manager.join(0.0, GUARD)
+    assert "the engine was closed" in str(manager.background_thread_status.fatal_error)
+    assert manager.add_request(PROMPTS[1]) is None
+    manager.start()
+    manager.add_request(PROMPTS[1])
+    assert manager.get_result(timeout=GUARD).generated_tokens == alone(model, PROMPTS[1])
+    manager.destroy()
+    assert memory_of(model).groups == {} or hf_paged.stats(model).held == 0

@@ -63,6 +63,8 @@ class FollowingBatchingManager(EngineBatchingManager):
             while self.engine.follow(self._take) and not self._stopped:
                 self._paused.release()
                 self._resumed.acquire()
+            if not self._stopped:
+                raise RuntimeError("rank 0's engine was closed while its manager ran; start both again")
         except Exception as error:
             logger.exception("this rank's part of continuous batching has failed")
             status.record_fatal_error(error)

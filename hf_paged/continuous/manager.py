@@ -142,6 +142,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
             logger.warning("the manager is running already")
             return
         self.background_thread_status.clear()
+        if self._engine is not None and self._engine.closed:
+            self._engine = None
         with self._borrowed():
             self._start_engine()
         self._generation_thread = threading.Thread(
@@ -360,6 +362,9 @@ class EngineBatchingManager(ContinuousBatchingManager):
         status = self.background_thread_status
         try:
             while status.local_status != status.HARD_STOP or self._pausing:
+                if self.engine.closed:
+                    reason = "the engine was closed while the manager ran, or made way for another"
+                    raise RuntimeError(f"{reason}; call start() again")
                 self._broadcast()
                 with contextlib.suppress(queue.Empty):
                     self._deliver(self._ready.get(timeout=POLL))

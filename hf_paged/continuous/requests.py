@@ -91,6 +91,8 @@ class BatchRequest:
         started = output.timing.started or output.timing.submitted
         finished = output.timing.finished or time.monotonic()
         error = None if output.error is None else f"{type(output.error).__name__}: {output.error}"
+        if error is None and output.finish_reason == "abort":
+            error = "the engine was closed, or ended its requests, before this one was complete"
         sequences = [each for each in output.sequences for _ in range(self.copies)]
         return [
             GenerationOutput(

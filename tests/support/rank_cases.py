@@ -1613,6 +1613,30 @@ def a_manager_of_batches(rank: int) -> None:
         manager.destroy()
 
 
+def a_manager_whose_engine_is_closed(rank: int) -> None:
+    """On rank 0, behind its manager: those of the other ranks end as well, and all may be started again."""
+    model = loaded("llama")
+    config = tf.GenerationConfig(eos_token_id=-1, pad_token_id=0, **GREEDY)
+    with batches_on_pages():
+        manager = model.init_continuous_batching(config, tf.ContinuousBatchingConfig(num_blocks=60))
+        manager.start()
+        manager.add_request(PROMPTS[2], max_new_tokens=200, streaming=True)
+        assert manager.get_result(timeout=20).status == RequestStatus.DECODING
+        if rank == 0:
+            manager.engine.close()
+        manager.join(0.0, 20)
+        assert "closed" in str(manager.background_thread_status.fatal_error)
+        while (output := manager.get_result()) is not None:
+            last = output
+        assert rank > 0 or last.status == RequestStatus.FAILED, last
+        manager.start()
+        manager.add_request(PROMPTS[1])
+        found = manager.get_result(timeout=20)
+        assert [found.generated_tokens] == alone(whole("llama"), PROMPTS[1], **GREEDY), found
+        manager.stop(timeout=20)
+        manager.destroy()
+
+
 def requests_of_a_processor(rank: int) -> None:
     """A processor may add requests, as a tool's call would, while outputs go to the other ranks."""
     model = loaded("llama")

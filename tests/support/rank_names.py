@@ -59,6 +59,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "draws_of_ranks", ()),
     (2, "generate_batch", ()),
     (2, "a_manager_of_batches", ()),
+    (2, "a_manager_whose_engine_is_closed", ()),
     (2, "requests_of_a_processor", ()),
     (2, "a_pause_beside_a_stop", ()),
     (2, "weights_divided_by_fsdp", ()),
