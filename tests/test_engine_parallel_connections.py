@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import socket
 import threading
 import time
 from typing import Any
@@ -99,3 +101,67 @@ def test_who_waits_is_let_go(waiting: str) -> None:
     assert trouble
     for each in ranks.values():
         each.close()
+
+
+def test_a_signal_in_the_middle_of_a_message_takes_nothing_of_it() -> None:
+    """A handler of the user's (a timer, a child that has ended) runs while a rank waits for the rest."""
+    ranks = _connected()
+    heard: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: heard.append(1))
+    message = bytes(range(256)) * 2**16
+    others = [threading.Thread(target=ranks[0].send, args=(message,), daemon=True)]
+    others.append(threading.Thread(target=ranks[2].receive, daemon=True))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+        for each in others:
+            each.start()
+        assert ranks[1].receive() == message
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert heard
+    for each in others:
+        each.join(20)
+    for rank in ranks.values():
+        rank.close()
+
+
+@pytest.mark.parametrize("says", [b"", b"x", bytes(20), None])
+def test_a_stranger_that_connects_first(says: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing, a part, another key, or has gone: the ranks are connected nevertheless."""
+    monkeypatch.setattr("hf_paged.engine.parallel.connections.HELLO", 0.2)
+    make, strangers = socket.create_server, []
+
+    def listen(*given: Any, **options: Any) -> socket.socket:
+        server = make(*given, **options)
+        strangers.append(socket.create_connection(("127.0.0.1", server.getsockname()[1])))
+        if says is None:
+            strangers[-1].close()
+        else:
+            strangers[-1].sendall(says)
+        return server
+
+    monkeypatch.setattr(socket, "create_server", listen)
+    ranks = _connected()
+    assert all(each.complete for each in ranks.values())
+    ranks[0].send(b"one")
+    assert [ranks[rank].receive() for rank in (1, 2)] == [b"one", b"one"]
+    for each in (*strangers, *ranks.values()):
+        each.close()
+
+
+def test_a_rank_that_has_reached_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts of one name, where another program listens at this port: no rank counts on connections."""
+    connect = socket.create_connection
+    with socket.create_server(("", 0)) as other:
+        places = iter([other.getsockname()[1]])
+
+        def reach(address: tuple[str, int], seconds: float) -> socket.socket:
+            return connect((address[0], next(places, address[1])), seconds)
+
+        monkeypatch.setattr(socket, "create_connection", reach)
+        monkeypatch.setattr("hf_paged.engine.parallel.connections.SECONDS", 0.5)
+        ranks = _connected()
+        assert not any(each.complete for each in ranks.values())
+        for each in ranks.values():
+            each.close()

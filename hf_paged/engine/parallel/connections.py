@@ -12,6 +12,8 @@ from typing import Any
 
 SECONDS = 10.0
 """How long a rank tries to reach rank 0."""
+HELLO = 1.0
+"""How long rank 0 waits for the first bytes of somebody who has reached it."""
 LENGTH = 4
 """Bytes before a message that say how long it is."""
 
@@ -43,11 +45,11 @@ class Connections:
                 own.sendall(key_0 + rank.to_bytes(4, "big"))
                 self._of[0] = own
         connected = gather(bool(self._of))
-        self.complete = sum(connected) == len(connected) - 1
-        """Whether all ranks are connected: else none gets messages on them."""
         if server is not None:
             with server:
                 self._accept(server, key, sum(connected))
+        self.complete = gather(len(self._of))[0] == len(connected) - 1
+        """Whether all ranks are connected, as rank 0 knows: else none gets messages on them."""
         for own in self._of.values():
             own.settimeout(None)
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -57,12 +59,13 @@ class Connections:
         with contextlib.suppress(OSError):
             while len(self._of) < count:
                 own, _ = server.accept()
-                own.settimeout(SECONDS)
-                words = own.recv(len(key) + 4, socket.MSG_WAITALL)
-                if not secrets.compare_digest(words[: len(key)], key):  # of another group of ranks
-                    own.close()
-                    continue
-                self._of[int.from_bytes(words[len(key) :], "big")] = own
+                own.settimeout(HELLO)
+                with contextlib.suppress(OSError):  # it says nothing: it is no rank
+                    words = _read(own, len(key) + 4)
+                    if secrets.compare_digest(words[: len(key)], key):  # else of another group of ranks
+                        self._of[int.from_bytes(words[len(key) :], "big")] = own
+                        continue
+                own.close()
 
     def send(self, message: bytes, seconds: float | None = None) -> None:
         """Send to all other ranks. It blocks only while a socket's buffer is full, so many seconds or until
@@ -75,13 +78,7 @@ class Connections:
 
     def receive(self) -> bytes:
         """Rank 0's next message, whenever it comes."""
-        return self._read(int.from_bytes(self._read(LENGTH), "big"))
-
-    def _read(self, count: int) -> bytes:
-        found = self._of[0].recv(count, socket.MSG_WAITALL) if count else b""
-        if len(found) < count:
-            raise ConnectionResetError("rank 0 has closed its connection")
-        return found
+        return _read(self._of[0], int.from_bytes(_read(self._of[0], LENGTH), "big"))
 
     def closed(self) -> list[int]:
         """The ranks whose connection has closed. Each is named once."""
@@ -100,6 +97,18 @@ class Connections:
         for own in self._of.values():
             own.close()
         self._of = {}
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    """So many bytes, in as many parts as they come: a signal or a timeout divides them."""
+    found = bytearray(count)
+    missing = memoryview(found)
+    while missing:
+        part = connection.recv_into(missing, 0, socket.MSG_WAITALL)
+        if not part:
+            raise ConnectionResetError("rank 0 has closed its connection")
+        missing = missing[part:]
+    return bytes(found)
 
 
 def _is_closed(connection: socket.socket) -> bool:

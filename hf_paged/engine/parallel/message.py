@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from operator import is_
 from typing import NamedTuple, cast
 
 from ...blocks import BlockPool, BlockTable, BlockTableArray, Copy
@@ -104,17 +105,13 @@ class StepEncoder:
         self._adapters: tuple[int, ...] | None = None
 
     def encode(
-        self,
-        batch: ForwardBatch,
-        preparations: Sequence[Preparation],
-        checks: bool,
-        news: AdapterNews,
+        self, batch: ForwardBatch, preparations: Sequence[Preparation], checks: bool, news: AdapterNews
     ) -> tuple[array[int], bool]:
         """The numbers of a step, and whether the last tokens on the device must come along."""
         rows = batch.rows
         count = rows.decodes
         columns = (rows.row_ids, rows.offsets, rows.counts)
-        known = len(columns) == len(self._columns) and all(map(_same, columns, self._columns))
+        known = len(columns) == len(self._columns) and all(map(is_, columns, self._columns))
         unseen = bool(count) and rows.sequences[:count] == batch.unseen[:count]
         ids = array("i") if unseen else array("i", [_last(each) for each in rows.sequences[:count]])
         ids.extend(_ids_behind(batch))
@@ -316,10 +313,6 @@ def _read_only(pool: BlockPool, blocks: list[int], length: int, released: int = 
     table.length = length
     table.released = released
     return table
-
-
-def _same(one: object, other: object) -> bool:
-    return one is other
 
 
 def _scored(batch: ForwardBatch, row: int) -> int:
