@@ -1223,6 +1223,8 @@ class Engine:
             self._stepping = False
             self._broken_off = True
             self.runner.eager.unplug()
+        if self._ranks is not None:
+            self._ranks.forget()
 
     def __enter__(self) -> Engine:
         return self

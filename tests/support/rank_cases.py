@@ -1637,6 +1637,34 @@ def a_manager_whose_engine_is_closed(rank: int) -> None:
         manager.destroy()
 
 
+def a_fork_of_a_rank(rank: int) -> None:
+    """It ends, by an error within the engine's block: the ranks go on."""
+    with Engine(loaded("llama"), **SMALL) as engine:
+        for turn in range(2):
+            if rank == turn:
+                child = os.fork()
+                if child == 0:
+                    try:
+                        if rank:
+                            raises(RuntimeError, "forked from", engine.follow)
+                            os._exit(3)
+                        with engine:
+                            raises(RuntimeError, "forked from", engine.submit(PROMPTS[1], **GREEDY).result)
+                            raise SystemExit(3)
+                    except SystemExit as error:
+                        os._exit(int(str(error.code)))
+                    finally:
+                        os._exit(4)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+            if rank == 0:
+                assert answers(engine.submit(PROMPTS[1], **GREEDY).result()) == right("llama", 1, 0, NEW)
+                if turn == 0:
+                    engine.pause()
+                    engine.resume()
+            else:
+                assert engine.follow() is (turn == 0)
+
+
 def requests_of_a_processor(rank: int) -> None:
     """A processor may add requests, as a tool's call would, while outputs go to the other ranks."""
     model = loaded("llama")

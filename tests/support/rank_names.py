@@ -62,6 +62,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "a_manager_whose_engine_is_closed", ()),
     (2, "requests_of_a_processor", ()),
     (2, "a_pause_beside_a_stop", ()),
+    (2, "a_fork_of_a_rank", ()),
     (2, "weights_divided_by_fsdp", ()),
     (2, "weights_that_fsdp_gathers", ()),
     (2, "rank_0_that_ends_at_once", (0,)),

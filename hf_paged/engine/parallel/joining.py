@@ -54,12 +54,9 @@ def why_not_on_ranks(model: Any, config: EngineConfig) -> str | None:
             f"{name} is divided over {whole} ranks, {size} of them by tensor parallelism; the engine takes "
             "models that are divided by tensor parallelism alone"
         )
-    if config.compile:
-        return f"compile=True is for one process and {name} is on {size} ranks; leave it out"
-    if config.batch_invariant:
-        return f"batch_invariant=True is for one process and {name} is on {size} ranks; leave it out"
-    if config.lm_head_fp32:
-        return f"lm_head_fp32=True is for one process and {name} is on {size} ranks; leave it out"
+    for option in ("compile", "batch_invariant", "lm_head_fp32"):
+        if getattr(config, option):
+            return f"{option}=True is for one process and {name} is on {size} ranks; leave it out"
     reason = why_not_divided(model)
     return why_no_adapters_on_ranks(model) if reason is None else f"{reason}; use fewer ranks"
 

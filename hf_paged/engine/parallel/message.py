@@ -237,10 +237,9 @@ class StepDecoder:
         return Received(preparations, bool(checks), bool(shares), on_host, batch, news)
 
     def _row(self, number: int) -> _RankRow:
-        found = self._sequences.get(number)
-        if found is None:
-            found = self._sequences[number] = _RankRow(number, self)
-        return found
+        if number not in self._sequences:
+            self._sequences[number] = _RankRow(number, self)
+        return self._sequences[number]
 
     def _enter(
         self, rows: ScheduledBatch, ids: list[int], scored: list[int], given: Iterator[int] | None

@@ -390,6 +390,11 @@ class Ranks:
             with suppress(ValueError, RuntimeError):  # it has gone already, with all others
                 dist.destroy_process_group(self._group)
 
+    def forget(self) -> None:
+        """This process is a fork of the rank's: it meets no other one, and ends none."""
+        self.reason = "this process was forked from one of the ranks, which alone computes with the others"
+        self._over.set()
+
     def abandon(self) -> None:
         """The engine is gone, and was not closed: the thread of this rank leaves the others. Finalizers run
         in the middle of anything, so this only notes it.
