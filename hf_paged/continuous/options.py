@@ -11,9 +11,16 @@ from ..engine.pools import SHARE_OF_HOST
 PAGE = 256
 """The tokens of a page where no other number is given."""
 NO_EFFECT = frozenset(
-    ("max_blocks_per_request", "q_padding_interval_size", "kv_padding_interval_size", "auto_switch_to_flash")
-    + ("drop_unsupported_processors", "disable_nccl_graph_mixing", "use_default_compile_configs")
-    + ("max_cached_graphs",)
+    {
+        "max_blocks_per_request",
+        "q_padding_interval_size",
+        "kv_padding_interval_size",
+        "auto_switch_to_flash",
+        "drop_unsupported_processors",
+        "disable_nccl_graph_mixing",
+        "use_default_compile_configs",
+        "max_cached_graphs",
+    }
 )
 """Fields about transformers' own kernels and graphs, which change neither answers nor memory here, and two
 that it deprecates: one of them it has read into another field itself, the other has no effect there either.

@@ -15,8 +15,17 @@ from .lazy import LazyTensor, NotCapturable
 
 HOST_READS = frozenset(
     getattr(torch.Tensor, name)
-    for name in ("__bool__", "__int__", "__index__", "__float__", "__len__", "__format__")
-    + ("item", "tolist", "numpy")
+    for name in (
+        "__bool__",
+        "__int__",
+        "__index__",
+        "__float__",
+        "item",
+        "tolist",
+        "numpy",
+        "__len__",
+        "__format__",
+    )
 )
 PLUS = frozenset(getattr(torch.Tensor, name) for name in ("__add__", "__radd__", "add"))
 READING_DUNDERS = frozenset({"__int__", "__index__", "__invert__", "__iter__", "__init__"})
