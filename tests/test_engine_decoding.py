@@ -5,6 +5,9 @@ really made them.
 from __future__ import annotations
 
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -315,6 +318,31 @@ def test_chunks_of_prompts_in_a_graph(
         brought for (before, brought), (after, _) in pairwise(plans) if after > before and max(brought) > 1
     ]
     assert any(1 in brought for brought in replayed)
+
+
+def test_one_thread_captures_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All captures of a device are on one stream, whatever engine they are of."""
+    here, most = [], []
+
+    def watched(*given: Any) -> Any:
+        here.append(threading.get_ident())
+        most.append(len(here))
+        time.sleep(0.02)
+        try:
+            return record(*given)
+        finally:
+            here.remove(threading.get_ident())
+
+    monkeypatch.setitem(RECORDERS, "cpu", watched)
+    policy(monkeypatch, padded=0, after=1)
+    models = [build(BY_NAME["llama"]) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        serve = lambda model: Engine(model, block_size=4).generate(PROMPTS, **GREEDY)  # noqa: E731
+        found = list(threads.map(serve, models))
+    assert len(most) >= 4
+    assert max(most) == 1
+    for model, outputs in zip(models, found, strict=True):
+        assert [answers(each) for each in outputs] == [alone(model, each, **GREEDY) for each in PROMPTS]
 
 
 def test_the_head_computes_the_rows_that_are_wanted(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

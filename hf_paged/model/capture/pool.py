@@ -434,9 +434,9 @@ class CapturePool:
         """Let no other thread capture meanwhile. Ranks have their turn together, or try again after the next
         step: a rank that waited here for another thread would keep the ranks waiting that this one needs.
         """
-        taken = self._least is not None and changing.acquire(blocking=False)
+        taken = changing.acquire(blocking=self._least is None)
         try:
-            if self._least is not None and self._worst(DONE if taken else OTHER_STATE) != DONE:
+            if self._worst(DONE if taken else OTHER_STATE) != DONE:
                 raise _OfAnotherRank(OTHER_STATE)
             yield
         finally:
