@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from .continuous.engines import engine_for
 from .continuous.options import WorkloadNeed
 from .engine.outputs.handle import Handle
+from .model.cache_name import cache_in
 from .model.training import evaluating
 
 OURS = ("cache_implementation", "cache_config", "disable_compile", "use_cache")
@@ -102,7 +103,7 @@ def _count_positions(model: Any) -> None:
 def add_positions(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The hook of models that count so; found by name when a model is pickled."""
     mask: Any = kwargs.get("attention_mask")
-    counted = kwargs.get("position_ids") is not None or kwargs.get("past_key_values") is not None
+    counted = kwargs.get("position_ids") is not None or cache_in(kwargs) is not None
     missing = not counted and mask is not None and mask.dim() == 2
     return (args, kwargs | {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}) if missing else None
 

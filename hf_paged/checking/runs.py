@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from ..model.cache_name import NAMES
 from ..model.registry import base_model
 from ..model.training import evaluating
 from .ties import NOISE, Follow, computing_dtype, relative_difference, shaken
@@ -76,10 +77,8 @@ class Runs:
         self, model: nn.Module, inputs: torch.Tensor | Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         given = {"inputs": inputs} if isinstance(inputs, torch.Tensor) else dict(inputs)
-        if "past_key_values" in {**given, **options}:
-            raise ValueError(
-                "past_key_values is filled by the first of the two calls; pass the whole prompt instead"
-            )
+        for name in NAMES & (given.keys() | options.keys()):
+            raise ValueError(f"{name} is filled by the first of the two calls; pass the whole prompt instead")
         self.model: Any = model
         self.inputs = given
         self.options = {

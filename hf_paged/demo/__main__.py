@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 import hf_paged
 from hf_paged import demo
+from hf_paged.model.cache_name import CACHE
 
 COLOURS = (39, 208, 76, 201, 220, 51, 196, 141)
 WIDTH = 84
@@ -123,7 +124,7 @@ def show(tokenizer: Any, answers: Answers) -> None:
     """Print what was generated, and which rows share which blocks."""
     for i, text in enumerate(tokenizer.batch_decode(answers.paged.sequences, skip_special_tokens=True)):
         print(f"beam {i}: {' '.join(text.split())}")
-    cache = answers.paged.past_key_values
+    cache = getattr(answers.paged, CACHE)
     tables = cache.tables()
     named = sum(len(row) for row in tables)
     held = len({block for row in tables for block in row})
@@ -140,8 +141,8 @@ def show(tokenizer: Any, answers: Answers) -> None:
 
 def compare(what: str, answers: Answers) -> None:
     """Print what a call costs on each cache, in seconds and in bytes."""
-    before = stock_bytes(answers.stock.past_key_values)
-    after = paged_bytes(answers.paged.past_key_values)
+    before = stock_bytes(getattr(answers.stock, CACHE))
+    after = paged_bytes(getattr(answers.paged, CACHE))
     ratio = answers.paged_seconds / answers.stock_seconds
     seconds = f"{answers.stock_seconds:>11.3f}{answers.paged_seconds:>11.3f}"
     print(f"{what:<42}{'seconds':<12}{seconds}   x {ratio:.2f}")

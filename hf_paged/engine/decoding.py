@@ -20,6 +20,7 @@ from ..kv.budget import free_bytes
 from ..kv.upload import upload
 from ..model.adapters import AdapterBatch
 from ..model.attention import Forward, running
+from ..model.cache_name import CACHE
 from ..model.capture.compile import Compilation, CompiledFusion
 from ..model.capture.fusion import Fusion
 from ..model.capture.graph import SMALLEST_WIDTH, WIDEST
@@ -404,9 +405,7 @@ class Decoding:
                 arguments["logits_to_keep"] = 1  # type: ignore[assignment]  # a number among tensors
             head = self._head(step.slots is not None)
             with self._with_adapters(step), head_of_rows(head, len(step.ids), step.places) as headed:
-                answer = eager.model(
-                    **arguments, past_key_values=eager.cache, use_cache=True, return_dict=True
-                )
+                answer = eager.model(**arguments, **{CACHE: eager.cache}, use_cache=True, return_dict=True)
             logits: torch.Tensor = answer.logits[:, -1]
             if step.places is not None and not headed():
                 logits = logits.index_select(0, step.places)

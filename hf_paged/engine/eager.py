@@ -14,6 +14,7 @@ from torch import nn
 from ..kv import Batch, FlatBatch, LayerKind, RowBatch
 from ..kv.upload import upload
 from ..model.attention import NAME, Forward, running
+from ..model.cache_name import CACHE
 from ..model.device_map import forwards_without_hooks, is_spread
 from ..model.dispatch import below_autograd
 from ..model.fp32_head import Fp32Head
@@ -178,7 +179,7 @@ class EagerModel:
         batches[CROSS] = RowBatch([table], None, table.length, table.length, None, lambda: True)
         return {
             "decoder_input_ids": ids,
-            "past_key_values": self.cache.with_encoder(filled=not first),
+            CACHE: self.cache.with_encoder(filled=not first),
             "encoder_outputs": answer,
         }
 
@@ -202,7 +203,7 @@ class EagerModel:
         """One forward over the tokens of a batch: the logits [len(last), vocabulary] at the places `last`,
         and what is scored behind others.
         """
-        arguments: dict[str, Any] = {"past_key_values": self.cache, **inputs}
+        arguments: dict[str, Any] = {CACHE: self.cache, **inputs}
         arguments |= {"use_cache": True, "return_dict": True}
         positions = batch.positions
         moved = batch.rope_positions()
@@ -237,7 +238,7 @@ class EagerModel:
                     answer = self.model(**arguments)
         finally:
             running.set(outer)
-        if answer.past_key_values is not arguments["past_key_values"]:
+        if getattr(answer, CACHE) is not arguments[CACHE]:
             raise Unservable(
                 f"{type(self.model).__name__} continued with another cache than the engine's; use generate()"
             )

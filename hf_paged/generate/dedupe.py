@@ -17,6 +17,7 @@ from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
+from ..model.cache_name import CACHE
 from ..model.offloaded import input_device
 from ..model.outputs import ROWS_FIRST, repeat_fields
 from ..model.switch import modules_of
@@ -246,7 +247,7 @@ def repeat_rows(value: Any, rows: int, index: torch.Tensor, layout: Any = ROWS_F
     A model may have put the cache next to one of its own, for what it sees of a picture: that has as many
     rows as were computed.
     """
-    both = value.get("past_key_values") if isinstance(value, ModelOutput) else None
+    both = value.get(CACHE) if isinstance(value, ModelOutput) else None
     if isinstance(both, EncoderDecoderCache) and not isinstance(both.cross_attention_cache, PagedCache):
         both.cross_attention_cache.reorder_cache(cast(torch.LongTensor, index))
     return repeat_fields(value, layout, rows, index)

@@ -14,6 +14,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from ..model.adapters.apply import Inapplicable
 from ..model.attention import Forward, running
+from ..model.cache_name import CACHE, named_as_now
 from ..model.capture.graph import ReplayableStep
 from ..model.capture.rehearsal import can_record
 from ..model.capture.replay import captures_of
@@ -52,8 +53,8 @@ def wrap(
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        arguments = _by_name(original, args, kwargs) if args else kwargs
-        cache = arguments.get("past_key_values")
+        arguments = named_as_now(_by_name(original, args, kwargs) if args else kwargs)
+        cache = arguments.get(CACHE)
         parts = paged_parts(cache)
         step = running.get()
         if step is not None and step.cache is cache:
@@ -161,7 +162,7 @@ def _unique(
                 part.sequences.sources = prompt.equal.sources
             return repeat_rows(answer, len(first), index, layouts[asked])
         take_back_draws(states, device)
-        _drop_unique_rows(parts, before, arguments.get("past_key_values"))
+        _drop_unique_rows(parts, before, arguments.get(CACHE))
     elif asked not in layouts and parts[0].sequences.columns == 0:
         with narrow_adapter_names(model, len(index), first):
             few = _without_cache(original, kept)
@@ -179,7 +180,7 @@ def _unique(
 
 def _without_cache(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """The same prompt's answer by the model alone, or None if it cannot be computed twice."""
-    given = {name: value for name, value in arguments.items() if name != "past_key_values"}
+    given = {name: value for name, value in arguments.items() if name != CACHE}
     if "use_cache" in given:
         given["use_cache"] = False
     try:
@@ -246,7 +247,7 @@ def _with_adapters(
         with captures_of(model).with_adapters(model, parts[0], rows_of(given), device):
             return original(**given)
     except Inapplicable:  # peft's own layers compute it from now on
-        _roll_back(parts, before, given.get("past_key_values"))
+        _roll_back(parts, before, given.get(CACHE))
         return original(**given)
 
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..config import CacheConfig
 from ..model.attention import NAME, paged_attention, paged_mask
+from ..model.cache_name import CACHE
 from ..model.capture.replay import drop_captures
 from ..model.invariant.mode import require_whole_sequences
 from ..model.mla import restore_expansion
@@ -202,10 +203,10 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
             require_whole_sequences(self)
             return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         check_ranks(self, generation_config)
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE)
         options = None if generation_config.cache_config is None else _options(generation_config)
         cache = _made(self, options or CacheConfig()) if given is None else _given(self, given, options)
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE] = cache
         parts = paged_parts(cache)
         _prepare(cache, parts, generation_config, max_cache_length)
         if generation_config.is_assistant:
@@ -218,7 +219,7 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
 
 def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether this call runs on pages: it was given a paged cache, or requests one that is available."""
-    given = model_kwargs.get("past_key_values")
+    given = model_kwargs.get(CACHE)
     asked = generation_config.cache_implementation == WORD
     if paged_parts(given):
         begin_on_ranks(model, None)

@@ -18,6 +18,7 @@ from ..kv import Memory, Prefix, Sequences, TokenHistory, tensors_agree
 from ..kv.prefixes import begin_with, computed_again, count_hits, longest_prefix
 from ..model.adapters.identity import AdapterStates
 from ..model.adapters.peft_layers import adapter_names_of
+from ..model.cache_name import CACHE
 from ..model.capture.graph import CapturedCache
 from ..model.hooks import HookMonitor
 from ..model.identity import identity_of
@@ -28,7 +29,7 @@ from .keys import PLACES, ForwardInputs, NotShareable, PrefixOrigin, why_never
 
 logger = logging.getLogger("hf_paged")
 
-ANSWERS = frozenset({"logits", "past_key_values"})
+ANSWERS = frozenset({"logits", CACHE})
 """What the answer to a part of a prompt may consist of."""
 Forward = Callable[..., Any]
 Compute = Callable[[dict[str, Any], bool], Any]

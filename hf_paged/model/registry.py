@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..kv import Memory, fork_safe_lock, in_forked_process
+from .cache_name import cache_in
 
 _memories: weakref.WeakKeyDictionary[nn.Module, Memory] = weakref.WeakKeyDictionary()
 _lock = fork_safe_lock()
@@ -100,7 +101,7 @@ def before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             memory.make_way()
         else:
             memory.training.end()
-    sequences = getattr(kwargs.get("past_key_values"), "sequences", None)
+    sequences = getattr(cache_in(kwargs), "sequences", None)
     if sequences is not None and sequences.starts is not None and kwargs.get("attention_mask") is None:
         raise ValueError(
             "this cache holds rows of different lengths; pass the attention_mask that it was begun with"

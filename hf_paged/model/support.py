@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Collection
 from typing import Any
 
+from .cache_name import CACHE, OLDER
 from .slots import slots_of
 
 READS = "_can_checkpoint_with_cache"
@@ -30,10 +31,8 @@ def why_not(model: Any, generation_config: Any) -> str | None:
     if "mamba" in name.lower() or not model._supports_default_dynamic_cache():
         return f"{name} keeps a state of its own instead of keys and values"
     own = vars(model).get("forward")
-    if "past_key_values" not in (
-        _names(type(model).forward) if own is None else inspect.signature(own).parameters
-    ):
-        return f"{name}.forward takes no past_key_values"
+    if CACHE not in (_names(type(model).forward) if own is None else inspect.signature(own).parameters):
+        return f"{name}.forward takes no {CACHE}"
     if all(slot.kind is None for slot in slots_of(model, cross=False)):
         return f"no layer of {name} keeps plain keys and values"
     return None
@@ -46,8 +45,10 @@ def _names(forward: Any) -> Collection[str]:
 
 
 def why_dropped(model: Any) -> str | None:
-    """Why layers drop the cache they are given: transformers takes it from checkpointed ones; else None."""
-    if not model.training:
+    """Why layers drop the cache they are given: transformers before 5.24 takes it from checkpointed ones even
+    where nothing has gradients; else None.
+    """
+    if not model.training or CACHE != OLDER:
         return None
     for module in model.get_decoder().modules():
         if (

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...model.cache_name import NAMES
 from .extras import DecoderExtras
 
 SHOWN = re.compile(
@@ -23,7 +24,7 @@ OURS = frozenset(
         "inputs_embeds",
         "attention_mask",
         "position_ids",
-        "past_key_values",
+        *NAMES,
         "cache_position",
         "labels",
         "use_cache",

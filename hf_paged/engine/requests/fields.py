@@ -7,6 +7,8 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ...model.cache_name import NAMES
+
 LENGTHS = frozenset(
     {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings"}
 )
@@ -162,7 +164,7 @@ OTHERS = {
     "tokenizer": "make the engine with it, Engine(model, tokenizer)",
     "attention_mask": "give one prompt a request, without padding",
     "inputs": "give the prompt as the first argument, or as input_ids",
-    "past_key_values": "the engine has its own pages, and finds what prompts have in common",
+    **dict.fromkeys(NAMES, "the engine has its own pages, and finds what prompts have in common"),
     "assistant_model": "the engine does not draft; use generate()",
     "assistant_tokenizer": "the engine does not draft; use generate()",
     "custom_generate": "the engine has a loop of its own; use generate()",

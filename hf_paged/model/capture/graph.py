@@ -15,6 +15,7 @@ from transformers.utils.generic import ModelOutput
 from ...config import CacheConfig
 from ...kv import LayerGroup, LayerKind, Rows, Sequences, StaticBatch
 from ..adapters.rows import StepAdapters
+from ..cache_name import CACHE
 from .step import CapturedStep, Path, bucket_of, leaves, walk
 
 LENGTHS = (1024, 4096, 8192)
@@ -207,7 +208,7 @@ class _PlacedOutput(NamedTuple):
 
 def _with_places(value: Any, owners: dict[int, Path]) -> Any:
     if isinstance(value, Cache):
-        return _FromCaller(("past_key_values",))
+        return _FromCaller((CACHE,))
     if isinstance(value, torch.Tensor):
         return _FromCaller(owners[id(value)]) if id(value) in owners else value
     if isinstance(value, ModelOutput):
