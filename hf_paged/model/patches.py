@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -46,6 +47,15 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     while getattr(own, WRAPPER, _no_wrapper)() is own:
         own = own.__wrapped__
     return None if getattr(own, "__func__", None) is type(module).forward else own
+
+
+def wrapped_in(function: Any) -> Iterator[FunctionType]:
+    """A function and those that it wraps, from the outermost on: transformers wraps forwards to rename their
+    arguments.
+    """
+    while isinstance(function, FunctionType):
+        yield function
+        function = function.__dict__.get("__wrapped__")
 
 
 class ReplacedForward(NamedTuple):

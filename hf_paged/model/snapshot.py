@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from itertools import chain, repeat, takewhile
 from operator import attrgetter, is_, itemgetter
-from types import CellType, FunctionType
+from types import CellType
 from typing import Any, NamedTuple
 
 import torch
@@ -424,7 +424,7 @@ def code_of(kinds: Iterable[type]) -> tuple[list[Any], list[Callable[[], Iterabl
     bases = dict.fromkeys(base for kind in dict.fromkeys(kinds) for base in in_own_code(kind))
     classes = [vars(base) for base in bases]
     members = [own.values() for own in classes]
-    functions = [value for value in chain.from_iterable(members) if isinstance(value, FunctionType)]
+    functions = [each for value in chain.from_iterable(members) for each in patches.wrapped_in(value)]
     names: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
     for function in functions:
         file = function.__globals__

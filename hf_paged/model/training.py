@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
-from types import FunctionType
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from .patches import wrapped_in
 from .switch import modules_of
 
 WORDS = ("drop", "jitter")
@@ -78,11 +78,12 @@ def _probabilities(kind: Any, attributes: tuple[str, ...]) -> tuple[list[str], l
     named = [name for name in attributes if any(word in name for word in WORDS)]
     own = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in ("torch", "builtins")]
     functions = [
-        value
+        each
         for base in own
         if not base.__name__.startswith("PreTrainedModel")
         for name, value in vars(base).items()
-        if isinstance(value, FunctionType) and name not in ("__init__", "_init_weights")
+        if name not in ("__init__", "_init_weights")
+        for each in wrapped_in(value)
     ]
     read = {name for function in functions for name in function.__code__.co_names}
     return named, [name for name in read - set(named) if any(word in name for word in WORDS)]

@@ -26,6 +26,12 @@ def _function_of_the_file(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(place, "apply_rotary_pos_emb", lambda *args, **kwargs: stock(*args, **kwargs))
 
 
+def _function_of_a_wrapped_forward(model: Any, patch: pytest.MonkeyPatch) -> None:
+    place = sys.modules[type(model.model).__module__]
+    stock = place.create_causal_mask
+    patch.setattr(place, "create_causal_mask", lambda *args, **kwargs: stock(*args, **kwargs))
+
+
 def _class_patched(model: Any, patch: pytest.MonkeyPatch) -> None:
     kind = type(layer(model).mlp)
     stock = kind.forward
@@ -58,6 +64,7 @@ CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "class": _class_patched,
     "class setting": lambda model, patch: patch.setattr(type(layer(model).mlp), "factor", 3, raising=False),
     "function of the file": _function_of_the_file,
+    "function of a wrapped forward": _function_of_a_wrapped_forward,
     "object's number": lambda model, patch: setattr(layer(model).mlp.helper, "factor", 3),
     "hook": lambda model, patch: layer(model).mlp.register_forward_hook(lambda *_: None),
     "mode": lambda model, patch: layer(model).train(),
