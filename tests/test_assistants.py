@@ -10,6 +10,8 @@ import transformers as tf
 from compare import assert_clean, assert_equal, assert_same, both
 from families import BY_NAME, build
 
+from hf_paged.model.cache_name import CACHE, OLDER
+
 FRAMES = 100
 """Frames of one window of the tiny Whisper."""
 FORMS = {
@@ -68,6 +70,7 @@ def test_whisper(assistant: Any, form: str) -> None:
     assert_clean(helper, helper.config._attn_implementation)
 
 
+@pytest.mark.skipif(CACHE != OLDER, reason="transformers 5.24 takes the word from assistants itself")
 def test_whisper_s_assistant_is_named_once() -> None:
     """The main model runs on pages; the warning is about its assistant."""
     model, helper = _whisper(2), _whisper(1)

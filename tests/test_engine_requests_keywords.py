@@ -24,6 +24,7 @@ from hf_paged.engine.requests import params as asking
 from hf_paged.engine.requests.fields import BESIDE_AN_ASSISTANT, HONOURED, REFUSED, generation_fields
 from hf_paged.engine.requests.keywords import UNNAMED, NeutralOptions
 from hf_paged.engine.requests.prompts import RAW
+from hf_paged.model.cache_name import CACHE
 from hf_paged.scheduling import ADMISSIONS, POLICIES
 
 PROMPT = [5, 6, 7, 8]
@@ -143,7 +144,7 @@ def test_pictures_and_recordings_have_their_names() -> None:
     found = set()
     for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
         for parameters in re.findall(r"def forward\(\s*self,(.*?)\)\s*->", file.read_text(), re.S):
-            if "past_key_values" in parameters and "labels" in parameters:
+            if CACHE in parameters and "labels" in parameters:
                 found |= {
                     name for name in re.findall(r"^\s*(\w+)\s*:", parameters, re.M) if SHOWN.search(name)
                 }

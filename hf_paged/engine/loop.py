@@ -205,12 +205,12 @@ class StepLoop:
         step = tokens if isinstance(tokens, InFlightStep) else None
         if tokens is not None:
             changed: set[str] = set()
-            begin = time.perf_counter()
+            begin = time.monotonic()
             wait = tokens.wait
             may_end = wait() if self.leader is None else self.leader.wait(wait, tokens is not step)
             if step is not None and self.ahead and self._captures is not None:
                 if self._captures.seconds == self._captured:
-                    self._wait = step.batch.tokens, time.perf_counter() - begin
+                    self._wait = step.batch.tokens, time.monotonic() - begin
                 self._captured = self._captures.seconds
             if may_end:
                 changed = self._changed_adapters() if self.runner.eager.checks.unseen else changed
