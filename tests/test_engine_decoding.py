@@ -24,6 +24,7 @@ from hf_paged.engine import Engine
 from hf_paged.engine.loop import StepLoop
 from hf_paged.kv import StaticBatch
 from hf_paged.model.capture.rehearsal import RECORDERS, Rehearsal
+from hf_paged.model.patches import ReplacedForward
 from hf_paged.scheduling import StepPlan
 
 GREEDY = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
@@ -362,6 +363,28 @@ def test_the_head_computes_the_rows_that_are_wanted(llama: Any, monkeypatch: pyt
     assert max(rows) == 2
     monkeypatch.undo()
     assert [answers(each) for each in outputs] == [alone(llama, PROMPTS[i], **GREEDY) for i in (3, 1, 3)]
+
+
+def test_an_interrupt_leaves_a_head_of_all_rows(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C where the model gets its head back: what the user computes with it then is of all rows."""
+    policy(monkeypatch, pairs=0)
+    restore = ReplacedForward.restore
+
+    def interrupted(replaced: ReplacedForward) -> None:
+        if replaced.module is llama.lm_head:
+            monkeypatch.setattr(ReplacedForward, "restore", restore)
+            raise KeyboardInterrupt
+        restore(replaced)
+
+    ids = torch.arange(5, 29).view(12, 2)
+    expected = llama(ids).logits
+    with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=2) as engine:
+        monkeypatch.setattr(ReplacedForward, "restore", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([PROMPTS[3], PROMPTS[1]], **GREEDY)
+        assert torch.equal(llama(ids).logits, expected)
+        outputs = engine.generate([PROMPTS[3], PROMPTS[1]], **GREEDY)
+    assert [answers(each) for each in outputs] == [alone(llama, PROMPTS[i], **GREEDY) for i in (3, 1)]
 
 
 def test_long_prompts_are_no_rows(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,6 @@ from ..model.capture.pool import MOST_BYTES, CapturePool
 from ..model.capture.products import lay_side_by_side
 from ..model.capture.rehearsal import RECORDERS
 from ..model.capture.step import CapturedStep, Size, StepSource, agree, bucket_of
-from ..model.head_rows import head_of_rows
 from ..model.lazy import NotCapturable
 from ..model.snapshot import ModelSnapshot, StateKey
 from ..scheduling import ScheduledBatch
@@ -404,7 +403,7 @@ class Decoding:
             if eager.keeps_some:
                 arguments["logits_to_keep"] = 1  # type: ignore[assignment]  # a number among tensors
             head = self._head(step.slots is not None)
-            with self._with_adapters(step), head_of_rows(head, len(step.ids), step.places) as headed:
+            with self._with_adapters(step), eager.head.of_rows(head, len(step.ids), step.places) as headed:
                 answer = eager.model(**arguments, **{CACHE: eager.cache}, use_cache=True, return_dict=True)
             logits: torch.Tensor = answer.logits[:, -1]
             if step.places is not None and not headed():

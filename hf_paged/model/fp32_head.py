@@ -1,10 +1,10 @@
-"""Logits in float32 from a model of half precision: its head, computed in float32 while a step runs."""
+"""The head of a model while a step runs: in float32 where its weight is half, or given some rows alone."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ class Fp32Head:
         self.model = model
         self.wanted = wanted
         self._replaced: ReplacedForward | None = None
+        self._of_rows: ReplacedForward | None = None
         self._thread = 0
         self._calls = 0
         if wanted:
@@ -58,9 +59,10 @@ class Fp32Head:
     def take_out(self) -> None:
         """Give the model its head back. Twice is once."""
         self._thread = 0
-        if self._replaced is not None:
-            self._replaced.restore()
-            self._replaced = None
+        for replaced in (self._of_rows, self._replaced):
+            if replaced is not None:
+                replaced.restore()
+        self._of_rows = self._replaced = None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -70,6 +72,34 @@ class Fp32Head:
             yield
         finally:
             self.take_out()
+
+    @contextmanager
+    def of_rows(self, head: Any, rows: int, wanted: torch.Tensor | None) -> Iterator[Callable[[], bool]]:
+        """Let a head, where it is given so many rows in this thread, compute the wanted ones alone, all if
+        None. Yields whether it did. What an interrupt leaves of it ends with `take_out`.
+        """
+        if wanted is None or head is None:
+            yield lambda: False
+            return
+        thread = threading.get_ident()
+        stock = head.forward
+        calls = []
+
+        @functools.wraps(stock)
+        def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread and len(x) == rows:
+                calls.append(rows)
+                x = x.index_select(0, wanted)
+            return stock(x, *args, **kwargs)
+
+        mark_wrapper(forward)
+        replaced = self._of_rows = ReplacedForward(head, head.__dict__.get("forward"), forward)
+        try:
+            replaced.replace()
+            yield lambda: bool(calls)
+        finally:
+            replaced.restore()
+            self._of_rows = None
 
     def require(self, logits: torch.Tensor) -> None:
         """Raise unless these logits, the last forward's, are the head's in float32."""
