@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from captures import policy, pool_of, reasons
+from captures import counts, policy, pool_of, reasons
 from engine_answers import alone, answers
 from families import ALTERNATING, LONG, SMALL, TOKENS
 from kernel_cases import GPU, load
@@ -382,3 +382,18 @@ def test_likely_sizes_are_captured_while_the_host_would_wait(
         assert captured <= had
     else:
         assert {size.form for size in captured - had} == {"single", "spans"}
+
+
+def test_no_step_goes_for_one_that_may_come(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where few are kept, what is captured ahead would put those out that steps have, and be put out by
+    them.
+    """
+    monkeypatch.setattr(loop, "SLACK", -1.0)
+    policy(monkeypatch, most=2)
+    model = make("Llama", num_hidden_layers=1)
+    prompts = [[5 + (3 * i + row) % 90 for i in range(9)] for row in range(4)]
+    options = {"block_size": 4, "num_blocks": 200, "max_batch_tokens": 8, "max_batch_sequences": 4}
+    with Engine(model, **options, run_ahead=True) as engine:
+        engine.generate(prompts, max_new_tokens=14, min_new_tokens=14, do_sample=False)
+        assert counts(engine)["replayed"] > 10
+        assert counts(engine)["captured"] <= 3

@@ -259,15 +259,17 @@ class CapturePool:
         return due and source.is_worth_it(self._seen[key])
 
     def may_come_first(self, state: StateKey, source: StepSource[Any]) -> bool:
-        """Whether a size may be captured before any step has it: its code is known, and what it launches
-        compiled.
+        """Whether a size may be captured before any step has it: its code is known, what it launches
+        compiled, and no other has to go for it.
         """
         key = _Key(state, source.size)
         alone = self._least is None and self._same is None
         compiles = self.compilation is not None and self.compilation.why_not is None
         known = key in self._steps or key in self.reasons or self._seen[key] < 0
-        rehearsed = (state, source.code) in self._rehearsed
-        return alone and rehearsed and not (self.unsteady or compiles or known) and self._ready(source.size)
+        if not alone or (state, source.code) not in self._rehearsed or self.unsteady or compiles or known:
+            return False
+        most = max([step.bytes for step in self], default=0)
+        return len(self) < MOST and self._room >= most and self._ready(source.size)
 
     def _doubtful(self, state: StateKey, source: StepSource[Any]) -> CapturedStep | None:
         """The smallest captured step that can hold a source's, if it is to be compared still."""
@@ -551,11 +553,14 @@ class CapturePool:
         self.counts["captured"] += 1
         if step.compiled:
             self.counts["compiled"] += 1
-        own = sum(each.bytes for each in self)
+        while len(self._steps) > 1 and (len(self._steps) > MOST or self._room < 0):
+            self._steps.popitem(last=False)
+
+    @property
+    def _room(self) -> int:
+        """The bytes of their own that further steps may have."""
         most = MOST_BYTES if self._most_bytes is None else self._most_bytes
-        while len(self._steps) > 1 and (len(self._steps) > MOST or own > most):
-            _, gone = self._steps.popitem(last=False)
-            own -= gone.bytes
+        return most - sum(each.bytes for each in self)
 
 
 def _forward(
