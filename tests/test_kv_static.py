@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import random
+import weakref
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from hf_paged.kv import (
     Sequences,
     StaticSpans,
     reference,
+    static,
 )  # fmt: skip
 
 
@@ -454,3 +457,27 @@ def test_rows_of_one_token_and_a_chunk_behind_them(spans: bool) -> None:
     ]
     batch.begin(begun()[0].captured_ops.advance)
     assert batch.targets(CPU).tolist() == [*slots, -1, -1, -1]
+
+
+def test_staging_memory_is_taken_from_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small parts of one piece, none of them twice; what is larger goes with the batch that has it."""
+    zeros = torch.zeros
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def locked(count: int, *, pin_memory: bool, **options: Any) -> torch.Tensor:
+        assert pin_memory
+        found = zeros(count, **options)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(static, "PIECE", 64)
+    monkeypatch.setattr(static, "_left", zeros(0, dtype=torch.int32))
+    monkeypatch.setattr(torch, "zeros", locked)
+    parts = [static.staging(count, torch.device("cuda")) for count in (20, 16, 3, 30, 100)]
+    for i, part in enumerate(parts):
+        part.fill_(i)
+    assert [part.tolist() for part in parts] == [[0] * 20, [1] * 16, [2] * 3, [3] * 30, [4] * 100]
+    del parts, part
+    first, second, large = (each() for each in made)
+    assert first is large is None
+    assert second is not None

@@ -36,17 +36,17 @@ def tokens_of(
     return rows.repeat(many), np.arange(many.sum()) + (starts - firsts).repeat(many)
 
 
-def _staging(count: int, device: torch.device) -> torch.Tensor:
+def staging(count: int, device: torch.device) -> torch.Tensor:
     """Zeros on the host, which are copied to a device. Locking memory for a GPU takes milliseconds, so many
-    batches have parts of one piece.
+    batches have parts of one piece; a larger batch has memory of its own, which ends with it.
     """
     global _left
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device="cpu")
+    if device.type != "cuda" or count > PIECE:
+        return torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     room = -(-count // LINE) * LINE
     with _taking:
         if len(_left) < room:
-            _left = torch.zeros(max(PIECE, room), dtype=torch.int32, device="cpu", pin_memory=True)
+            _left = torch.zeros(PIECE, dtype=torch.int32, device="cpu", pin_memory=True)
         taken, _left = _left[:count], _left[room:]
     return taken
 
@@ -96,7 +96,7 @@ class StaticBatch(Batch):
             self._data = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
             self.seen = torch.zeros(rows, dtype=torch.int32, device=device)
             self._targets_of_step = torch.full((rows * new,), -1, dtype=torch.long, device=device)
-            self._staging = _staging(BUFFERS * sum(self._sizes), device).chunk(BUFFERS)
+            self._staging = staging(BUFFERS * sum(self._sizes), device).chunk(BUFFERS)
             self._take(self._data.split(self._sizes))
         self._views = [[part.numpy() for part in buffer.split(self._sizes)] for buffer in self._staging]
         self._events: list[torch.cuda.Event | None] = [None] * BUFFERS
