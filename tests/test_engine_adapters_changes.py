@@ -11,11 +11,15 @@ import pytest
 import torch
 from adapter_answers import NEW, alone, ask, first, prompt, tokens
 from adapters import adapted, lora
+from captures import counts, drop, policy, reasons
 from families import BY_NAME, build
+from kernel_cases import load
+from tape import rerun
 
 from hf_paged import Engine
 from hf_paged.engine.check_policy import WeightsChanged
 from hf_paged.model.adapters.loading import HostAdapter
+from hf_paged.model.capture.rehearsal import RECORDERS
 
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
@@ -330,3 +334,47 @@ def test_what_is_no_name_is_refused(model: Any) -> None:
         for name in ("active", "__base__", "", 5):
             with pytest.raises(ValueError, match="a name of its own"):
                 engine.add_adapter(name, model)  # type: ignore[arg-type]
+
+
+def test_captured_steps_know_the_layers_that_adapters_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter that comes again meets steps that were captured without it: they leave out the layers that
+    only it changes, the head here.
+    """
+    made = adapted(lora(target_modules=["q_proj"]), lora(target_modules=["q_proj", "lm_head"]))
+    monkeypatch.setattr("hf_paged.engine.adapters.triton_package", lambda *_: load())
+    policy(monkeypatch, pairs=0)
+    options = {"block_size": 4, "num_blocks": 200, "max_batch_tokens": 12, "max_batch_sequences": 2}
+    with Engine(plain(), **options) as engine:
+        adapters = engine.runner.eager.adapters
+        assert adapters is not None
+
+        def record(step: Callable[[], Any], pools: Any, devices: Any) -> Any:
+            layers = adapters.layers
+
+            def as_recorded() -> Any:
+                with monkeypatch.context() as now:
+                    now.setattr(adapters, "layers", layers)
+                    return step()
+
+            return rerun(as_recorded, pools, devices)
+
+        monkeypatch.setitem(RECORDERS, "cpu", record)
+
+        def add(name: str) -> None:
+            state = peft.get_peft_model_state_dict(made, adapter_name=name, save_embedding_layers=False)
+            engine.add_adapter(name, state, made.peft_config[name])
+
+        def same(name: str) -> bool:
+            ids = [prompt(seed, 17) for seed in range(4)]
+            outputs = engine.generate(ids, adapter=name, **GREEDY)
+            return [first(output) for output in outputs] == [alone(made, each, name) for each in ids]
+
+        add("one")
+        add("two")
+        assert same("two")
+        engine.remove_adapter("two")
+        drop(engine)
+        assert same("one")
+        add("two")
+        assert same("two")
+        assert counts(engine)["replayed"] > 20, reasons(engine)

@@ -14,7 +14,7 @@ from .joint import in_order, joint_layers
 from .lora import Adapter, LowRank
 
 SMALLEST_RANK = 16
-_layouts = itertools.count(1)
+layouts = itertools.count(1)
 
 
 class AdapterTable:
@@ -67,7 +67,7 @@ class AdapterTable:
             self._enter(slot)
             self.weights.upload()
         else:
-            self.layout = self.layout or next(_layouts)
+            self.layout = self.layout or next(layouts)
 
     def has_copies(self, slot: int) -> bool:
         """Whether kernels read copies of an adapter's weights, which `put` makes anew."""
@@ -106,7 +106,7 @@ class AdapterTable:
         self.layers = {module: i for i, module in enumerate(layers)}
         self.groups = {}
         self.joint = joint_layers(self.layers)
-        self.layout = next(_layouts)
+        self.layout = next(layouts)
         self.weights = self.kernels.LoraWeights(len(self.layers), len(self.slots), rank, dtype, self.device)
         for slot, held in enumerate(self.slots):
             if held is not None:
