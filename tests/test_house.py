@@ -40,7 +40,7 @@ BELOW = {
 
 
 BUDGETS = {
-    "hf_paged": 975,
+    "hf_paged": 980,
     "hf_paged/blocks": 1740,
     "hf_paged/checking": 1000,
     "hf_paged/continuous": 1055,
@@ -49,13 +49,13 @@ BUDGETS = {
     "hf_paged/engine/multimodal": 970,
     "hf_paged/engine/outputs": 645,
     "hf_paged/engine/parallel": 1740,
-    "hf_paged/engine/requests": 1350,
+    "hf_paged/engine/requests": 1355,
     "hf_paged/engine/sampling": 1945,
-    "hf_paged/generate": 2335,
+    "hf_paged/generate": 2340,
     "hf_paged/kv": 4090,
-    "hf_paged/model": 4510,
+    "hf_paged/model": 4540,
     "hf_paged/model/adapters": 1500,
-    "hf_paged/model/capture": 2540,
+    "hf_paged/model/capture": 2545,
     "hf_paged/model/invariant": 895,
     "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2420,
