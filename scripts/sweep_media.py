@@ -38,6 +38,8 @@ from pictures import Inputs, pad_left, with_pictures, with_recordings, with_vide
 from sweep_models import Row, empty_row  # noqa: E402
 from tiny import build_class, mappings  # noqa: E402
 
+from hf_paged.model.cache_name import CACHE  # noqa: E402
+
 TAKEN = {
     "pictures": ("pixel_values", "image_pixel_values", "image_patches", "flattened_patches"),
     "videos": ("pixel_values_videos", "qformer_input_ids"),
@@ -150,7 +152,7 @@ def _keeps_nothing(model: Any) -> bool:
     names every frame.
     """
     inside = any(isinstance(module, tf.GenerationMixin) for module in model.modules() if module is not model)
-    cached = "past_key_values" in inspect.signature(model.forward).parameters
+    cached = CACHE in inspect.signature(model.forward).parameters
     return "generate" in vars(type(model)) and not inside and not cached
 
 

@@ -163,7 +163,7 @@ def _without_cache(answer: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in answer.items()
-        if name not in ("past_key_values", "cache_params", "state")
+        if name not in ("cache", "past_key_values", "cache_params", "state")
     }
 
 
