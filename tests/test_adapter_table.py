@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from releases import prefixes_are_ignored
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "adapters.md"
@@ -47,6 +48,11 @@ def test_some_rows_are_those_of_the_page(
         made, written = [re.search(rf"^\| {name} \|.*$", text, re.M) for text in (found, PAGE.read_text())]
         assert made is not None
         assert written is not None
+        if (
+            name == "Prefix tuning" and prefixes_are_ignored()
+        ):  # by stock as well: there is nothing to compare
+            assert made[0] == "| Prefix tuning | its weights change no token |"
+            continue
         assert re.sub(r" \[\d+\]", "", made[0]) == re.sub(r" \[\d+\]", "", written[0])
     assert "same, peft raises, same, refused, refused" in capsys.readouterr().out
 

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 import hf_paged
 from hf_paged.generate.cache import paged_parts
+from hf_paged.model.cache_name import cache_in
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
 
@@ -144,7 +145,7 @@ def test_rows_of_a_prompt_share_the_picture(call: dict[str, Any]) -> None:
     held: set[int] = set()
 
     def count(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        parts = paged_parts(kwargs.get("past_key_values"))
+        parts = paged_parts(cache_in(kwargs))
         if parts:
             held.add(next(iter(parts[1].sequences.rows.values())).group.pool.held)
 

@@ -22,6 +22,7 @@ from transformers.models.auto import modeling_auto
 
 import hf_paged
 from hf_paged.engine import Engine
+from hf_paged.model.cache_name import cache_in
 from hf_paged.model.capture.rehearsal import RECORDERS
 
 TYPES = {
@@ -228,7 +229,7 @@ def test_the_engine_separates_a_prompt_from_what_follows() -> None:
     with Engine(model, block_size=4, num_blocks=60, max_batch_tokens=4) as engine:
         seen: list[bool] = []
         model.register_forward_pre_hook(
-            lambda module, args, given: seen.append(given["past_key_values"].is_initialized), with_kwargs=True
+            lambda module, args, given: seen.append(cache_in(given).is_initialized), with_kwargs=True
         )
         engine.generate([prompt(6)[0].tolist()], max_new_tokens=3, do_sample=False)
         engine.generate([prompt(3)[0].tolist()], max_new_tokens=2, do_sample=False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from compare import assert_clean, assert_equal, assert_same
 from families import BY_NAME, VOCABULARY, build
 from generate_calls import call
+from releases import DROPPED_WITHOUT_GRADIENTS
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -24,7 +26,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
-from hf_paged.model.cache_name import CACHE, OLDER
+from hf_paged.model.cache_name import CACHE, OLDER, cache_in
 from hf_paged.model.registry import memory_of
 
 # ---- the word
@@ -368,8 +370,8 @@ def test_long_rope_drops_the_cache() -> None:
 def test_gradient_checkpointing_drops_the_cache(
     llama: Any, ids: torch.Tensor, options: dict[str, Any]
 ) -> None:
-    """In training mode transformers takes any cache from checkpointed layers: stock runs, and the warning
-    says why.
+    """In training mode transformers before 5.24 takes any cache from checkpointed layers: stock runs, and the
+    warning says why. From 5.24 on it takes none where nothing has gradients: pages are used.
     """
     llama.gradient_checkpointing_enable()
     llama.train()
@@ -378,13 +380,20 @@ def test_gradient_checkpointing_drops_the_cache(
         torch.manual_seed(0)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always", hf_paged.FallbackWarning)
-            found.append(llama.generate(**call(ids, **options, **word)))
+            found.append(llama.generate(**call(ids, **options, **word), return_dict_in_generate=True))
         said = [str(each.message) for each in seen if issubclass(each.category, hf_paged.FallbackWarning)]
-    assert torch.equal(*found)
-    assert len(said) == 1
-    assert "LlamaForCausalLM trains with gradient checkpointing" in said[0]
-    assert "prefix tuning" not in said[0]
-    assert "long rope" not in said[0]
+    stock, paged = found
+    assert torch.equal(stock.sequences, paged.sequences)
+    if DROPPED_WITHOUT_GRADIENTS:
+        assert len(said) == 1
+        assert "LlamaForCausalLM trains with gradient checkpointing" in said[0]
+        assert "prefix tuning" not in said[0]
+        assert "long rope" not in said[0]
+    else:
+        assert not said
+        assert set(cache_in(paged).paths) == {"paged"}
+        assert cache_in(paged).get_seq_length() == cache_in(stock).get_seq_length() > 0
+    del stock, paged, found
     for act in (llama.eval, llama.gradient_checkpointing_disable):
         llama.train()
         llama.gradient_checkpointing_enable()
@@ -395,13 +404,20 @@ def test_gradient_checkpointing_drops_the_cache(
 
 def test_a_paged_cache_that_checkpointed_layers_drop(llama: Any, ids: torch.Tensor) -> None:
     """A cache that was passed cannot be exchanged beforehand: the warning comes with the answer, and says the
-    same.
+    same. From transformers 5.24 on nothing drops it.
     """
     llama.gradient_checkpointing_enable()
     llama.train()
     cache = hf_paged.PagedCache(llama)
-    with pytest.warns(hf_paged.FallbackWarning, match="trains with gradient checkpointing"):
-        llama.generate(**call(ids), past_key_values=cache)
+    with (
+        pytest.warns(hf_paged.FallbackWarning, match="trains with gradient checkpointing")
+        if DROPPED_WITHOUT_GRADIENTS
+        else nullcontext()
+    ):
+        found = llama.generate(**call(ids), **{CACHE: cache})
+    if not DROPPED_WITHOUT_GRADIENTS:
+        assert torch.equal(found, llama.generate(**call(ids)))
+        assert cache.get_seq_length() == found.shape[1] - 1
     cache.reset()
 
 

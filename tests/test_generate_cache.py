@@ -13,6 +13,7 @@ import pytest
 import torch
 from families import BY_NAME
 from families import build as build_family
+from releases import layers_say_dtype
 from tiny import build, config_class
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
@@ -211,7 +212,7 @@ LAYER_QUESTIONS: dict[str, list[Ask]] = {
     "conv_states": [reading("conv_states")],
     "cumulative_length": [reading("cumulative_length")],
     "device": [reading("device")],
-    "dtype": [reading("dtype")],
+    "dtype": [reading("dtype")] if layers_say_dtype() else [],
     "get_mask_sizes": [calling("get_mask_sizes", 1), calling("get_mask_sizes", 5)],
     "get_max_cache_shape": [calling("get_max_cache_shape")],
     "get_max_length": [calling("get_max_length")],

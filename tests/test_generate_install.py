@@ -27,6 +27,7 @@ from transformers import GenerationMixin
 
 import hf_paged
 from hf_paged import demo
+from hf_paged.model.cache_name import CACHE
 
 model, tokenizer = demo.model(), demo.tokenizer()
 inputs = tokenizer(["The moon fell", "The owl"], return_tensors="pt", padding=True)
@@ -61,10 +62,10 @@ def check(what):
     package = importlib.import_module("hf_paged")
     answer = model.generate(**inputs, **options, cache_implementation="paged", return_dict_in_generate=True)
     assert torch.equal(answer.sequences, stock), what
-    assert type(answer.past_key_values).__name__ == "PagedCache", what
+    assert type(answer[CACHE]).__name__ == "PagedCache", what
     cache = package.PagedCache(model)
-    kept = model.generate(**inputs, max_new_tokens=4, past_key_values=cache, return_dict_in_generate=True)
-    assert kept.past_key_values is cache, what
+    kept = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True, **{CACHE: cache})
+    assert kept[CACHE] is cache, what
     with package.Engine(model, num_blocks=50) as engine:
         assert engine.generate([[5, 6, 7]], max_new_tokens=3)[0].finish_reason == "length", what
     assert [wrappers(name) for name in METHODS] == [1, 1, 1], what

@@ -16,6 +16,7 @@ from dropout import train_with_dropout
 from families import BY_NAME, FAMILIES, VOCABULARY, build
 from modes import MODES
 from prefix_reuse import NEW, ask, continued, counted, words
+from releases import takes_as
 from tape import record
 
 import hf_paged
@@ -338,19 +339,9 @@ def test_an_answer_with_more_than_logits_is_computed_whole(
     original = type(llama).forward
 
     class Marked(type(llama)):  # type: ignore[misc]
-        def forward(
-            self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
-            logits_to_keep: int = 0, **kwargs: Any,
-        ) -> Any:  # fmt: skip
-            answer = original(
-                self,
-                input_ids,
-                attention_mask,
-                position_ids,
-                past_key_values,
-                logits_to_keep=logits_to_keep,
-                **kwargs,
-            )
+        @takes_as(original)
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            answer = original(self, input_ids, **kwargs)
             answer["lengths"] = torch.ones_like(input_ids)
             lengths.append(input_ids.shape[1])
             return answer

@@ -16,6 +16,7 @@ from engine_answers import answers
 from families import BY_NAME, build
 from interrupting import DRIVING, OUTER, Interrupted
 from invariance import compiles
+from releases import RENAMED
 
 import hf_paged
 from hf_paged.engine import Engine
@@ -212,7 +213,8 @@ def test_what_torch_keeps_for_a_thread(how: str) -> None:
         assert places(act, MODE_FILES[:1] if how == "invariant" else MODE_FILES[1:], most=1)
         probe = Interrupted(files=MODE_FILES, torch_files=TORCH_FILES)
         assert probe(act)
-        assert probe.count > 40
+        # Rotary positions have no context manager of torch's own any more.
+        assert probe.count > (20 if how == "generate" and RENAMED else 40)
         for at in range(1, probe.count + 1, max(1, probe.count // 100)):
             interrupted = Interrupted(at, MODE_FILES, TORCH_FILES)
             interrupted(act)

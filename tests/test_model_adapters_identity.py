@@ -18,6 +18,7 @@ import torch
 from adapters import adapted, lora
 from families import BY_NAME, build
 from peft.utils.hotswap import hotswap_adapter
+from releases import require_own_adapters
 
 import hf_paged
 from hf_paged import Engine
@@ -47,6 +48,7 @@ def of_peft(folders: Path) -> Any:
 
 
 def of_transformers(folders: Path) -> Any:
+    require_own_adapters()
     made = build(BY_NAME["llama"]).eval()
     for name in ("one", "two"):
         made.load_adapter(str(folders / name), name)

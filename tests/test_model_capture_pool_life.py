@@ -18,6 +18,7 @@ from compare import assert_clean, assert_same, both
 from dropout import stop_dropout, train_with_dropout
 from families import BY_NAME, VOCABULARY, build
 from peft import LoraConfig, get_peft_model
+from releases import takes_as
 from tape import record
 from torch import nn
 from transformers import BartForConditionalGeneration, LogitsProcessor, StoppingCriteria
@@ -294,8 +295,9 @@ def test_a_model_that_changes_in_the_middle_of_a_call(how: str, llama: Any, ids:
 class _ReadsEncoder(BartForConditionalGeneration):
     """A model whose every step reads what its encoder answered."""
 
-    def forward(self, encoder_outputs: Any = None, past_key_values: Any = None, **given: Any) -> Any:
-        answer = super().forward(encoder_outputs=encoder_outputs, past_key_values=past_key_values, **given)
+    @takes_as(BartForConditionalGeneration.forward)
+    def forward(self, *, encoder_outputs: Any = None, **given: Any) -> Any:
+        answer = super().forward(encoder_outputs=encoder_outputs, **given)
         answer.logits = answer.logits + 30 * self.lm_head(encoder_outputs[0].mean(1, keepdim=True).tanh())
         return answer
 

@@ -13,6 +13,7 @@ import torch
 from adapters import lora
 from captures import counts, policy, reasons
 from invariance import compiles, engine_numbers, model_of, trainer_numbers
+from releases import require_own_adapters
 from tape import record
 from torch import nn
 
@@ -158,6 +159,16 @@ def test_generate_with_a_head_that_is_float32_itself() -> None:
     assert output.sequences[0, len(ROWS[0]) :].tolist()[: len(found)] == found
 
 
+def test_a_head_with_an_adapter_of_later() -> None:
+    """transformers' own methods put it into the model: requests from then on are told."""
+    require_own_adapters()
+    plain = model_of("llama", torch.bfloat16)
+    with Engine(plain, lm_head_fp32=True) as engine:
+        plain.add_adapter(lora(r=4, target_modules=["lm_head"]), "b")
+        output = engine.submit(ROWS[0], max_new_tokens=2, pad_token_id=0).result()
+        assert "needs a head that is a plain nn.Linear" in str(output.error)
+
+
 def test_refused_heads() -> None:
     """By name: when the engine is made, and where an adapter comes later."""
     peft = pytest.importorskip("peft")
@@ -167,12 +178,11 @@ def test_refused_heads() -> None:
     with pytest.raises(ValueError, match=r"a plain nn\.Linear, LlamaForCausalLM has peft\."):
         Engine(adapted, lm_head_fp32=True)
     plain = model_of("llama", torch.bfloat16)
-    with Engine(plain, lm_head_fp32=True) as engine:
-        with pytest.raises(ValueError, match="lm_head_fp32=True and the adapter 'a' of lm_head"):
-            engine.add_adapter("a", peft.get_peft_model_state_dict(adapted), adapted.peft_config["default"])
-        plain.add_adapter(lora(r=4, target_modules=["lm_head"]), "b")
-        output = engine.submit(ROWS[0], max_new_tokens=2, pad_token_id=0).result()
-        assert "needs a head that is a plain nn.Linear" in str(output.error)
+    with (
+        Engine(plain, lm_head_fp32=True) as engine,
+        pytest.raises(ValueError, match="lm_head_fp32=True and the adapter 'a' of lm_head"),
+    ):
+        engine.add_adapter("a", peft.get_peft_model_state_dict(adapted), adapted.peft_config["default"])
     model = model_of("llama", torch.bfloat16)
     forward = type(model).forward
 

@@ -17,6 +17,7 @@ import torch
 from changed_models import PROMPT, Change, Steer, blind, noticed, scored, tuned_ask, two_adapters
 from model_checks import prefix_key
 from prefix_reuse import ask, continued, words
+from releases import require_own_adapters, takes_as
 
 import hf_paged
 from hf_paged.model import hooks
@@ -344,6 +345,7 @@ def test_c24_an_adapter_that_is_unmerged_is_noticed(tuned: Any) -> None:
 )
 def test_c24_adapters_without_a_wrapper_are_noticed(llama: Any, change: Change) -> None:
     """transformers' own methods put peft's layers into the model itself."""
+    require_own_adapters()
     peft = pytest.importorskip("peft", reason="peft is an extra")
     torch.manual_seed(0)
     for name in ("one", "two"):
@@ -427,11 +429,9 @@ def test_c24_other_arguments_keep_a_prompt_private(llama: Any) -> None:
     original = type(llama).forward
 
     class Odd(type(llama)):  # type: ignore[misc]
-        def forward(
-            self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
-            shift: Any = None, **kwargs: Any,
-        ) -> Any:  # fmt: skip
-            return original(self, input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+        @takes_as(original, "shift")
+        def forward(self, input_ids: Any = None, shift: Any = None, **kwargs: Any) -> Any:
+            return original(self, input_ids, **kwargs)
 
     llama.__class__ = Odd
     for _ in range(2):

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_paged import PagedCache
 from hf_paged.generate.forward import wrap
+from hf_paged.model.cache_name import NAMES
 from hf_paged.model.outputs import Unlike, asked_fields, known_layout, layout_of, repeat_fields
 
 ALL = {
@@ -60,7 +61,7 @@ def _rows_of_prompts(model: Any) -> list[int]:
 
 
 def _fields(answer: Any) -> dict[str, Any]:
-    return {name: value for name, value in answer.items() if name not in ("past_key_values", "cache_params")}
+    return {name: value for name, value in answer.items() if name not in (*NAMES, "cache_params")}
 
 
 @pytest.mark.parametrize("mode", MODES)

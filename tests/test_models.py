@@ -17,6 +17,7 @@ from pictures import pad_left, with_pictures, with_recordings
 from tiny import build, mappings, prompts
 
 from hf_paged.generate.cache import paged_parts
+from hf_paged.model.cache_name import NAMES, cache_in
 
 SAMPLE = {
     # Plain attention in all its variants; windows, chunks, biases, experts.
@@ -59,7 +60,7 @@ def test_path_and_tokens(kind: str, family: str) -> None:
         "return_dict_in_generate": True,
     }
     stock, paged = both(model, **arguments, num_beams=2, output_scores=True)
-    path = path_of(paged_parts(paged.get("past_key_values")))
+    path = path_of(paged_parts(cache_in(paged)))
     assert_equal(_told(stock), _told(paged))
     assert path == expected_paths().get(f"{kind} {family}", ""), (
         "a path changed; if it is meant to: scripts/sweep_models.py --expect"
@@ -69,7 +70,7 @@ def test_path_and_tokens(kind: str, family: str) -> None:
 
 
 def _told(answer: Any) -> dict[str, Any]:
-    return {name: value for name, value in answer.items() if name not in ("past_key_values", "cache_params")}
+    return {name: value for name, value in answer.items() if name not in (*NAMES, "cache_params")}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_beams_share_the_cross_tables(family: str) -> None:
     held: list[tuple[int, int]] = []
 
     def count(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        parts = paged_parts(kwargs.get("past_key_values"))
+        parts = paged_parts(cache_in(kwargs))
         if len(parts) == 2:
             held.append(tuple(next(iter(part.sequences.rows.values())).group.pool.held for part in parts))
 

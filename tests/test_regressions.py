@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 import hf_paged
 from hf_paged.engine import Engine
 from hf_paged.kv.store import Store
+from hf_paged.model.cache_name import CACHE
 from hf_paged.model.registry import memory_of
 
 PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"block_size": 4}}
@@ -188,7 +189,7 @@ def test_a_generate_of_its_own_is_warned_about(llama: Any) -> None:
     arguments: dict[str, Any] = {}
     with pytest.warns(hf_paged.FallbackWarning, match=r"generate\(\) of its own"):
         llama._prepare_cache_for_generation(config, arguments, None, 1, 8)
-    assert type(arguments["past_key_values"]) is tf.DynamicCache
+    assert type(arguments[CACHE]) is tf.DynamicCache
 
 
 def music(model: Any) -> dict[str, Any]:

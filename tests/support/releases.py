@@ -1,0 +1,57 @@
+"""What differs between the releases of transformers and peft that the tests run on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from packaging.version import Version
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.peft import MIN_PEFT_VERSION
+
+from hf_paged.model.cache_name import CACHE, OLDER
+
+RENAMED = CACHE != OLDER
+"""Whether forwards call a cache `cache`, as from transformers 5.24 on."""
+DROPPED_WITHOUT_GRADIENTS = not RENAMED
+"""Whether checkpointed layers drop their cache also where nothing has gradients, as before transformers 5.24."""
+
+
+def layers_say_dtype() -> bool:
+    """Whether stock's layers of keys and values say their dtype, as before transformers 5.24."""
+    layer = DynamicLayer()
+    layer.update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1))
+    return hasattr(layer, "dtype")
+
+
+def prefixes_are_ignored() -> bool:
+    """Whether peft hands its prefixes over under the older name, which transformers ignores beside the new one."""
+    return RENAMED and Version(version("peft")) < Version("0.22.0")
+
+
+def require_own_adapters() -> None:
+    """Skip where transformers' own methods for adapters refuse the installed peft."""
+    if Version(version("peft")) < Version(MIN_PEFT_VERSION):
+        pytest.skip(
+            f"peft {version('peft')} is refused by transformers {tf.__version__}'s own load_adapter, add_adapter "
+            f"and set_adapter, which want peft >= {MIN_PEFT_VERSION}"
+        )
+
+
+def takes_as(stock: Callable[..., Any], *more: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A function of (*args, **kwargs) that takes what a forward of stock takes in this release, and some more."""
+
+    def named(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(stock)
+        *known, last = signature.parameters.values()
+        assert last.kind is inspect.Parameter.VAR_KEYWORD
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in more]
+        function.__signature__ = signature.replace(parameters=[*known, *added, last])  # type: ignore[attr-defined]
+        return function
+
+    return named
