@@ -41,8 +41,9 @@ def _llama4_answers() -> bool:
     try:
         _tiny("image", "llama4").build()(torch.tensor([[5, 6]]))
     except AttributeError as error:
-        assert "image_outputs" in str(error), error
-        return False
+        if "image_outputs" in str(error):
+            return False
+        raise
     return True
 
 
