@@ -18,6 +18,7 @@ from releases import DROPPED_WITHOUT_GRADIENTS
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -85,6 +86,20 @@ def test_generate_batch_stays_transformers(llama: Any) -> None:
     outputs = llama.generate_batch([prompt], generation_config=config, continuous_batching_config=small)
     stock = llama.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 5), max_new_tokens=4)
     assert next(iter(outputs.values())).generated_tokens == stock[0, 5:].tolist()
+
+
+def test_a_forward_of_the_user_s_may_use_the_older_name(ids: torch.Tensor) -> None:
+    """transformers' own forward understands it, and gets the newer one among the other keywords."""
+
+    class Own(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+            given = {} if past_key_values is None else {"past_key_values": past_key_values}
+            return super().forward(input_ids=input_ids, **given, **kwargs)
+
+    model = build(BY_NAME["llama"])
+    model.__class__ = Own
+    assert_same(model, **call(ids))
+    assert memory_of(model).groups
 
 
 def test_assistant_inherits_the_word(llama: Any, ids: torch.Tensor) -> None:

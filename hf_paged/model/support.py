@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Collection
 from typing import Any
 
-from .cache_name import CACHE, OLDER
+from .cache_name import CACHE, NAMES, OLDER
 from .slots import slots_of
 
 READS = "_can_checkpoint_with_cache"
@@ -31,7 +31,8 @@ def why_not(model: Any, generation_config: Any) -> str | None:
     if "mamba" in name.lower() or not model._supports_default_dynamic_cache():
         return f"{name} keeps a state of its own instead of keys and values"
     own = vars(model).get("forward")
-    if CACHE not in (_names(type(model).forward) if own is None else inspect.signature(own).parameters):
+    # A forward of the user's with the older name hands the other on to transformers' own.
+    if NAMES.isdisjoint(_names(type(model).forward) if own is None else inspect.signature(own).parameters):
         return f"{name}.forward takes no {CACHE}"
     if all(slot.kind is None for slot in slots_of(model, cross=False)):
         return f"no layer of {name} keeps plain keys and values"
