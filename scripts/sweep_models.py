@@ -15,6 +15,7 @@ says it had (`--expect` writes that file).
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import inspect
 import json
@@ -202,18 +203,18 @@ def _part_at_ties(stock: Any, paged: Any, arguments: dict[str, Any]) -> bool:
 
 
 def _same_in_double(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a difference goes away where rounding cannot make one."""
-    double = {
+    """Whether a difference goes away where rounding cannot make one: in a copy of the model, as the answers
+    that differ hold pages of the model's own numbers.
+    """
+    given = {
         name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in arguments.items()
     }
     try:
-        model.double()
-        return not _difference(_generate(model, double), _generate(model, double, **models_page.PAGED))
+        double = copy.deepcopy(model).double()
+        return not _difference(_generate(double, given), _generate(double, given, **models_page.PAGED))
     except Exception:
         return False
-    finally:
-        model.float()
 
 
 # ---- a family
