@@ -18,6 +18,7 @@ from engine_steps import job_of
 from families import BY_NAME
 from families import build as family
 from pictures import with_pictures, with_recordings
+from rank_models import SHOWN
 from tape import record
 from tiny import build, config_class
 
@@ -104,6 +105,8 @@ def test_families(name: str) -> None:
     """In chunks, recomputed, beside texts in the same steps; row by row where the model cannot do
     otherwise.
     """
+    if name == "llama4" and name not in SHOWN:
+        pytest.skip(f"Llama 4's own forward fails in transformers {tf.__version__}, whatever it gets")
     model = build("audio", config_class("audio", name)) if name == "qwen3_asr" else kept(name)
     given = one_each(name)
     expected = (
