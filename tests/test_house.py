@@ -54,7 +54,7 @@ BUDGETS = {
     "hf_paged/generate": 2340,
     "hf_paged/kv": 4090,
     "hf_paged/model": 4540,
-    "hf_paged/model/adapters": 1500,
+    "hf_paged/model/adapters": 1505,
     "hf_paged/model/capture": 2545,
     "hf_paged/model/invariant": 895,
     "hf_paged/ray": 1250,

@@ -20,7 +20,6 @@ from ..model.adapters.joint import note_places
 from ..model.adapters.loading import HostAdapter, load_adapter
 from ..model.adapters.lora import LowRank
 from ..model.adapters.peft_layers import BASE
-from ..model.adapters.table import layouts
 from ..model.adapters.warmup import compiling
 from ..model.device_map import is_spread
 from ..model.identity import identity_of
@@ -168,9 +167,10 @@ class EngineAdapters:
         in_model = self.in_model
         found = dict.fromkeys(in_model.layers if in_model.apart else [])
         found |= dict.fromkeys(module for own in self._own.values() for module in own.host.layers)
-        layers, self.layers = self.layers, list(found)
-        if layers != self.layers and self.table.layout:
-            self.table.layout = next(layouts)  # a captured step adds to the layers that it was captured with
+        layers = list(found)
+        if layers != self.layers:
+            self.table.renew_layout()  # a captured step adds to the layers that it was captured with
+        self.layers = layers
 
     def changes_layer(self, layer: nn.Module | None) -> bool:
         """Whether adapters may add to what a layer computes."""

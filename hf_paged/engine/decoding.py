@@ -421,7 +421,8 @@ class Decoding:
         it asks whose they are.
         """
         eager = self.eager
-        head = eager.model.get_output_embeddings()  # type: ignore[operator]
+        model: Any = eager.model
+        head = model.get_output_embeddings()
         asked = adapters and eager.adapters is not None and eager.adapters.changes_layer(head)
         return None if eager.spread or asked else head
 

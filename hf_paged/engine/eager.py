@@ -80,7 +80,7 @@ class EagerModel:
         """Those of requests, once the model has been tried out as it is."""
         self._forwards = [*local_forwards(model), *forwards_without_hooks(modules)]
         self.head = Fp32Head(model, pools.config.lm_head_fp32)
-        """Computes the logits in float32, where that is wanted."""
+        """Computes the logits in float32, where that is wanted, and those of some rows of captured steps."""
         self.spread = is_spread(model)
         """Whether layers lie on several devices: the head's need not be the one of the ids."""
         self._plugged = False

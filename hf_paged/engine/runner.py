@@ -197,6 +197,8 @@ class Runner:
         try:
             warm = warming(self.eager, self.decoding is not None, self.why_rows is None)
             with warm as self.warming, without_plans(self.eager.device):
+                if self.warming is not None and self.decoding is not None:
+                    load_products(self.eager.model, self.decoding.expected_rows())
                 self._try_out()
         finally:
             self.eager.unplug()
@@ -367,8 +369,6 @@ class Runner:
         tokens; across: what every row attends to.
         """
         if self.warming is not None and (form == "flat" or self.eager.pools.config.kernels != "auto"):
-            if self.decoding is not None:
-                load_products(self.eager.model, self.decoding.expected_rows())
             self.warming.wait()  # here the first kernel is launched
         kv_groups = self.eager.pools.kv_groups
         requests = [Request(i, tuple(row), len(row)) for i, row in enumerate(rows)]

@@ -27,8 +27,8 @@ COMPILED_FOR = {"cuda"}
 """Types of devices whose kernels are compiled."""
 ROWS = bucket_of(1)
 """Those of the captured step that comes first: one request, decoding."""
-MOST_BYTES = 2**28
-"""What a product may be to be computed ahead."""
+LARGEST_PRODUCT = 2**28
+"""Bytes that a product may take or make to be computed ahead."""
 MULTIPLIED = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -157,7 +157,7 @@ def load_products(model: nn.Module, rows: Iterable[int]) -> None:
     try:
         with torch.no_grad():
             for count, module in product(sorted(set(rows)), kinds.values()):
-                if count * max(module.weight.shape) * module.weight.itemsize <= MOST_BYTES:
+                if count * max(module.weight.shape) * module.weight.itemsize <= LARGEST_PRODUCT:
                     x = torch.zeros_like(module.weight[:1]).expand(count, -1).contiguous()
                     functional.linear(x[:, None], module.weight, module.bias)
     except Exception as error:

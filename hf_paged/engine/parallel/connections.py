@@ -13,7 +13,7 @@ from typing import Any
 SECONDS = 10.0
 """How long a rank tries to reach rank 0."""
 HELLO = 1.0
-"""How long rank 0 waits for the first bytes of somebody who has reached it."""
+"""How long rank 0 waits for the first bytes of a peer that has connected."""
 LENGTH = 4
 """Bytes before a message that say how long it is."""
 

@@ -14,7 +14,7 @@ from .joint import in_order, joint_layers
 from .lora import Adapter, LowRank
 
 SMALLEST_RANK = 16
-layouts = itertools.count(1)
+_layouts = itertools.count(1)
 
 
 class AdapterTable:
@@ -59,6 +59,11 @@ class AdapterTable:
             for adapter in expected:
                 self._make_room(adapter)
 
+    def renew_layout(self) -> None:
+        """Give the tables, if there are any, another number: captured steps of the old one stay unused."""
+        if self.layout:
+            self.layout = next(_layouts)
+
     def put(self, slot: int, adapter: Adapter) -> None:
         """Let a slot hold an adapter, whose weights are on the device."""
         self.slots[slot] = adapter
@@ -67,7 +72,7 @@ class AdapterTable:
             self._enter(slot)
             self.weights.upload()
         else:
-            self.layout = self.layout or next(layouts)
+            self.layout = self.layout or next(_layouts)
 
     def has_copies(self, slot: int) -> bool:
         """Whether kernels read copies of an adapter's weights, which `put` makes anew."""
@@ -106,7 +111,7 @@ class AdapterTable:
         self.layers = {module: i for i, module in enumerate(layers)}
         self.groups = {}
         self.joint = joint_layers(self.layers)
-        self.layout = next(layouts)
+        self.layout = next(_layouts)
         self.weights = self.kernels.LoraWeights(len(self.layers), len(self.slots), rank, dtype, self.device)
         for slot, held in enumerate(self.slots):
             if held is not None:

@@ -101,10 +101,11 @@ class CapturePool:
 
     A step is answered by the captured step of its size, else by a larger one, else by the forward itself. A
     size is captured when it comes for the second time and nothing can hold it, or when padding has cost about
-    as much as a capture; one at most between two steps. A new captured step is trusted after its replays have
-    agreed with AGREE answers of the forward itself or of a captured step that is trusted; with one, if
-    another size of the same code has agreed with AGREE and the model is transformers' own. It is dropped
-    when a pool that it reads moves, and when others were used more recently and there are too many.
+    as much as a capture; or before, while the device computes a long step. A new captured step is trusted
+    after its replays have agreed with AGREE answers of the forward itself or of a captured step that is
+    trusted; with one, if another size of the same code has agreed with AGREE and the model is transformers'
+    own. It is dropped when a pool that it reads moves, and when others were used more recently and there are
+    too many.
     """
 
     def __init__(
