@@ -58,6 +58,15 @@ def wrapped_in(function: Any) -> Iterator[FunctionType]:
         function = function.__dict__.get("__wrapped__")
 
 
+def is_of_transformers(forward: Any) -> bool:
+    """Whether a forward that is set on a layer is transformers' own, as on layers that ranks divide, and wraps
+    no other. functools.wraps copies __module__.
+    """
+    found = [*wrapped_in(forward)]
+    names = [str(each.__globals__.get("__name__")) for each in found]
+    return bool(found) and all(name.startswith("transformers.") for name in names)
+
+
 class ReplacedForward(NamedTuple):
     """A forward of ours for a module's own. Keep it before `replace`, for interrupts."""
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from .patches import ReplacedForward, mark_wrapper
+from .patches import ReplacedForward, is_of_transformers, mark_wrapper
 from .symmetric_memory import SymmetricMemory, symmetric_memory_of
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def local_forwards(model: nn.Module) -> list[ReplacedForward]:
     for name, module in model.named_modules():
         make = LOCAL.get((type(module), style_of(model, name) or ""))
         own = module.__dict__.get("forward")
-        if make is not None and _of_transformers(own) and is_divided(module, mesh.size()):
+        if make is not None and is_of_transformers(own) and is_divided(module, mesh.size()):
             local = make(module, ranks)
             ours = functools.wraps(own)(_or(local, own))
             mark_wrapper(ours)
@@ -153,11 +153,6 @@ def local_forwards(model: nn.Module) -> list[ReplacedForward]:
                 setattr(ours, SUMS, local)
             found.append(ReplacedForward(module, own, ours))
     return found
-
-
-def _of_transformers(forward: Any) -> bool:
-    """Whether a forward that is set on a layer is transformers' own. functools.wraps copies __module__."""
-    return str(getattr(forward, "__globals__", {}).get("__name__")).startswith("transformers.")
 
 
 Forward = Callable[..., Any]

@@ -13,6 +13,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "experts_divided", ()),
     (2, "requests_at_random", ()),
     (2, "layers_that_compute_with_local_parts", ()),
+    (2, "forwards_of_divided_layers", ()),
     (2, "scores_of_prompts", ()),
     (2, "pictures_and_recordings", ()),
     (2, "pictures_in_captured_steps", ()),
