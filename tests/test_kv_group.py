@@ -20,11 +20,11 @@ from hf_paged.model.registry import memory_of
 LAYOUT = Layout(torch.device("cpu"), torch.float32, 2, 8, 8)
 
 
-def make(layers: int = 2, **options: Any) -> tuple[Memory, Any]:
+def make(layers: int = 2, layout: Layout = LAYOUT, **options: Any) -> tuple[Memory, Any]:
     memory = Memory()
     group = memory.group(LayerKind("full"), CacheConfig(**options), layers, 1.0)
     for layer in range(layers):
-        group.place(layer, LAYOUT)
+        group.place(layer, layout)
     return memory, group
 
 
@@ -156,6 +156,61 @@ def test_ahead_of_need_only_what_is_affordable(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(60):
         rows.extend(2, 8)
     assert group.pool.total >= 2 * 61 * 2
+
+
+def test_what_a_call_needs_is_there_at_once_if_it_would_have_no_room_to_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More than half of the memory: the pool could not grow beside itself."""
+    _, group = make(block_size=4)
+    monkeypatch.setattr(group_module, "free_bytes", lambda device: 100 * group.block_bytes)
+    rows = Rows(group)
+    rows.expected_columns = 35 * 4
+    rows.extend(2, 8)
+    assert group.pool.total == 70
+
+
+@pytest.fixture
+def small_device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A group on a device with room for 100 of its blocks."""
+    _, group = make(block_size=4, layout=LAYOUT._replace(device=torch.device("cpu:0")))
+    taken: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def free(device: torch.device) -> int:
+        return 10**6 if device.index is None else 100 * group.block_bytes - sum(taken.values())
+
+    def allocate(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if elements * dtype.itemsize > free(device):
+            raise torch.OutOfMemoryError("no")
+        made = torch.empty(elements, dtype=dtype, device=device)
+        if device.index is not None:
+            taken[made.untyped_storage()] = made.nbytes
+        return made
+
+    monkeypatch.setattr(group_module, "free_bytes", free)
+    monkeypatch.setattr("hf_paged.kv.store.allocate", allocate)
+    return group
+
+
+def test_a_pool_of_more_than_half_moves_by_way_of_the_host(
+    small_device: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What fits alone is enough: the content waits on the host while the pool moves."""
+    group, rows = small_device, Rows(small_device)
+    rows.extend(2, 8)
+    store, _ = group.store(0)
+    with caplog.at_level(logging.INFO, logger="hf_paged"):
+        while group.pool.held < 90:
+            before = store.keys[:, : 4 * group.pool.total].normal_().clone()
+            rows.extend(2, 8)
+            assert torch.equal(store.keys[:, : before.shape[1]], before)
+    assert "by way of the host" in caplog.text
+    assert caplog.text.count("grows from") < 12
+    with pytest.raises(hf_paged.OutOfBlocks, match="no memory for a pool of"):
+        while group.pool.held < 110:
+            rows.extend(2, 8)
+    assert store.blocks == group.pool.total
+    assert torch.equal(store.keys[:, : before.shape[1]], before)
 
 
 def test_finalizers_only_note(llama: Any, ids: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ ROOM_FOR = 16
 """A pool that keeps prefixes is sized for so many calls like its first one."""
 AFFORDABLE = 0.5
 """The share of the free memory that a pool takes ahead of need; beyond it, it grows with the tokens."""
+MOST_AHEAD = 0.8
+"""The same where a call that begins may need no more than that: a pool of more than half has no room to move."""
 
 
 class Holder(Protocol):
@@ -278,8 +281,11 @@ class LayerGroup:
         """
         pool = self.pool
         # A growing pool takes more than it needs: a long generation must not move it every time.
-        wanted = max(pool.held + pool.cached + hint, 2 * pool.total)
+        whole = pool.held + pool.cached + hint
+        wanted = max(whole, 2 * pool.total)
         affordable = self._affordable()
+        if not pool.held and affordable < whole <= self._affordable(MOST_AHEAD):
+            affordable = whole
         if hint > pool.available or wanted <= affordable:
             self._grow_to(max(pool.held + need, min(wanted, affordable)))
 
@@ -296,20 +302,39 @@ class LayerGroup:
             )
         if not pool.held and not pool.cached:
             self.give_back()
+        self.memory.moved(self)
         try:
-            self.memory.moved(self)
             for store in self.stores.values():
                 store.grow(total)
         except (MemoryError, RuntimeError) as error:
-            if pool.held or not pool.cached or not is_out_of_memory(error):
+            if not (pool.held or pool.cached) or not is_out_of_memory(error):
                 raise self._translate(error, total) from error
-            self.give_back()
+        if any(store.blocks < total for store in self.stores.values()):
+            # Behind the error, which holds what was to move.
+            if pool.held:
+                total = max(total, min(2 * pool.total, self._affordable()))
+                self._grow_by_host(total)
+            else:
+                self.give_back()
         pool.grow(total)
 
-    def _affordable(self) -> int:
+    def _grow_by_host(self, total: int) -> None:
+        """Grow where the device has no room for what is held beside its new place."""
+        begin = time.perf_counter()
+        host = free_bytes(torch.device("cpu"))
+        try:
+            for store in self.stores.values():
+                if store.bytes > host:
+                    raise MemoryError(f"{store.bytes} bytes are to wait on the host, and {host} are free there")
+                store.grow_by_host(total)
+        except (MemoryError, RuntimeError) as error:
+            raise self._translate(error, total) from error
+        logger.info("they moved by way of the host in %.1f s", time.perf_counter() - begin)
+
+    def _affordable(self, share: float = AFFORDABLE) -> int:
         """The blocks that may be allocated ahead of need."""
         device = next(iter(self._count)).device
-        return self.pool.total + int(AFFORDABLE * self.share * free_bytes(device)) // self.block_bytes
+        return self.pool.total + int(share * self.share * free_bytes(device)) // self.block_bytes
 
     def _fraction_blocks(self) -> int:
         assert self.config.memory_fraction is not None

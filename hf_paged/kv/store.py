@@ -84,25 +84,43 @@ class Store:
     def bytes(self) -> int:
         return self.layers * self.blocks * self.block_size * self.layout.token_bytes
 
-    def _allocate(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _allocate(
+        self, blocks: int, on: torch.device | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """One buffer, seen as keys [layers, slots, heads, key_dim] and values [layers, slots, heads,
         value_dim].
         """
         device, dtype, heads, key_dim, value_dim = self.layout
         slots = blocks * self.block_size
         border = self.layers * slots * heads * key_dim
-        buffer = allocate(self.layers * slots * heads * (key_dim + value_dim), dtype, device)
+        buffer = allocate(self.layers * slots * heads * (key_dim + value_dim), dtype, on or device)
         keys = buffer[:border].view(self.layers, slots, heads, key_dim)
         values = buffer[border:].view(self.layers, slots, heads, value_dim)
         return keys, values
 
     def grow(self, blocks: int) -> None:
         """Move to a larger allocation; every slot keeps its number and content."""
-        slots = self.keys.shape[1]
-        keys, values = self._allocate(blocks)
-        keys[:, :slots] = self.keys
-        values[:, :slots] = self.values
-        self._hold(keys, values)
+        self._move(self.keys, self.values, blocks)
+
+    def grow_by_host(self, blocks: int) -> None:
+        """The same where both allocations do not fit beside each other: what is there waits on the host."""
+        before = self.blocks
+        keys, values = self._allocate(before, torch.device("cpu"))
+        keys.copy_(self.keys)
+        values.copy_(self.values)
+        self._hold(keys, values)  # whoever reads them here fails, and gets nothing wrong
+        try:
+            self._move(keys, values, blocks)
+        except BaseException:
+            self._move(keys, values, before)
+            raise
+
+    def _move(self, keys: torch.Tensor, values: torch.Tensor, blocks: int) -> None:
+        slots = keys.shape[1]
+        new_keys, new_values = self._allocate(blocks)
+        new_keys[:, :slots] = keys
+        new_values[:, :slots] = values
+        self._hold(new_keys, new_values)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Carry out the copies on write of a step, all layers together (C15)."""
