@@ -310,7 +310,8 @@ def vllm(bench: Bench) -> None:
         way=("way", ""), seconds=("s", ".2f"), rate=("tok/s", ",.0f"),
     )  # fmt: skip
     bench.rest()
-    peer = Vllm(bench.model, at_once=prompts * copies)
+    # All rows at once, beside the model that it copies.
+    peer = Vllm(bench.model, at_once=prompts * copies, gpu_memory_utilization=0.75)
     for way, logprobs in (("vLLM", False), ("vLLM, logprobs", True)):
         with bench.report.surviving(way):
 

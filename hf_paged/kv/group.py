@@ -29,7 +29,7 @@ ROOM_FOR = 16
 AFFORDABLE = 0.5
 """The share of the free memory that a pool takes ahead of need; beyond it, it grows with the tokens."""
 MOST_AHEAD = 0.8
-"""The same where a call that begins may need no more than that: a pool of more than half has no room to move."""
+"""The same for a call that needs no more: a pool of more than half has no room to move later."""
 
 
 class Holder(Protocol):
@@ -325,7 +325,9 @@ class LayerGroup:
         try:
             for store in self.stores.values():
                 if store.bytes > host:
-                    raise MemoryError(f"{store.bytes} bytes are to wait on the host, and {host} are free there")
+                    raise MemoryError(
+                        f"{store.bytes} bytes are to wait on the host, and {host} are free there"
+                    )
                 store.grow_by_host(total)
         except (MemoryError, RuntimeError) as error:
             raise self._translate(error, total) from error

@@ -84,9 +84,7 @@ class Store:
     def bytes(self) -> int:
         return self.layers * self.blocks * self.block_size * self.layout.token_bytes
 
-    def _allocate(
-        self, blocks: int, on: torch.device | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _allocate(self, blocks: int, on: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """One buffer, seen as keys [layers, slots, heads, key_dim] and values [layers, slots, heads,
         value_dim].
         """

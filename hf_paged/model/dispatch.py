@@ -56,9 +56,9 @@ def has_foreign_code(modules: Sequence[nn.Module], known: tuple[str, ...] = KNOW
         return True
     for module in modules:
         own = module.__dict__
-        if "forward" in own and (forward := patches.own_forward(module)) is not None:
-            if not (only_moves(module) or patches.is_of_transformers(forward)):
-                return True
+        forward = patches.own_forward(module) if "forward" in own else None
+        if forward is not None and not (only_moves(module) or patches.is_of_transformers(forward)):
+            return True
         for kind in HOOKS:
             if own[kind] and not all(map(patches.only_observes, own[kind].values())):
                 return True

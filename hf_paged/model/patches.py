@@ -59,12 +59,11 @@ def wrapped_in(function: Any) -> Iterator[FunctionType]:
 
 
 def is_of_transformers(forward: Any) -> bool:
-    """Whether a forward that is set on a layer is transformers' own, as on layers that ranks divide, and wraps
-    no other. functools.wraps copies __module__.
+    """Whether a forward that is set on a layer is transformers' own, as where ranks divide it, and wraps no
+    other. functools.wraps copies __module__.
     """
-    found = [*wrapped_in(forward)]
-    names = [str(each.__globals__.get("__name__")) for each in found]
-    return bool(found) and all(name.startswith("transformers.") for name in names)
+    names = [str(each.__globals__.get("__name__")) for each in wrapped_in(forward)]
+    return bool(names) and all(name.startswith("transformers.") for name in names)
 
 
 class ReplacedForward(NamedTuple):

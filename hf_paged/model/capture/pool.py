@@ -391,8 +391,8 @@ class CapturePool:
         code = state, source.code, step.size.form, step.compiled
         step.agreed += 1
         step.trusted = step.agreed >= AGREE or code in self._proven
-        unknown = DIFFERS if _runs_unknown_code(source.model) else DONE
-        if step.agreed >= AGREE and self._worst(unknown, computed=False) == DONE:
+        unknown = step.agreed >= AGREE and _runs_unknown_code(source.model)
+        if step.agreed >= AGREE and self._worst(DIFFERS if unknown else DONE, computed=False) == DONE:
             if len(self._proven) > MOST_REASONS:
                 self._proven.clear()
             self._proven.add(code)
