@@ -129,6 +129,27 @@ def test_no_memory_is_out_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         group.store(0)
 
 
+def test_the_error_names_what_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools that wait for their next call, as an engine's do."""
+
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no")
+
+    memory, group = make(block_size=4)
+    other = memory.group(LayerKind("full"), CacheConfig(block_size=8, num_blocks=3), 1, 1.0, owner=object())
+    other.place(0, LAYOUT)
+    store, _ = other.store(0)
+    monkeypatch.setattr("hf_paged.kv.store.allocate", fail)
+    for held in (False, True):
+        rows = Rows(other)
+        rows.extend(1, int(held))
+        Rows(group).extend(1, 4)
+        with pytest.raises(hf_paged.OutOfBlocks) as failed:
+            group.store(0)
+        assert (f"gives back {store.bytes} bytes of its idle pools" in str(failed.value)) is not held
+        rows.free()
+
+
 def test_memory_that_is_short_for_twice_as_much_and_for_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Growth that fails twice is the pool's own error, and what was there stays."""
 

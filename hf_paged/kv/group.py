@@ -362,10 +362,14 @@ class LayerGroup:
         if not is_out_of_memory(error):
             return error
         blocks = total or self.pool.total
+        others = [group for group in self.memory.groups.values() if group is not self]
+        idle = sum(group.bytes for group in others if not group.pool.held)
         return OutOfBlocks(
             f"no memory for a pool of {blocks} blocks of {self.block_bytes} bytes for the {self.kind.name} "
-            f"layers ({error}); lower "
-            "the batch size, num_beams or max_length, drop caches that you keep, or fix a smaller num_blocks"
+            f"layers ({error}); "
+            + (f"hf_paged.release(model) gives back {idle} bytes of its idle pools; " if idle else "")
+            + "lower the batch size, num_beams or max_length, drop caches that you keep, or fix a smaller "
+            "num_blocks"
         )
 
     def give_back(self) -> None:
