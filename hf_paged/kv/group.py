@@ -28,7 +28,7 @@ ROOM_FOR = 16
 """A pool that keeps prefixes is sized for so many calls like its first one."""
 AFFORDABLE = 0.5
 """The share of the free memory that a pool takes ahead of need; beyond it, it grows with the tokens."""
-MOST_AHEAD = 0.8
+MOST_AHEAD = 0.7
 """The same for a call that needs no more: a pool of more than half has no room to move later."""
 
 
