@@ -52,7 +52,7 @@ BUDGETS = {
     "hf_paged/engine/requests": 1355,
     "hf_paged/engine/sampling": 1945,
     "hf_paged/generate": 2340,
-    "hf_paged/kv": 4135,
+    "hf_paged/kv": 4140,
     "hf_paged/model": 4545,
     "hf_paged/model/adapters": 1505,
     "hf_paged/model/capture": 2545,

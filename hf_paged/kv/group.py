@@ -284,7 +284,8 @@ class LayerGroup:
         whole = pool.held + pool.cached + hint
         wanted = max(whole, 2 * pool.total)
         affordable = self._affordable()
-        if not pool.held and affordable < whole <= self._affordable(MOST_AHEAD):
+        alone = not pool.held and not self.config.prefix_caching  # the hint is of this call and no more
+        if alone and affordable < whole <= self._affordable(MOST_AHEAD):
             affordable = whole
         if hint > pool.available or wanted <= affordable:
             self._grow_to(max(pool.held + need, min(wanted, affordable)))
