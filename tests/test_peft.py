@@ -81,6 +81,25 @@ def test_adapter_names(model: Any, ids: torch.Tensor, mode: dict[str, Any]) -> N
     )
 
 
+@pytest.mark.parametrize("active", ["one", ["one", "two"]], ids=["one", "both"])
+def test_rows_without_an_adapter_beside_adapters_with_biases(active: Any, ids: torch.Tensor) -> None:
+    """What is active is then part of the model, and its blocks are none of rows that are given something
+    else.
+    """
+    torch.manual_seed(0)
+    model = peft.get_peft_model(build(BY_NAME["llama"]), lora(lora_bias=True), adapter_name="one")
+    model.add_adapter("two", lora())
+    model.base_model.set_adapter(active)
+    reused = {"prefix_caching": True}
+    model.eval()
+    plain = _same(model, ids, reused)
+    mixed = _same(model, ids, reused, adapter_names=["one", "__base__", "two"])
+    assert not torch.equal(plain, mixed)
+    _same(model, ids, reused)
+    assert hf_paged.stats(model).reused > 0
+    assert_clean(model.get_base_model(), "sdpa")
+
+
 def test_a_call_that_failed_leaves_hooks_behind(model: Any, ids: torch.Tensor) -> None:
     """peft removes the hooks of a call only if it ends well; those of the running call decide, as in peft."""
 

@@ -58,7 +58,9 @@ class PrefixOrigin(NamedTuple):
     hooked: Sequence[nn.Module]
     adapters: AdapterStates
     active: tuple[str, ...]
-    """The adapters of rows that peft's hooks name none for."""
+    """The adapters of rows that peft's hooks name none for. Where adapters are part of the model, it is "",
+    which none is called.
+    """
 
     def read(self, arguments: Mapping[str, Any], starts: Sequence[int] | None, before: int) -> ForwardInputs:
         """The inputs of a forward after `before` columns; raises NotShareable if something in it has no place

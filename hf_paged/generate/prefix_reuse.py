@@ -207,7 +207,7 @@ class Reuse:
         self._monitor.watch(snapshot.hooked)
         kept = call_snapshots.get()
         self._closely = self._monitor.some or (kept is not None and kept.foreign)
-        active = snapshot.lora.active if snapshot.lora.apart else ()
+        active = snapshot.lora.active if snapshot.lora.apart else ("",)
         self._adapters = AdapterStates.of(identity, snapshot.lora, _names(snapshot, active))
         return PrefixOrigin(identity.secret, state, self.config.salt, snapshot.hooked, self._adapters, active)
 
