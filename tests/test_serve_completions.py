@@ -139,6 +139,19 @@ def test_a_stop_string_in_the_prompt_ends_nothing(served: Served) -> None:
     assert found["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("beams", [False, True])
+def test_a_stop_string_ends_nothing_within_min_tokens(served: Served, beams: bool) -> None:
+    """As in vLLM: an answer has that many tokens, whatever is in them."""
+    asked = {"max_tokens": 12, "stop": ["a"], "use_beam_search": beams, "n": 2 if beams else 1}
+    answer = served.complete(min_tokens=5, return_token_ids=True, **asked)["choices"][0]
+    begin = text(answer["token_ids"][:5])
+    assert len(answer["token_ids"]) > 5
+    assert answer["text"].startswith(begin)
+    assert "a" in begin
+    assert "a" not in answer["text"].removeprefix(begin)
+    assert answer["finish_reason"] == "stop"
+
+
 def test_ends_of_sequence(served: Served) -> None:
     """ignore_eos goes on behind them, stop_token_ids are more of them and are not shown, min_tokens waits."""
     (plain,) = generated("The fox", max_new_tokens=200)

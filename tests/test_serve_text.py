@@ -48,6 +48,29 @@ def test_nothing_behind_the_first_stop_string_is_shown(full: str, stops: list[st
     assert shown == full
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text("ab", min_size=1, max_size=16),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 8),
+    st.integers(1, 4),
+)
+def test_a_stop_string_ends_nothing_within_the_first_tokens(
+    full: str, stops: list[str], least: int, size: int
+) -> None:
+    """It may begin there. `size`: how many tokens come at once."""
+    text = AnswerText(Decoder(Letters()), stops, False, frozenset(), least)
+    shown = ""
+    for i in range(0, len(full), size):
+        shown += text.add([ord(letter) for letter in full[i : i + size]], last=i + size >= len(full))
+    known = next((end for end in range(least + 1, len(full) + 1) if full[:end].endswith(tuple(stops))), None)
+    assert text.stopped == (known is not None)
+    if known is None:
+        assert shown == full
+    elif size == 1:
+        assert shown == full[: min(known - len(stop) for stop in stops if full[:known].endswith(stop))]
+
+
 @settings(max_examples=100, deadline=None)
 @given(TOKENS, st.booleans())
 def test_pieces_join_to_the_text(tokens: list[int], special: bool) -> None:

@@ -30,14 +30,20 @@ class Penalties(LogitsProcessor):
 
 
 class AnswerStops(StoppingCriteria):
-    """Stop strings in the answer alone: one that begins in the prompt ends nothing."""
+    """Stop strings in the answer alone: one that begins in the prompt, or ends within the `least` first
+    tokens, ends nothing.
+    """
 
-    def __init__(self, prompt: int, strings: StopStrings) -> None:
+    def __init__(self, prompt: int, least: int, strings: StopStrings) -> None:
         self._prompt = prompt
+        self._least = least
         self._strings = strings
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        stopped: torch.Tensor = self._strings(input_ids[:, self._prompt :], scores)
+        answer = input_ids[:, self._prompt :]
+        if answer.shape[1] <= self._least:
+            return torch.zeros(answer.shape[0], dtype=torch.bool, device=answer.device)
+        stopped: torch.Tensor = self._strings(answer, scores)
         return stopped
 
 
@@ -88,7 +94,7 @@ class Processors:
         stop = found.pop("stop", None)
         if stop:
             strings = self._stops.criterion(self._tokenizer, stop)
-            found["stopping_criteria"] = [AnswerStops(prompt, strings)]
+            found["stopping_criteria"] = [AnswerStops(prompt, found.get("min_new_tokens", 0), strings)]
         return found
 
     def _tensor(self, value: Any) -> Any:

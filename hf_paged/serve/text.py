@@ -45,15 +45,20 @@ class AnswerText:
     """
 
     def __init__(
-        self, decoder: Decoder, stops: Sequence[str], keep_stop: bool, hidden: frozenset[int]
+        self, decoder: Decoder, stops: Sequence[str], keep_stop: bool, hidden: frozenset[int], least: int = 0
     ) -> None:
-        """hidden: tokens at which the answer ends and which are not shown there."""
+        """hidden: tokens at which the answer ends and which are not shown there. least: how many tokens come
+        before one in which a stop string can end.
+        """
         self._detokeniser = Detokeniser(decoder)
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._keep_stop = keep_stop
         self._hidden = hidden
         self._held = ""
+        self._least = least
+        self._passed = 0
+        """How much of what is held back belongs to the first tokens, in which no stop string ends."""
         self.length = 0
         """Characters that were handed out or are held back."""
         self.stopped = False
@@ -64,14 +69,20 @@ class AnswerText:
         if self.stopped:
             return ""
         shown = tokens[:-1] if last and tokens and tokens[-1] in self._hidden else tokens
-        new = self._detokeniser.add(shown, last)
+        first, others = shown[: self._least], shown[self._least :]
+        self._least -= len(first)
+        early = self._detokeniser.add(first) if first else ""
+        new = early + self._detokeniser.add(others, last)
         self.length += len(new)
         if not self._stops:
             return new
+        if first:
+            self._passed = len(self._held + early)
         return self._cut(self._held + new, last)
 
     def _cut(self, text: str, last: bool) -> str:
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        places = [(text.find(stop, max(0, self._passed + 1 - len(stop))), stop) for stop in self._stops]
+        found = [(place, stop) for place, stop in places if place >= 0]
         if found:
             begin, stop = min(found)
             self.stopped = True
@@ -80,6 +91,7 @@ class AnswerText:
         keep = 0 if last else self._possible_beginning(text)
         shown = text[: len(text) - keep]
         self._held = text[len(text) - keep :]
+        self._passed = max(0, self._passed - len(shown))
         return shown
 
     def _possible_beginning(self, text: str) -> int:
