@@ -125,6 +125,19 @@ def test_draws(model: Any) -> None:
         ]
 
 
+@pytest.mark.parametrize("way", ["greedy", "processed"])
+@pytest.mark.parametrize("run_ahead", [False, True], ids=["in-step", "ahead"])
+def test_a_last_token_that_no_chunk_had_room_for(model: Any, run_ahead: bool, way: str) -> None:
+    """A prompt is computed to its end before its sequence joins those whose rows are token ids."""
+    embeds = vectors(model, 17)
+    with small(model, max_batch_tokens=8, max_batch_sequences=8, run_ahead=run_ahead) as engine:
+        for first in (embeds, embeds[:9]):
+            output = engine.submit(inputs_embeds=first, **WAYS[way]).result()
+            assert answers(output) == right(model, first, **WAYS[way])
+        assert engine.submit(inputs_embeds=embeds, **WAYS[way]).result().cached_tokens == 16
+        engine.check()
+
+
 def test_steps_that_run_ahead(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of embeddings beside tokens that the host has not heard of, and between captured steps."""
     monkeypatch.setitem(RECORDERS, "cpu", record)

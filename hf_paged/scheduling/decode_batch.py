@@ -69,7 +69,8 @@ class DecodeBatch:
 
     def accepts(self, group: SequenceGroup) -> bool:
         """Whether a group may join: no other table names a block that its sequences will write next."""
-        if not group.request.batchable or not group.decoding or group.request.source:
+        in_prompt = group.leader.computed < len(group.request.prompt)  # whose rows may be more than ids
+        if in_prompt or not group.request.batchable or not group.decoding or group.request.source:
             return False
         return all(
             not table.length % self.block_size or table.pool.references(table.blocks[-1]) == 1
