@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from releases import require_own_adapters
 
 import hf_paged
 from hf_paged import Engine
+from hf_paged.model import identity
 
 NEW = 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
@@ -274,3 +276,26 @@ def test_two_adapters_in_turns_over_one_prefix(length: int) -> None:
         engine.check()
     finally:
         engine.close()
+
+
+def test_adapters_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter that is asked for again has another number, however its tensors are: never a stale hit."""
+    monkeypatch.setattr(identity, "ADAPTERS", 2)
+    model = adapted(lora())
+    ids = torch.tensor([prompt(1, 13)])
+    reused = {"cache_implementation": "paged", "cache_config": {"block_size": BLOCK, "prefix_caching": True}}
+    known = []
+    for name in ("two", "three", "four", "two", "one"):
+        if name not in model.peft_config:
+            torch.manual_seed(len(known))
+            model.add_adapter(name, lora())
+        model.set_adapter(name)
+        for _ in range(2):
+            answer = model.generate(ids, **GREEDY, **reused)
+            assert torch.equal(answer, model.generate(ids, **GREEDY))
+        known.append(weakref.ref(identity.identity_of(model.get_base_model()).of_adapter(name)))
+        if name == "two":
+            model.set_adapter("one")
+            model.delete_adapter("two")
+    assert [each() is None for each in known] == [True, True, True, False, False]
+    assert hf_paged.stats(model).reused >= 5 * 12

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import count
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,6 +21,8 @@ Trust = Literal["masks", "trial", "none"]
 """Why a prompt's end may be computed behind a cached beginning: causal masks, or a trial; or why not."""
 STATES = 16
 """So many states of a model are told apart and known again, as when adapters take turns."""
+ADAPTERS = 256
+"""So many adapters of a model are known again."""
 
 
 class Snapshot(Protocol):
@@ -44,7 +49,8 @@ class Identity:
     model, calls of generate().
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Iterator[int] | None = None) -> None:
+        """numbers: not given yet; an adapter's are given to no other one of the model."""
         self._lock = fork_safe_lock()
         self.secret = os.urandom(32)
         """What only this process knows, so that hashes of blocks cannot be computed beforehand."""
@@ -60,8 +66,9 @@ class Identity:
         """What the host sees of the tensors that `_contents` was read from."""
         self._contents: Contents | None = None
         self._states: list[tuple[StateKey, tuple[Any, ...], int]] = []
-        self._numbers = 0
-        self._adapters: dict[str, Identity] = {}
+        self._numbers = numbers or count(1)
+        self._adapters: OrderedDict[str, Identity] = OrderedDict()
+        self._numbers_of_adapters = count(1)
 
     @property
     def turns(self) -> int:
@@ -69,9 +76,13 @@ class Identity:
         return 1 if self._contents is None else self._contents.turns
 
     def of_adapter(self, name: str) -> Identity:
-        """The identity of an adapter of the model, whatever is called so."""
+        """The identity of an adapter of the model, whatever is called so; of one forgotten, begun anew."""
         with self._lock:
-            return self._adapters.setdefault(name, Identity())
+            found = self._adapters.setdefault(name, Identity(self._numbers_of_adapters))
+            self._adapters.move_to_end(name)
+            if len(self._adapters) > ADAPTERS:
+                self._adapters.popitem(last=False)
+            return found
 
     def prefix_key(self, snapshot: Snapshot, whole: bool = False) -> int:
         """The number of the model's state, once some of its weights are read, or all. Raises Unreadable."""
@@ -99,16 +110,18 @@ class Identity:
                 self.moves += i + 1 < len(self._states)
                 self._states.append(self._states.pop(i))
                 return number
-        self._numbers += 1
+        number = next(self._numbers)
         self.moves += 1
-        self.trust.pop(self._numbers - 2 * STATES, None)
+        self.trust.pop(number - 2 * STATES, None)
         settings = StateKey(snapshot.facts, snapshot.objects.values())
-        self._states = [*self._states[1 - STATES :], (settings, weights, self._numbers)]
-        return self._numbers
+        self._states = [*self._states[1 - STATES :], (settings, weights, number)]
+        return number
 
     def still(self, snapshot: Snapshot, number: int, moves: int) -> bool:
         """Whether the model is surely still in the state `number`, and no change was seen since `moves`."""
         with self._lock:
+            if not self._states:
+                return False
             settings, weights, known = self._states[-1]
             if known != number or moves != self.moves or not settings.fits(snapshot.facts):
                 return False
