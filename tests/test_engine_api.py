@@ -541,6 +541,24 @@ def test_whatever_changes_an_idle_engine_s_model(model: Any, engine: Engine, cha
         assert answers(output) == alone(model, PROMPTS[3], **GREEDY)
 
 
+@pytest.mark.parametrize("how", ["forward", "hook"])
+def test_a_layer_that_computes_with_what_is_outside_the_model(model: Any, engine: Engine, how: str) -> None:
+    """C24: of a forward it is read; of a hook it may be anything by the time the engine is idle again."""
+    strength = [1.0]
+    projection = model.model.layers[0].mlp.down_proj
+    if how == "hook":
+        projection.register_forward_hook(lambda module, args, out: out * strength[0])
+    else:
+        stock = projection.forward
+        projection.forward = lambda x: stock(x) * strength[0]
+    for _ in range(3):
+        for cached in (0, 0 if how == "hook" else 28):
+            outputs = engine.generate([PROMPTS[3]] * 2, **GREEDY)
+            assert [output.cached_tokens for output in outputs] == [cached, 28]
+            assert answers(outputs[0]) == alone(model, PROMPTS[3], **GREEDY)
+        strength[0] *= 3.0
+
+
 def test_a_model_that_cannot_be_read(model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that run at the same time share; what was cached before an idle engine may be anything."""
     make_unreadable(monkeypatch)

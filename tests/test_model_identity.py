@@ -580,3 +580,14 @@ def test_one_thread_looks_at_a_time(llama: Any, monkeypatch: pytest.MonkeyPatch)
     others[0].join()
     assert found == [state, state]
     assert most[0] == 1
+
+
+@pytest.mark.parametrize("bound", [{0: 1.0}, [1.0], [torch.ones(1)], torch.ones(1)], ids=repr)
+def test_c24_what_a_replaced_forward_has_from_where_it_was_made(llama: Any, bound: Any) -> None:
+    """A layer is steered by something outside the model, which changes between two calls."""
+    projection = llama.model.layers[0].mlp.down_proj
+    stock = projection.forward
+    projection.forward = lambda x: stock(x) * bound[0]
+    for _ in range(3):
+        assert [scored(llama)[0] for _ in range(2)] == [PROMPT.shape[1], 1]
+        bound[0] *= 2.0

@@ -6,6 +6,7 @@ import logging
 import weakref
 from functools import cache
 from itertools import chain
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -129,15 +130,22 @@ class ModelCheck:
         hooks = chain.from_iterable(
             module.__dict__[kind].items() for module in snapshot.hooked for kind in HOOKS
         )
-        numbers = [number for number, hook in hooks if not only_observes(hook)]
+        numbers = {number: hook for number, hook in hooks if not only_observes(hook)}
         self._state: Any = None
         try:
-            self._state = identity_of(snapshot.model).prefix_key(snapshot, whole), numbers
+            if any(map(_remembers, numbers.values())):
+                raise Unreadable("a hook may compute with what it has from elsewhere")
+            self._state = identity_of(snapshot.model).prefix_key(snapshot, whole), list(numbers)
         except Unreadable as reason:
             if not self._unreadable:
                 logger.info("no request shares prefixes with those before an idle engine: %s", reason)
             self._unreadable = True
         self._changes = identity_of(snapshot.model).changes
+
+
+def _remembers(hook: object) -> bool:
+    """Whether a hook is more than its code."""
+    return not isinstance(hook, FunctionType) or hook.__closure__ is not None
 
 
 class Watcher(Protocol):

@@ -134,7 +134,7 @@ class ModelSnapshot:
                 self._configs[id(own["config"])] = own["config"]
                 found.append(self._object(own["config"]))
             if "forward" in own and (forward := patches.own_forward(module)) is not None:
-                found += (len(self._settings), self._object(forward))
+                found += (len(self._settings), self._object(forward), *map(self._fact, _bound(forward)))
             if own["_forward_pre_hooks"] or own["_forward_hooks"]:
                 self._note_hooks(module)
         for config in self._configs.values():
@@ -342,6 +342,9 @@ class _Places:
         for own in (*objects, *snapshot._nested.values()):
             others.add_values([name for name in own if name not in patches.SETTINGS], [own])
             others.sized.append(own)
+        forwards = [partial(_bound, patches.own_forward(module)) for module in self._forwards]
+        others.sources += forwards
+        others.add(_containers(chain.from_iterable(bound() for bound in forwards)))
         classes, sources = code_of(self._types)
         others.sized += classes
         others.sources += sources
@@ -507,6 +510,11 @@ def _layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[list[Any], ...]:
     )
     columns = (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.numel, _dtype_of)
     return absent, *[list(map(column, there)) for column in columns]
+
+
+def _bound(function: object) -> list[Any]:
+    """What a function has from where it was made."""
+    return [_content(cell) for each in patches.wrapped_in(function) for cell in each.__closure__ or ()]
 
 
 def _content(cell: CellType) -> Any:
