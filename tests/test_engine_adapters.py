@@ -333,8 +333,11 @@ def test_models_whose_adapters_are_more_serve_what_is_active() -> None:
     model = adapted(lora(use_dora=True), lora())
     with Engine(model, block_size=4) as engine:
         assert ask(engine, prompt(1)) == alone(model, prompt(1), "one")
-        with pytest.raises(ValueError, match=r"cannot choose among this model's adapters, since.*Dora"):
-            engine.submit(prompt(1), adapter="two")
+        for wanted in ("two", None):
+            with pytest.raises(
+                ValueError, match=rf"adapter={wanted!r}: the engine cannot choose.*since.*Dora"
+            ):
+                engine.submit(prompt(1), adapter=wanted)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "t5", "gemma3", "qwen3"])

@@ -276,9 +276,7 @@ class EngineAdapters:
                     "invocation tokens; the engine does not look for them, use generate()"
                 )
             return ()
-        if wanted is None or wanted == BASE:
-            wanted = []
-        names = [wanted] if isinstance(wanted, str) else wanted
+        names = [] if wanted is None or wanted == BASE else [wanted] if isinstance(wanted, str) else wanted
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"adapter={wanted!r}: expected the name of an adapter, a list of names or None")
         why_not = self.why_not
