@@ -289,7 +289,7 @@ def test_outputs_of_an_engine_bring_all_that_is_compared(llama: Any, logprobs: b
     assert hf_paged.check_mismatch(llama, outputs).ok == (logprobs is None)
     with pytest.raises(TypeError, match="leave completions= and"):
         hf_paged.check_mismatch(llama, outputs, completions=[[1]])
-    with pytest.raises(TypeError, match="must be outputs of an engine"):
+    with pytest.raises(TypeError, match="inputs must be tensors or an engine's outputs"):
         hf_paged.check_mismatch(llama, [[5, 6, 7]])
 
 

@@ -332,7 +332,7 @@ def test_what_is_no_name_is_refused(model: Any) -> None:
             with pytest.raises(TypeError, match="expected the name of an adapter, a list of names or None"):
                 engine.submit(prompt(1), adapter=wrong)  # type: ignore[arg-type]
         for name in ("active", "__base__", "", 5):
-            with pytest.raises(ValueError, match="a name of its own"):
+            with pytest.raises(ValueError, match="cannot name an adapter; give another text"):
                 engine.add_adapter(name, model)  # type: ignore[arg-type]
 
 

@@ -136,6 +136,15 @@ def test_an_engine_is_not_copied(engine: Engine) -> None:
     assert answers(pickle.loads(pickle.dumps(handle.result()))) == alone(engine.model, PROMPTS[0], **GREEDY)
 
 
+def test_what_names_no_tenant_or_holds_several_prompts_is_refused(model: Any) -> None:
+    with Engine(model, num_blocks=40) as engine:
+        with pytest.raises(TypeError, match="tenant=3 is not a str; give the name of a tenant"):
+            engine.submit(PROMPTS[0], tenant=3, **GREEDY)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"got list .*; engine.generate\(\) takes a list of prompts"):
+            engine.submit(PROMPTS[:2], **GREEDY)
+        engine.check()
+
+
 @pytest.mark.parametrize("priority", ["high", None, float("nan"), 1.5])
 def test_a_priority_is_a_whole_number(model: Any, priority: Any) -> None:
     """Anything else could not be put in order, and would break the queue of everybody."""
@@ -353,7 +362,7 @@ def test_a_request_that_draws_nothing_leaves_torchs_generator(model: Any, kind: 
         ),
         ({"host_blocks": 10**12}, hf_paged.OutOfBlocks, "no memory for host_blocks=1000000000000"),
         ({"memory_fraction": 1e-13}, hf_paged.OutOfBlocks, "less than one block of [0-9]* bytes"),
-        ({"tokenizer": EngineConfig()}, TypeError, "a tokenizer has decode.., got EngineConfig"),
+        ({"tokenizer": EngineConfig()}, TypeError, "tokenizer must have decode.., got EngineConfig"),
         ({"config": {"block_size": 4}}, TypeError, "EngineConfig"),
         ({"config": EngineConfig(), "block_size": 4}, ValueError, "give one of them"),
     ],

@@ -440,6 +440,13 @@ def test_graphs_can_be_turned_off(llama: Any) -> None:
         assert engine.stats()["graphs"] == {}
 
 
+def test_what_was_not_captured_is_counted_as_none(llama: Any) -> None:
+    """Every count of docs/engine_reference.md is there from the first step on."""
+    with Engine(llama, num_blocks=40) as engine:
+        graphs = engine.stats()["graphs"]
+    assert [graphs[name] for name in ("captured", "compiled", "replayed", "refused")] == [0] * 4
+
+
 def test_captured_steps_are_bounded_and_counted(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The least recently used goes first; stats() has how many there are, their bytes and what they took."""
     policy(monkeypatch, padded=0, most=2)

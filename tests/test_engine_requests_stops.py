@@ -133,7 +133,7 @@ def test_lists_are_kept_by_what_they_say() -> None:
     assert lists.criterion(byte_level(), ["a"])(torch.tensor([[0]]), None).tolist() == [False]
 
 
-@pytest.mark.parametrize("strings", [[], [3], ["a", None], ["€"], "€"])
+@pytest.mark.parametrize("strings", [[], 3, [3], ["a", None], ["€"], "€"])
 def test_what_can_end_nothing_is_refused(strings: Any) -> None:
     with (
         Engine(demo.model(), words(), num_blocks=50) as engine,

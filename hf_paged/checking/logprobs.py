@@ -21,7 +21,7 @@ FAR = 0.1
 def of_outputs(outputs: Sequence[Any], device: torch.device) -> tuple[dict[str, Any], list[list[int]], Any]:
     """The prompt of each answer of an engine, the answers, and log-probabilities if all have some."""
     if not all(hasattr(each, "prompt_token_ids") for each in outputs):
-        raise TypeError("a list of inputs must be outputs of an engine; give prompts as tensors or keywords")
+        raise TypeError(f"inputs must be tensors or an engine's outputs, got {outputs!r:.30}; tokenize texts")
     answers = [(each.prompt_token_ids, answer) for each in outputs for answer in each.sequences]
     width = max((len(prompt) for prompt, _ in answers), default=0)
     padded = [[0] * (width - len(prompt)) + prompt for prompt, _ in answers]

@@ -33,8 +33,8 @@ def check_mismatch(
     """Say whether the paged cache answers as stock does for this model and these inputs, and whether rounding
     explains what differs.
 
-        report = hf_paged.check_mismatch(model, tokenizer(prompts, return_tensors="pt", padding=True),
-        max_new_tokens=200) print(report) assert report.ok
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+        print(hf_paged.check_mismatch(model, inputs, max_new_tokens=200))
 
     inputs: token ids, or the keywords of `model.generate()`; the rest of them in `generate_kwargs`,
     `cache_config` for the paged call among them. Both calls begin with the same random state, so samples are

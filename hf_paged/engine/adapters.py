@@ -214,7 +214,7 @@ class EngineAdapters:
     def read(self, name: str, source: Any, config: Any) -> dict[str, LowRank]:
         """An adapter from a folder, a state dict or another peft model: what it adds to layers."""
         if not isinstance(name, str) or name in ("", BASE, ACTIVE):
-            raise ValueError(f"an adapter has a name of its own, got {name!r}")
+            raise ValueError(f"name={name!r} cannot name an adapter; give another text")
         self.require_new(name)
         return load_adapter(self.model, source, config, name)
 

@@ -56,8 +56,8 @@ class EngineConfig:
         that has not ended is given up on all of them, because one of them hangs.
     max_adapters: adapters that the device holds at once; a request whose adapter finds no place waits, and
         those behind it do not.
-    cache_shares: how large the shares of tenants are in the blocks, beside each other; 1 for a tenant
-        without an entry. No tenant evicts what another has cached within its share.
+    cache_shares: numbers by tenant: how the tenants divide the blocks. A tenant without an entry has 1. No
+        tenant evicts what another has cached within its share.
     compile: whether the decoder layers of captured steps are compiled by torch.compile, into one code for all
         that are alike. It takes seconds when the first steps are captured. For it, weights with one input (q,
         k and v; gate and up) are moved next to each other in memory. A model whose layers cannot be compiled,
@@ -127,7 +127,7 @@ class EngineConfig:
 
     def _check_shares(self) -> None:
         if not isinstance(self.cache_shares, Mapping):
-            raise TypeError(f"cache_shares is numbers by the names of tenants, got {self.cache_shares!r}")
+            raise TypeError(f"cache_shares must be a dict of numbers by tenant, got {self.cache_shares!r}")
         for tenant, share in self.cache_shares.items():
             if not isinstance(tenant, str) or isinstance(share, bool) or not isinstance(share, int | float):
                 raise TypeError(f"cache_shares has {tenant!r}: {share!r}, expected a name and a number")

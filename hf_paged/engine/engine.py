@@ -169,8 +169,8 @@ class Engine:
         words = words_of(tokenizer)
         if words is not None and not callable(getattr(words, "decode", None)):
             raise TypeError(
-                f"a tokenizer has decode(), got {type(tokenizer).__name__}; give options by name, and no "
-                "tokenizer if there is none"
+                f"tokenizer must have decode(), got {type(tokenizer).__name__}; give a tokenizer or "
+                "processor there, options by name, or leave it out and submit token ids"
             )
         self.processor = tokenizer
         self.tokenizer = words
@@ -266,10 +266,10 @@ class Engine:
         prompt's ids, if there are any. Of an encoder-decoder the prompt is the encoder's, or
         input_features=... is, and decoder_input_ids=... what its decoder begins with. generation_config and
         keywords: as generate() takes them, logits_processor, stopping_criteria and prefix_allowed_tokens_fn
-        among them. seed: of its draws. logprobs: True, or how many of the model's favourites are reported
-        beside each token's own; prompt_logprobs: the same of the prompt's tokens. priority: higher is sooner,
+        among them. seed: of its draws. logprobs: True, or how many top tokens are reported beside each
+        chosen one; prompt_logprobs: the same of the prompt's tokens. priority: higher is sooner,
         under policy="priority". salt: requests share their prefixes only with requests of the same salt.
-        tenant: whose share of the cached blocks those of this request count for.
+        tenant: for whose share of the blocks this request's count.
         adapter: the name of a LoRA adapter, or of several that are added up; None for the model alone. Not
         given, it is what is active on the peft model now.
 

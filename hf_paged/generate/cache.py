@@ -139,7 +139,7 @@ class PagedCache(DynamicCache):
         return [layer.path if isinstance(layer, PagedLayer) else "stock" for layer in self.layers]
 
     def tables(self, layer: int = 0) -> list[list[int]]:
-        """The blocks of every row, as layer number `layer` sees them."""
+        """The blocks of every row, as paged layer number `layer` sees them."""
         self.settle()
         found = self.paged_layers[layer]
         return [list(table.blocks) for table in found.sequences.tables(found.kind)]

@@ -34,8 +34,8 @@ class Request:
     higher is sooner, if the policy uses it. extra: what changes keys and values for the same tokens (C24).
     source: how many tokens it attends to across, of its encoder or its pictures. source_key: their content; a
     source without a key shares no prefix. batchable: whether its sequences may be in the decode batch.
-    adapter: the names of its adapters, adapter_key: their content, or nothing. scored: how many
-    numbers are wanted about each token of its prompt. tenant: for whose share its blocks count.
+    adapter: the names of its adapters, adapter_key: their content, or nothing. scored: how many numbers are
+    wanted about each token of its prompt. tenant: for whose share its blocks count.
     """
 
     number: int
@@ -55,6 +55,8 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int):  # whatever cannot be put in order would break the order of all
             raise TypeError(f"priority={self.priority!r} is not an int; higher is sooner")
+        if not isinstance(self.tenant, str):
+            raise TypeError(f"tenant={self.tenant!r} is not a str; give the name of a tenant")
 
     @property
     def shares(self) -> bool:

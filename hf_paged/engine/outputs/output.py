@@ -17,9 +17,9 @@ FIRST = 4
 
 
 class TokenLogprob(NamedTuple):
-    """How likely the model, before any processor, found a token that was chosen, and its favourites at that
-    place.
+    """The log-probability of a token, before any processor.
 
+    favourites: the top tokens in its place and their log-probabilities, as many as were requested.
     processed: the logprob after penalties, temperature and cuts, which it was chosen from; None of a beam.
     kept: the share of the probability, after penalties and temperature, that top_k, top_p and min_p left to
         choose from: without them the logprob would be `processed + log(kept)`. 1 without cuts; None of a
@@ -148,8 +148,8 @@ class Timing:
 class Output:
     """The answer to one request.
 
-    cached_tokens: how many of the prompt's tokens were there already. preemptions: how often it had to go and
-    come back. error: what went wrong, if something did; no Exception where the request's own code raised none
+    cached_tokens: how many tokens of the prompt were cached. preemptions: how often it was preempted.
+    error: what went wrong, if something did; it may be a BaseException that the request's own code raised
     (asyncio.CancelledError, SystemExit). prompt_logprobs: if they were requested, and the prompt was
     computed: one for each of its tokens, None for the first one, which follows nothing.
     """

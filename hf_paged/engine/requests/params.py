@@ -472,7 +472,7 @@ def _favourites(name: str, logprobs: int | bool | None, model: Any) -> int | Non
     count = 0 if logprobs is True else logprobs
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     if not isinstance(count, Integral) or not 0 <= count <= vocabulary:
-        raise ValueError(f"{name}={logprobs!r} is not True or a number of favourites from 0 to {vocabulary}")
+        raise ValueError(f"{name}={logprobs!r} is not True or a number of top tokens from 0 to {vocabulary}")
     return int(count)
 
 

@@ -97,6 +97,7 @@ def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
     found = _ids_of(ids)
     if found is None:
         hint = '; give its "input_ids"' if isinstance(prompt, Mapping) and "input_ids" in prompt else ""
+        hint = "; engine.generate() takes a list of prompts" if isinstance(prompt, list | tuple) else hint
         raise TypeError(
             f"a prompt is a text, chat messages or the token ids of one sequence, got {short(prompt)}{hint}"
         )

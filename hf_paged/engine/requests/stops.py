@@ -73,10 +73,10 @@ class StopLists:
 
     def criterion(self, tokenizer: Any, strings: Any) -> StopStrings:
         """The criterion of a string or a list of strings, as `stop_strings` of generate()."""
-        listed = [strings] if isinstance(strings, str) else list(strings)
+        listed = list(strings) if isinstance(strings, list | tuple | set) else [strings]
         wrong = [string for string in listed if not isinstance(string, str)]
         if wrong or not listed:
-            got = f"{type(wrong[0]).__name__} {wrong[0]!r:.60} in it" if wrong else "an empty list"
+            got = f"{type(wrong[0]).__name__} {wrong[0]!r:.60}" if wrong else "an empty list"
             raise ValueError(
                 f"stop_strings is a string or a list of strings, got {got}; leave it out for none"
             )

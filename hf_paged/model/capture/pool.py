@@ -116,7 +116,7 @@ class CapturePool:
         compilation: Compilation | None = None,
     ) -> None:
         """ready: whether what steps of a size launch is compiled; others are not captured yet."""
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(captured=0, compiled=0, replayed=0, refused=0)
         """How many steps were "captured", "compiled", "replayed", "refused"."""
         self.reasons: dict[Hashable, str] = {}
         """Why steps are not captured."""

@@ -70,7 +70,7 @@ OPTIMIZERS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 
 
 class NotInvariant(NotImplementedError):
-    """What a model calls has no order that is known not to depend on the batch."""
+    """An operation of the model may round by what else is in the batch: there is no invariant form of it."""
 
 
 def kernels_for(x: torch.Tensor) -> Any:
