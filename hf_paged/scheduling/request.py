@@ -32,10 +32,9 @@ class Request:
     number: its place in the order of arrival. prompt: token ids. most_tokens: how long a sequence may become,
     prompt included. width: how many sequences it becomes after its prompt (samples or beams). priority:
     higher is sooner, if the policy uses it. extra: what changes keys and values for the same tokens (C24).
-    source: how many tokens it attends to across, of its encoder or its pictures. source_key: their content; a
-    source without a key shares no prefix. batchable: whether its sequences may be in the decode batch.
-    adapter: the names of its adapters, adapter_key: their content, or nothing. scored: how many numbers are
-    wanted about each token of its prompt. tenant: for whose share its blocks count.
+    source: tokens that it attends to across, of its encoder or its pictures. source_key: their content;
+    without it no prefix is shared. batchable: whether its sequences may be in the decode batch. adapter:
+    names, adapter_key: their content. scored: numbers for each token of its prompt. tenant: for cache_shares.
     """
 
     number: int
