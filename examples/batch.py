@@ -1,9 +1,8 @@
 """Thirty-two prompts of different lengths in one batch: the same sentences, no padding stored, and the
 seconds of both caches.
 
-python examples/batch.py                    # a tiny model that comes with the package, on the GPU if there is
-one python examples/batch.py --shape llama8b    # 32 prompts of 384 tokens, an 8B Llama with random weights,
-on a GPU
+python examples/batch.py                    # the tiny model of the package, on the GPU if there is one
+python examples/batch.py --shape llama8b    # 32 prompts of 384 tokens, an 8B Llama with random weights, on a GPU
 """
 
 import argparse

@@ -1,8 +1,7 @@
 """Beam search on pages: the same sentences, the prompts stored once, and the seconds of both caches.
 
-python examples/beams.py                    # a tiny model that comes with the package, on the GPU if there is
-one python examples/beams.py --shape llama8b    # 16 prompts of 256 tokens, an 8B Llama with random weights,
-on a GPU
+python examples/beams.py                    # the tiny model of the package, on the GPU if there is one
+python examples/beams.py --shape llama8b    # 16 prompts of 256 tokens, an 8B Llama with random weights, on a GPU
 """
 
 import argparse

@@ -1,9 +1,8 @@
-"""A chat, asked anew at every turn with all that was said before: with prefix caching a turn computes only
-what is new.
+"""A chat: each turn's prompt repeats all earlier turns, and with prefix caching only its new tokens are computed.
 
-python examples/chat.py                    # a tiny model that comes with the package, on the GPU if there is
-one python examples/chat.py --shape small      # random weights of a larger model: nonsense, at the cost of
-sense python examples/chat.py path/of/a/model    # any model with a chat template
+python examples/chat.py                    # the tiny model of the package, on the GPU if there is one
+python examples/chat.py --shape small      # a larger model with random weights: answers mean nothing, times do
+python examples/chat.py path/of/a/model    # any model with a chat template
 
 The system prompt is `--system` tokens long, an answer `--new`. Turns are timed with and without
 `prefix_caching`, after one to warm up.

@@ -3,9 +3,9 @@ with a stop string.
 
 python examples/serve.py [--blocks 40] [--delay 0.03] [--trace steps.jsonl]
 
-With fewer blocks the newest have to go and come back: their panels wait, and their words stay the same. Where
-the output is no terminal only the last picture is printed. --trace writes every step down and draws who held
-which block when most were held.
+With fewer blocks the newest requests are preempted: their panels wait, and their words stay the same. Where the
+output is no terminal only the last picture is printed. --trace records every step and draws the owner of each
+block in the step that held most.
 """
 
 from __future__ import annotations
