@@ -42,3 +42,17 @@ def test_tls(tmp_path: Path) -> None:
     ServerOptions(**files, ssl_keyfile_password="secret")
     with pytest.raises(ValueError, match="an encrypted key needs --ssl-keyfile-password"):
         ServerOptions(**files)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_clients_need_a_certificate_of_the_authorities_that_are_given(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    files = {"ssl_keyfile": str(key), "ssl_certfile": str(certificate), "ssl_ca_certs": str(certificate)}
+    with serving(**files) as served:
+        known = ssl.create_default_context(cafile=str(certificate))
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{served.url}/v1/models", verify=known)
+        known.load_cert_chain(certificate, key)
+        assert httpx.get(f"{served.url}/v1/models", verify=known).status_code == 200

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import stat
 import sys
 import time
@@ -162,6 +163,7 @@ def _config(service: Service) -> uvicorn.Config:
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile_password=options.ssl_keyfile_password,
         ssl_ca_certs=options.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_ca_certs else ssl.CERT_NONE,
     )
 
 
