@@ -84,7 +84,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     _add_generate(made["generate"])
     _add_chat(made["chat"])
     _add_bench(made["bench"])
-    made["completion"].add_argument("shell", choices=["bash", "zsh"])
+    made["completion"].add_argument("shell", choices=["bash", "zsh"], help="the shell")
     _add_source(made["info"], optional=True)
     return top, made
 
@@ -93,31 +93,27 @@ def _add_source(to: Parser, optional: bool = False) -> None:
     model: dict[str, Any] = {"nargs": "?"} if optional else {}
     to.add_argument("model", metavar="MODEL", help="a name on the Hub, a folder, or demo", **model)
     add = to.add_argument_group("model").add_argument
-    add("--revision", help="of the checkpoint on the Hub")
-    add("--tokenizer", help="a name or folder, if it is not the model's")
+    add("--revision", help="branch, tag or commit of the checkpoint on the Hub")
+    add("--tokenizer", help="name or folder of the tokenizer (the model's)")
     add("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
-    add("--device", help="as torch names it; the first CUDA device, or cpu")
-    add("--device-map", help="instead of --device, as from_pretrained takes it: auto")
+    add("--device", help="device as torch names it (the first CUDA device, else cpu)")
+    add("--device-map", help="instead of --device: auto, as from_pretrained takes it")
     add("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
 
 
 def _add_serve(to: Parser) -> None:
     _add_source(to)
     add = to.add_argument_group("address").add_argument
-    add("--host", help="0.0.0.0 serves the network; give --api-key then (127.0.0.1)")
-    add("--port", type=number(int, 0, 65535), help="0 takes a free one, which the log names (8000)")
+    add("--host", help="address; 0.0.0.0 serves the network, give --api-key then (127.0.0.1)")
+    add("--port", type=number(int, 0, 65535), help="0 takes a free port and logs it (8000)")
     add("--uds", type=new_socket, help="a Unix socket instead of --host and --port")
     add("--root-path", default="", help="the path under which a proxy shows the server: /prefix")
-    add("--ssl-keyfile", help="for https, with --ssl-certfile")
-    add("--ssl-certfile", help="of the server")
-    add("--ssl-keyfile-password", help="of an encrypted key file")
-    add("--ssl-ca-certs", help="of clients")
-    add(
-        "--served-model-name",
-        nargs="+",
-        action="extend",
-        help="what clients call the model; the first is shown",
-    )
+    add("--ssl-keyfile", help="PEM file with the private key, for https")
+    add("--ssl-certfile", help="PEM file with the certificate of the server")
+    add("--ssl-keyfile-password", help="password of an encrypted key file")
+    add("--ssl-ca-certs", help="PEM file: clients must have a certificate of these authorities")
+    names = "what clients call the model; the first is shown (MODEL)"
+    add("--served-model-name", nargs="+", action="extend", metavar="NAME", help=names)
     _add_access(to.add_argument_group("access").add_argument)
     to.add_argument_group("ranks").add_argument(
         "--tensor-parallel-size", "--tp", type=number(int, 1), default=1, metavar="N",
@@ -130,11 +126,8 @@ def _add_serve(to: Parser) -> None:
     add("--chat-template", help="a Jinja file, or the template itself")
     add("--response-template", help="a JSON file or the template: how tool calls and reasoning are read")
     add("--dev", action="store_true", help="routes for training loops: /pause, /load_weights, ...")
-    add(
-        "--otlp-traces-endpoint",
-        metavar="URL",
-        help="an OpenTelemetry collector that gets a span of each request",
-    )
+    collector = "an OpenTelemetry collector that gets a span of each request"
+    add("--otlp-traces-endpoint", metavar="URL", help=collector)
     add("--vllm-metric-names", action="store_true", help="serve the metrics as vllm:..., too")
     levels = ["debug", "info", "warning", "error"]
     add("--log-level", default="info", choices=levels, help="the least that is logged (info)")
@@ -142,19 +135,19 @@ def _add_serve(to: Parser) -> None:
 
 
 def _add_access(add: Any) -> None:
-    add("--api-key", action="append", default=[], help="may be repeated; also $HF_PAGED_API_KEY")
-    add("--api-key-file", help="a key on each line, where no process list shows them")
-    add("--admin-api-key", action="append", default=[], help="a key that sees the requests of all on the map")
+    add("--api-key", action="append", default=[], help="a client's key; repeatable; also $HF_PAGED_API_KEY")
+    add("--api-key-file", help="file with a key on each line; no process list shows these")
+    add("--admin-api-key", action="append", default=[], help="key that sees all requests and loads adapters")
     add(
         "--prefix-cache-share", nargs="+", action="extend", default=[], metavar="KEY=SHARE",
-        help="how large keys' shares of the blocks are beside each other, as in key-0=3; 1 for others",
+        help="how API keys divide the blocks, as in key-0=3; 1 for others",
     )  # fmt: skip
     add("--share-prefixes", action="store_true", help="let keys share cached prefixes")
-    add("--allowed-host", action="append", default=[], help="a Host header that is answered")
-    add("--allowed-origin", action="append", default=[], help="whose pages may call: https://a.b")
+    add("--allowed-host", action="append", default=[], help="Host header that is answered; may be repeated")
+    add("--allowed-origin", action="append", default=[], help="origin whose pages may call: https://a.b")
     add(
         "--allowed-media-domains", nargs="+", action="extend", default=[], metavar="HOST",
-        help="from which images of requests are fetched; without it they come in data: URLs alone",
+        help="hosts from which images are fetched; without it images come in data: URLs alone",
     )  # fmt: skip
 
 
@@ -164,7 +157,7 @@ def _add_adapters(add: Any) -> None:
         help="LoRA adapters that requests choose as their model",
     )  # fmt: skip
     add("--max-loras", type=number(int, 1), help="adapters on the device at once (16)")
-    add("--enable-lora", action="store_true", help="the default")
+    add("--enable-lora", action="store_true", help="no effect: it is the default")
     add(
         "--allow-runtime-lora-updating", action="store_true",
         help="let every key load adapters from folders; an admin key always may",
@@ -179,17 +172,18 @@ def _add_engine(add: Any) -> None:
     add("--num-blocks", type=number(int, 1), help="blocks of a pool, instead of a share of the memory")
     add("--gpu-memory-utilization", type=number(float, 0.001, 1), help="share of the free memory for pools")
     add("--no-enable-prefix-caching", action="store_true", help="compute every prompt whole")
-    add("--enable-prefix-caching", action="store_true", help="the default")
+    add("--enable-prefix-caching", action="store_true", help="no effect: it is the default")
     policies = ["fcfs", "priority"]
-    add("--scheduling-policy", default="fcfs", choices=policies, help="who runs next (fcfs: who came first)")
-    add("--admission", default="watermark", choices=["watermark", "future"], help="when a request may begin")
+    add("--scheduling-policy", default="fcfs", choices=policies, help="order of requests (fcfs)")
+    admissions = ["watermark", "future"]
+    add("--admission", default="watermark", choices=admissions, help="when a request may begin (watermark)")
     preemptions = ["auto", "swap", "recompute"]
-    add("--preemption", default="auto", choices=preemptions, help="of a request whose blocks others need")
+    add("--preemption", default="auto", choices=preemptions, help="how a request makes room (auto)")
     kernels = ["auto", "triton", "native", "torch"]
-    add("--kernels", default="auto", choices=kernels, help="that read the pages (auto: the fastest here)")
+    add("--kernels", default="auto", choices=kernels, help="what reads the pages (auto: the fastest here)")
     add("--enforce-eager", action="store_true", help="capture no steps")
     add("--compile", action="store_true", help="compile captured steps")
-    add("--seed", type=int, help="of requests without one")
+    add("--seed", type=int, help="seed of torch, for requests without one")
 
 
 def _add_limits(to: Parser) -> None:
@@ -216,7 +210,7 @@ def _add_generate(to: Parser) -> None:
     asked.add_argument("--json", action="store_true", help="print JSON instead of streaming")
     how = to.add_argument_group("options")
     _add_sampling(how, 128)
-    how.add_argument("--num-beams", type=number(int, 1))
+    how.add_argument("--num-beams", type=number(int, 1), help="beams of a beam search (1)")
     how.add_argument(
         "--stop", type=some_text, action="append", help="a text at which the answer ends; may be repeated"
     )
@@ -224,11 +218,11 @@ def _add_generate(to: Parser) -> None:
 
 def _add_sampling(group: Any, tokens: int) -> None:
     add = group.add_argument
-    add("--max-tokens", type=number(int, 1), default=tokens, help=f"of an answer ({tokens})")
-    add("--temperature", type=number(float, 0), default=0.0, help="0 (the default) draws nothing")
-    add("--top-p", type=number(float, 0, 1), help="draw from the likeliest tokens of this sum")
-    add("--top-k", type=number(int, 0), help="draw from so many of the likeliest tokens")
-    add("--seed", type=number(int, 0, 2**63 - 1), help="of the draws")
+    add("--max-tokens", type=number(int, 1), default=tokens, help=f"most tokens of an answer ({tokens})")
+    add("--temperature", type=number(float, 0), default=0.0, help="above 0 tokens are drawn (0)")
+    add("--top-p", type=number(float, 0, 1), help="draw from the likeliest tokens of this probability in all")
+    add("--top-k", type=number(int, 0), help="draw from this many of the likeliest tokens")
+    add("--seed", type=number(int, 0, 2**63 - 1), help="seed of the draws")
 
 
 def _add_chat(to: Parser) -> None:
@@ -241,18 +235,16 @@ def _add_chat(to: Parser) -> None:
 def _add_bench(to: Parser) -> None:
     _add_source(to)
     load = to.add_argument_group("load")
-    load.add_argument("--num-prompts", type=number(int, 1), default=64, help="that come at once (64)")
-    load.add_argument("--input-len", type=number(int, 1), default=128, help="tokens of a prompt (128)")
-    load.add_argument(
-        "--output-len", type=number(int, 1), default=128, help="tokens of an answer in the mean (128)"
-    )
+    load.add_argument("--num-prompts", type=number(int, 1), default=64, help="prompts, all at once (64)")
+    load.add_argument("--input-len", type=number(int, 1), default=128, help="tokens of each prompt (128)")
+    load.add_argument("--output-len", type=number(int, 1), default=128, help="mean tokens of an answer (128)")
     load.add_argument(
         "--batch-size", type=number(int, 1), default=16, help="prompts in a call of generate() (16)"
     )
     load.add_argument(
         "--max-num-seqs", type=number(int, 1), help="sequences that the engine runs at once (256)"
     )
-    load.add_argument("--seed", type=int, default=0)
+    load.add_argument("--seed", type=int, default=0, help="seed of prompts and lengths (0)")
     shown = to.add_argument_group("answer")
     shown.add_argument("--out", type=new_picture, metavar="FILE.svg", help="draw a picture")
     shown.add_argument("--json", action="store_true", help="print JSON")
