@@ -106,8 +106,7 @@ def main():
             record = trace.read(options.trace)
             print(record, max(record.maps(), key=lambda each: each.step.blocks[0].held), sep="\n")
         print(
-            f"{tokens} tokens in {stats['steps']} steps, {seconds:.2f} seconds; {stats['preemptions']} times "
-            "somebody had to wait"
+            f"{tokens} tokens in {stats['steps']} steps, {seconds:.2f} seconds, {stats['preemptions']} preemptions"
         )
 
 

@@ -144,6 +144,8 @@ def test_tokenize_and_back(served: Served) -> None:
     assert served.post("/detokenize", {"tokens": ids}).json() == {"prompt": tokenizer().decode(ids)}
     bare = served.post("/detokenize", {"tokens": ids, "skip_special_tokens": True}).json()
     assert bare == {"prompt": text(ids)}
+    both = served.post("/tokenize", {"prompt": "The fox", "messages": CHAT}).json()["error"]["message"]
+    assert both == "prompt and messages are both what is tokenized; give one of them"
     chats = served.post("/tokenize", {"messages": CHAT}).json()["tokens"]
     assert chats == tokenizer()(rendered(CHAT), add_special_tokens=False)["input_ids"]
     assert served.post("/detokenize", {"tokens": [10**6]}).status_code == 400

@@ -57,6 +57,24 @@ def test_an_unknown_field_names_the_nearest() -> None:
     assert refused(CompletionRequest, {"max_tokens": 3})["code"] == "missing_parameter"
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "got"),
+    [
+        ("max_tokens", -1, "greater than or equal to 0, got -1"),
+        ("temperature", "hot", "valid number, got 'hot'"),
+        ("seed", "x" * 1000, f"valid integer, got '{'x' * 40}'"),
+        ("n", True, "valid integer, got True"),
+        ("stop", 3, "valid list, got 3"),
+        ("logit_bias", [1], "valid dictionary"),
+        ("top_k", 10**30, ""),
+    ],
+)
+def test_an_error_has_what_was_given(field: str, value: Any, got: str) -> None:
+    message = refused(CompletionRequest, {"prompt": "a", field: value})["message"]
+    assert message.startswith(f"{field}: ")
+    assert message.endswith(got)
+
+
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 
@@ -225,7 +243,9 @@ def test_sizes_and_types_of_bodies(served: Served) -> None:
     )
     assert served.client.post(url, content=b"{}").status_code == 415
     assert served.client.post(url, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
-    assert served.client.get(url).status_code == 405
+    wrong = served.client.get(url)
+    assert wrong.status_code == 405
+    assert wrong.json()["error"]["message"] == "this path does not take GET, it takes POST"
     assert served.client.get("/nope").json()["error"]["type"] == "not_found_error"
 
 

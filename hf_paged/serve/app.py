@@ -266,6 +266,8 @@ def _add_map(app: FastAPI, service: Service) -> None:
 async def tokenize(service: Service, http: Request, body: bytes) -> Response:
     """POST /tokenize: the ids of a text or of a chat."""
     fields = fields_of(body)
+    if "messages" in fields and "prompt" in fields:
+        raise invalid("prompt and messages are both what is tokenized; give one of them", "prompt")
     request: TokenizeText | TokenizeChat
     request = parsed(TokenizeChat, fields) if "messages" in fields else parsed(TokenizeText, fields)
     service.model(request.model)
@@ -404,7 +406,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     messages = {
         404: "there is no such path; GET /openapi.json lists them",
-        405: f"this path does not take {request.method}; see the header allow",
+        405: f"this path does not take {request.method}, it takes {(error.headers or {}).get('Allow')}",
     }
     message = messages.get(error.status_code, str(error.detail))
     return JSONResponse(ApiError(error.status_code, message).body, error.status_code, headers=error.headers)

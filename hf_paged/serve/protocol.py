@@ -29,11 +29,11 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), "give tools"),
     "images": ((), "give them as image_url parts of messages"),
     "modalities": ((["text"],), "this server answers in text"),
-    "prediction": ((), "predicted outputs are not there"),
+    "prediction": ((), "outputs are not predicted; leave it out"),
     "prompt_embeds": ((), "a prompt is a text or token ids"),
-    "service_tier": (("auto", "default"), "there is one tier"),
-    "store": ((False,), "nothing is stored"),
-    "suffix": (("",), "insertion is not there"),
+    "service_tier": (("auto", "default"), "there is one tier; leave it out"),
+    "store": ((False,), "nothing is stored; leave it out"),
+    "suffix": (("",), "text is not inserted; leave it out"),
     "truncate_prompt_tokens": ((), "prompts are not cut; shorten it"),
     "chat_template": ((), "a template is code; the operator gives it with --chat-template"),
     "documents": ((), "give them in the messages, or in chat_template_kwargs"),
@@ -512,7 +512,7 @@ def _fit(error: ErrorDetails) -> tuple[int, bool, bool]:
 
 
 def _explained(error: ValidationError, kind: type[Part]) -> ApiError:
-    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    errors = error.errors(include_url=False, include_context=False)
     unknown = [each for each in errors if each["type"] == "extra_forbidden"]
     # Of a value that may have several forms, the one that fits furthest is meant; its type decides.
     first = unknown[0] if unknown else max(errors, key=_fit)
@@ -522,8 +522,15 @@ def _explained(error: ValidationError, kind: type[Part]) -> ApiError:
     where = ".".join(names)[:160]
     if first["type"] == "missing":
         return invalid(f"the field {where!r} is missing; give it", where, "missing_parameter")
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ") + _got(first)
     return invalid(f"{where}: {message}" if where else message, where or None, "invalid_value")
+
+
+def _got(error: ErrorDetails) -> str:
+    """What was given, if it is a plain value and the message does not have it."""
+    value = error["input"][:40] if isinstance(error["input"], str) else error["input"]
+    plain = isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**63)
+    return f", got {value!r}" if plain and error["type"] != "value_error" else ""
 
 
 def _unknown_field(kind: type[Part], steps: tuple[int | str, ...]) -> ApiError:

@@ -129,7 +129,7 @@ class Service:
         """The keywords of `submit()` for one prompt of a request."""
         if (request.min_tokens or 0) > new:
             raise invalid(
-                f"min_tokens={request.min_tokens} is more than {new} tokens; lower it", "min_tokens"
+                f"min_tokens={request.min_tokens} is more than the {new} new tokens; lower it", "min_tokens"
             )
         found = {**self.sampling.keywords(request, new), "tenant": tenant.name}
         salt = tenant.salted(request.cache_salt)
