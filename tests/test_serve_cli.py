@@ -275,6 +275,8 @@ def test_origins_and_hosts_that_match_are_taken() -> None:
 
 def test_files_that_are_no_text_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "binary"
+    absent = failing(capsys, "serve", "demo", "--api-key-file", str(file))
+    assert f"--api-key-file {file} cannot be read: No such file or directory; give a file's path" in absent
     file.write_bytes(b"\xff\x00")
     assert f"--file {file} is no text in UTF-8" in failing(capsys, "generate", "demo", "--file", str(file))
     said = failing(capsys, "serve", "demo", "--api-key-file", str(file))

@@ -145,5 +145,7 @@ def content_of(flag: str, path: str) -> str:
     """The text of a flag's file."""
     try:
         return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}; give a file's path") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{flag} {path} is no text in UTF-8 ({error}); convert it") from error
