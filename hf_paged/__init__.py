@@ -1,9 +1,9 @@
-"""The paged generation backend of the Hugging Face ecosystem.
+"""Paged key-value blocks for transformers: in stock generate(), and in a continuous-batching engine.
 
     import hf_paged
     model.generate(**inputs, num_beams=4, cache_implementation="paged")
 
-Importing the package is enough: stock generate() then knows the word, in every mode, with the same tokens.
+Importing the package is enough: stock generate() then takes "paged" in every mode, with the same tokens.
 """
 
 from . import trace

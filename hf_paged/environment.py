@@ -66,7 +66,7 @@ def _version(package: str) -> str | None:
 def _devices() -> tuple[str, ...]:
     if not torch.cuda.is_available():
         registers = torch.backends.cpu.get_cpu_capability()
-        cpu = f"cpu, {platform.machine()}, {registers}, {torch.get_num_threads()} threads"
+        cpu = f"cpu, {platform.machine()}, {registers}, threads: {torch.get_num_threads()}"
         return (cpu,)
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     made_for = f"CUDA {torch.version.cuda}" if torch.version.hip is None else f"ROCm {torch.version.hip}"

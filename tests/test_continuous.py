@@ -286,6 +286,8 @@ def test_it_is_off_by_default_and_can_be_taken_out() -> None:
     manager = type(llama).init_continuous_batching
     hf_paged.install()
     assert type(llama).init_continuous_batching is manager
+    with pytest.raises(TypeError, match="generate_batch must be True, False or None, got 'yes'"):
+        hf_paged.install("yes")  # type: ignore[arg-type]
     hf_paged.install(generate_batch=True)
     hf_paged.install(generate_batch=True)
     assert type(llama).init_continuous_batching is not manager

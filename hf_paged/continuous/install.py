@@ -27,12 +27,14 @@ CACHED = "_cached_continuous_batching_manager"
 
 
 def install(generate_batch: bool | None = None) -> None:
-    """Make "paged" a cache of generate(). Doing it twice does nothing.
+    """Make "paged" a cache of generate(), as `import hf_paged` does. Doing it twice does nothing.
 
     generate_batch: whether the engine computes `model.generate_batch` and transformers' manager of continuous
     batching, too (`transformers serve --continuous-batching`, TRL's use_transformers_continuous_batching).
     None leaves that as it is; at first transformers computes them.
     """
+    if generate_batch not in (None, True, False):
+        raise TypeError(f"generate_batch must be True, False or None, got {generate_batch!r}")
     install_cache()
     if generate_batch is None:
         return
@@ -45,7 +47,7 @@ def install(generate_batch: bool | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Give transformers its methods back."""
+    """Restore transformers' own methods. `install()` puts hf_paged's back."""
     original = getattr(getattr(ContinuousMixin, METHOD), "hf_paged_original", None)
     if original is not None:
         setattr(ContinuousMixin, METHOD, original)

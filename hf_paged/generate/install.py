@@ -131,7 +131,7 @@ def uninstall_cache() -> None:
 
 
 def installed() -> bool:
-    """Whether generate() accepts the word."""
+    """Whether generate() takes cache_implementation="paged" here: install() makes it, uninstall() ends it."""
     patch = _patch()
     return patch is not None and patch.owner is globals()
 
