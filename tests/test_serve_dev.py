@@ -134,7 +134,7 @@ def test_options_that_a_route_does_not_know_are_refused_and_change_nothing() -> 
         for path, body, *said in (
             ("/pause", {"mode": "keep"}, "'mode (in the body)'", "?mode=... in its query"),
             ("/pause?Mode=keep", {}, "'Mode'", "?mode=..."),
-            ("/pause?mode=never", {}, "mode: Input should be 'abort', 'wait', 'keep' or 'recompute'"),
+            ("/pause?mode=never", {}, "'keep' or 'recompute', got 'never'; see GET /openapi.json"),
             ("/resume?mode=keep", {}, "'mode'", "/resume takes no options"),
             ("/sleep", {"level": 2}, "'level (in the body)'", "?level=..."),
         ):

@@ -397,7 +397,7 @@ async def _wrong_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])
-    wrong = invalid(f"{name}: {first['msg']}; GET /openapi.json has the form of paths and queries", name)
+    wrong = invalid(f"{name}: {first['msg']}, got {first['input']!r:.40}; see GET /openapi.json", name)
     return JSONResponse(wrong.body, wrong.status, headers=wrong.headers)
 
 
