@@ -24,7 +24,7 @@ class Browser:
     """A browser with one page. `errors` has what came to the console as an error, and uncaught exceptions."""
 
     def __init__(self, folder: Path, width: int = 1440, height: int = 1000) -> None:
-        assert CHROMIUM is not None
+        assert CHROMIUM is not None, "no Chromium was found; install one"
         read_theirs, self._write = os.pipe()
         self._read, write_theirs = os.pipe()
         command = " ".join(
