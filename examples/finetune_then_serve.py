@@ -1,6 +1,7 @@
 """Two styles, fine-tuned with peft and Trainer, served in one batch beside the model they began from. Then
 one of them is trained further while the engine serves the other.
 
+pip install peft
 python examples/finetune_then_serve.py
 """
 

@@ -104,6 +104,7 @@ class Mismatch:
 
     @property
     def identical(self) -> bool:
+        """Whether all tokens are the same."""
         return self.verdict == "identical"
 
     @property
