@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,14 @@ def test_adapters_for_other_models_are_refused(model: Any, engine: Engine) -> No
         engine.submit(prompt(1), adapter="on")
     with pytest.raises(ValueError, match="is the peft model's; delete it there"):
         engine.remove_adapter("one")
+
+
+def test_without_peft_an_adapter_says_what_to_install(
+    model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=r"adapters need peft: pip install 'hf_paged\[peft\]'"):
+        engine.add_adapter("further", "a/folder")
 
 
 def test_models_whose_adapters_are_more_serve_what_is_active() -> None:

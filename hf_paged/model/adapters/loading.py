@@ -179,8 +179,10 @@ def _is_of_model(model: nn.Module, key: str, tensor: torch.Tensor) -> bool:
 
 def _read(source: Any, config: Any, name: str) -> tuple[Mapping[str, torch.Tensor], Any]:
     """An adapter's state dict and its LoraConfig."""
-    import peft
-
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("adapters need peft: pip install 'hf_paged[peft]'") from error
     if isinstance(source, (str, os.PathLike)):
         path = os.fspath(source)
         found: Any = peft.PeftConfig.from_pretrained(path) if config is None else config
