@@ -164,6 +164,55 @@ def test_a_page_runs_as_it_stands(
     names["engine"].check()
 
 
+LORA = 'LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)'
+BEFORE = """
+import hf_paged, peft, torch
+from hf_paged import Engine, demo
+from peft import LoraConfig
+model, base, tokenizer = demo.model(), demo.model(), demo.tokenizer()
+engine, prompts, ids = Engine(model, tokenizer), demo.prompts()[:3], tokenizer("Once upon").input_ids
+inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+"""
+TO_ADD = f"""
+model = demo.model()
+peft.get_peft_model(demo.model(), {LORA}, "polite").save_pretrained(".")
+state_dict = peft.get_peft_model_state_dict(peft.get_peft_model(demo.model(), {LORA}))
+another_peft_model = peft.get_peft_model(demo.model(), {LORA}, "curt")
+engine = Engine(model, tokenizer)
+"""
+TO_TRAIN = """
+ids, mask = inputs["input_ids"], inputs["attention_mask"]
+positions = (mask.cumsum(-1) - 1).clamp(min=0)
+loss_of = lambda logprobs: -logprobs.mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("page", "befores"),
+    [
+        ("adapters.md", ["", "", TO_ADD]),
+        ("batch_invariant.md", [TO_TRAIN]),
+        ("engine_reference.md", ["", ""]),
+        ("mismatch.md", ["", ""]),
+    ],
+)
+def test_a_page_runs_with_what_it_takes_for_granted(
+    page: str, befores: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its models, prompts and folders are made beforehand; `LoraConfig(...)` becomes one with layers."""
+    if page == "engine_reference.md":
+        pytest.importorskip("llguidance")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(BEFORE, names)
+    blocks = blocks_of(f"docs/{page}")
+    for block, before in zip(blocks, befores, strict=True):
+        exec(before, names)
+        exec(block.replace("LoraConfig(...)", LORA).replace("path/of/the/folder", "polite"), names)
+    names["engine"].close()
+    names["engine"].check()
+
+
 def test_a_saved_word(tmp_path: Path) -> None:
     """It is saved with the model: without this package stock's cache answers, and the line of docs/generate.md
     takes it out.
