@@ -76,15 +76,21 @@ def asks(*seeds: int, before: list[int] = BEFORE, after: list[int] = AFTER) -> d
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": picture(*seeds)}
 
 
+LOOKED: list[int] = []
+
+
 def looks(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[int]:
     """How many pictures the model has looked at, each time that it has."""
-    seen: list[int] = []
     tower = model.model.vision_tower
-    forward = tower.forward
-    monkeypatch.setattr(
-        tower, "forward", lambda pixels, **keywords: seen.append(len(pixels)) or forward(pixels, **keywords)
-    )
-    return seen
+    LOOKED.clear()
+    # Not a closure: what that has would count as the model's state.
+    monkeypatch.setattr(tower, "forward", functools.partial(_looked, tower.forward))
+    return LOOKED
+
+
+def _looked(forward: Any, pixels: torch.Tensor, **keywords: Any) -> Any:
+    LOOKED.append(len(pixels))
+    return forward(pixels, **keywords)
 
 
 def one_each(name: str) -> list[dict[str, torch.Tensor]]:

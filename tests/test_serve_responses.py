@@ -105,7 +105,7 @@ def test_events_come_in_their_order(client: openai.OpenAI) -> None:
         *["response.output_text.delta"] * len(deltas),
         "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.incomplete",
     ]  # fmt: skip
-    assert len(deltas) > 3
+    assert len(deltas) > 1  # tokens that wait for each other come together
     assert "".join(each.delta for each in deltas) == whole.output_text == events[-4].text
     assert {each.item_id for each in deltas} == {events[-1].response.output[0].id}
     assert events[-1].response.output_text == whole.output_text
