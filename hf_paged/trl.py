@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -21,6 +22,10 @@ from .model.training import evaluating
 
 OURS = ("cache_implementation", "cache_config", "disable_compile", "use_cache")
 """Fields of a trainer's generation config that say how stock generate() runs; the engine has its own ways."""
+WITHOUT_PICTURES = (
+    "hf_paged.trl.rollout_func takes texts; for prompts with pictures leave it out and set "
+    'cache_implementation="paged"'
+)
 
 
 def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dict[str, Any]:
@@ -29,6 +34,8 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
     `GRPOTrainer(..., rollout_func=hf_paged.trl.rollout_func)`; options of the engine by functools.partial.
     The engine stays with the model from call to call and sees every new weight. It samples in eval mode,
     without dropout; the model's mode is as before afterwards.
+
+    Where the trainer has tools, the turns behind their answers are sampled in the same way.
 
     The answer has prompt_ids, completion_ids and logprobs, a list of each row. A logprob is that of the
     processed logits that a token was drawn from: `log_softmax(logits / temperature)`, where top_k, top_p and
@@ -42,11 +49,33 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
     if getattr(trainer.args, "cast_lm_head_to_fp32", False) and not hasattr(head.forward, "__wrapped__"):
         head.forward = torch.autocast(model.device.type, enabled=False)(head.forward)
     prompt_ids: list[list[int]] = _prompt_ids(prompts, trainer)
+    if getattr(trainer, "tools", None):  # the trainer's own code samples what follows a tool's answer
+        trainer._generate_single_turn = partial(_next_turn, trainer, engine_options)
+    completion_ids, logprobs = _sample(prompt_ids, trainer, engine_options)
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
+
+
+def _next_turn(
+    trainer: Any, engine_options: dict[str, Any], prompt_ids: list[list[int]], images: Any, *_: Any, **__: Any
+) -> tuple[list[list[int]], list[list[float]]]:
+    """What TRL's loop of tool calls asks for: the next turns of conversations, with log-probabilities."""
+    if images is not None:
+        raise ValueError(f"a tool has answered with pictures; {WITHOUT_PICTURES}")
+    return _sample(prompt_ids, trainer, engine_options, shorten=True)
+
+
+def _sample(
+    prompt_ids: list[list[int]], trainer: Any, engine_options: dict[str, Any], shorten: bool = False
+) -> tuple[list[list[int]], list[list[float]]]:
+    """A completion of every row and its log-probabilities. shorten: let a long prompt have fewer new tokens
+    than the trainer wants, if the engine has no room for all of them.
+    """
+    model = _whole_model(trainer)
     config = _generation_config(trainer)
     counts = Counter(map(tuple, prompt_ids))  # trainers repeat a prompt for each of its completions
     own = GenerationConfig(**config)
     alike = not own.do_sample and (own.num_beams or 1) == 1
-    need = WorkloadNeed(len(prompts), max(map(len, prompt_ids)) + config["max_new_tokens"])
+    need = WorkloadNeed(len(prompt_ids), max(map(len, prompt_ids)) + config["max_new_tokens"])
     handles: dict[tuple[int, ...], Handle] = {}
     # accelerate puts the outermost module under autocast, and an engine calls what peft wraps. Captured steps
     # would read casts that are cached after these are freed.
@@ -55,9 +84,13 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
         engine = engine_for(model, engine_options, need)
         try:
             for prompt, count in counts.items():
+                wanted = {**config, "num_return_sequences": 1 if alike else count}
+                if shorten:
+                    room = max(1, engine.longest - len(prompt))
+                    wanted["max_new_tokens"] = min(room, config["max_new_tokens"])
                 handles[prompt] = engine.submit(
                     list(prompt),
-                    GenerationConfig(**{**config, "num_return_sequences": 1 if alike else count}),
+                    GenerationConfig(**wanted),
                     logprobs=True,
                     seed=int(torch.randint(2**31, (), device="cpu")),  # of the trainer's random state
                 )
@@ -66,11 +99,8 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
             for handle in handles.values():
                 handle.cancel()
     rows = [next(answers[tuple(ids)]) for ids in prompt_ids]
-    return {
-        "prompt_ids": prompt_ids,
-        "completion_ids": [row.token_ids for row in rows],
-        "logprobs": [row.logprobs.processed for row in rows],
-    }
+    # Lists of each row's own: greedy rows are one answer, and TRL adds to the lists what tools say.
+    return [list(row.token_ids) for row in rows], [list(row.logprobs.processed) for row in rows]
 
 
 def _sequences(output: Any) -> Any:
@@ -122,19 +152,20 @@ def _prompt_ids(prompts: list[Any], trainer: Any) -> Any:
     if isinstance(prompts[0], str):
         return trainer.processing_class(text=prompts)["input_ids"]
     if any(_has_media(message) for chat in prompts for message in chat):
-        raise ValueError(
-            "hf_paged.trl.rollout_func takes texts; for prompts with pictures leave it out and set "
-            'cache_implementation="paged"'
-        )
-    return trainer.processing_class.apply_chat_template(
-        conversation=prompts,
-        tools=getattr(trainer, "tools", None) or None,
+        raise ValueError(WITHOUT_PICTURES)
+    render = partial(
+        trainer.processing_class.apply_chat_template,
         chat_template=getattr(trainer, "chat_template", None),
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
         **(getattr(trainer, "chat_template_kwargs", None) or {}),
-    )["input_ids"]
+    )
+    if getattr(trainer, "environment_factories", None) is None:
+        return render(conversation=prompts, tools=getattr(trainer, "tools", None) or None)["input_ids"]
+    tools = [trainer._env_tools[name] or None for name in trainer._batch_environments]  # each has its own
+    rows = zip(prompts, tools, strict=True)
+    return [render(conversation=[chat], tools=own)["input_ids"][0] for chat, own in rows]
 
 
 def _has_media(message: Mapping[str, Any]) -> bool:

@@ -105,6 +105,38 @@ def test_nothing_is_left_of_a_rollout_that_failed(trainer: Any) -> None:
     assert _worst(trainer, rollout_func(texts[:1], trainer, **few)) < 1e-4
 
 
+def test_turns_behind_a_tools_answer(trainer: Any) -> None:
+    """TRL asks for them itself, wants their log-probabilities, and adds what the tool said to a row's lists."""
+    trainer.tools = [print]
+    trainer.generation_config = GenerationConfig(max_new_tokens=NEW, do_sample=False)
+    found = rollout_func(demo.prompts()[:1] * 2, trainer)
+    assert found["completion_ids"][0] is not found["completion_ids"][1]
+    assert found["logprobs"][0] is not found["logprobs"][1]
+    longer = [found["prompt_ids"][0] + found["completion_ids"][0] + [7, 8]]
+    trainer.generation_config = GenerationConfig(max_new_tokens=NEW, do_sample=True, temperature=0.7, top_k=0)
+    turn = vars(trainer)["_generate_single_turn"]
+    new, logprobs = turn(longer * 3, None, {}, num_generations=1)
+    assert _worst(trainer, {"prompt_ids": longer * 3, "completion_ids": new, "logprobs": logprobs}) < 1e-4
+    longest = trainer.model.config.max_position_embeddings
+    new, _ = turn([[7] * (longest - 2)], None, {}, num_generations=1)
+    assert len(new[0]) <= 2
+    with pytest.raises(ValueError, match="a tool has answered with pictures"):
+        turn(longer, ["a picture"], {}, num_generations=1)
+
+
+def test_tools_of_each_prompts_environment(trainer: Any) -> None:
+    """TRL shows a prompt the tools of its own environment, where there are several."""
+    trainer.processing_class.chat_template = "{{ tools | length if tools else 0 }} {{ messages[0].content }}"
+    trainer.environment_factories = {"a": None, "b": None}
+    tools = {"a": [], "b": [{"type": "function"}]}
+    vars(trainer).update(_env_tools=tools, _batch_environments=["b", "a"], tools=tools["b"])
+    chats = [[{"role": "user", "content": "The fox"}]] * 2
+    render = partial(trainer.processing_class.apply_chat_template, add_generation_prompt=True)
+    right = [render(chats[0], tools=tools[name] or None, return_dict=False) for name in "ba"]
+    assert right[0] != right[1]
+    assert rollout_func(chats, trainer)["prompt_ids"] == right
+
+
 def test_new_weights_are_seen(trainer: Any) -> None:
     rows = demo.prompts()[:2]
     rollout_func(rows, trainer)
