@@ -119,6 +119,20 @@ def test_a_deleted_adapter_ends_its_requests(model: Any) -> None:
         assert ask(engine, prompt(3), adapter=None) == alone(model, prompt(3), None)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_is_merged_and_disabled(model: Any, waits: bool) -> None:
+    """peft's layers unmerge it in their next forward, which is no change under a running request."""
+    base, one = alone(model, prompt(1), None), alone(model, prompt(1), "one")
+    with Engine(model, block_size=4) as engine:
+        model.merge_adapter()
+        with model.disable_adapter():
+            handle = engine.submit(prompt(1), **GREEDY)
+            if waits:
+                model.merge_adapter()
+            assert tokens(handle) == base
+        assert ask(engine, prompt(1)) == one != base
+
+
 # ---- while requests wait in the middle
 
 

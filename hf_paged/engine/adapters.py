@@ -19,7 +19,7 @@ from ..model.adapters import Adapter, AdapterBatch, AdapterTable, LoraLayers, ap
 from ..model.adapters.joint import note_places
 from ..model.adapters.loading import HostAdapter, load_adapter
 from ..model.adapters.lora import LowRank
-from ..model.adapters.peft_layers import BASE
+from ..model.adapters.peft_layers import BASE, unmerge_disabled
 from ..model.adapters.warmup import compiling
 from ..model.device_map import is_spread
 from ..model.identity import identity_of
@@ -127,6 +127,7 @@ class EngineAdapters:
         found = self._in_model  # any thread may ask for another look
         if found is None:
             self._configs = self._noted()
+            unmerge_disabled(self.model)
             found = self._in_model = LoraLayers(modules_of(self.model))
         return found
 

@@ -124,6 +124,15 @@ class LoraLayers:
         return Adapter(found)
 
 
+def unmerge_disabled(model: nn.Module) -> None:
+    """Unmerge adapters that are disabled, as peft's next forward does: no change under a running request."""
+    tuner_classes: Any = _tuner_classes()
+    for module in modules_of(model) if tuner_classes else ():
+        layer: Any = module
+        if isinstance(layer, tuner_classes) and getattr(layer, "merged", False) and layer.disable_adapters:
+            layer.unmerge()
+
+
 def _tuner_classes() -> tuple[type, ...]:
     """peft's classes of modules that may compute with an adapter, as far as peft has been loaded."""
     utils: Any = sys.modules.get("peft.tuners.tuners_utils")
