@@ -23,6 +23,7 @@ from families import BY_NAME, build
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
 from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.integrations.neftune import activate_neftune
 
 import hf_paged
 from hf_paged.blocks import OutOfBlocks
@@ -427,6 +428,16 @@ def test_active_dropout_is_off_while_the_manager_runs(model: Any) -> None:
     assert model.training
     assert not model.model.layers[0].training
     assert calls == [False, True]
+
+
+def test_noise_of_a_hook_is_off_while_the_manager_runs(model: Any) -> None:
+    """Trainers put NEFTune's on embeddings, which draws noise in training mode."""
+    expected = alone(model, PROMPTS[1])
+    model.train()
+    activate_neftune(model, 5.0)
+    found = model.generate_batch(PROMPTS[1:2], generation_config=greedy())
+    assert found["req_0"].generated_tokens == expected
+    assert model.training
 
 
 def test_a_start_that_fails_leaves_the_model_in_its_mode(model: Any) -> None:

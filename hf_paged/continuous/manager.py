@@ -21,9 +21,10 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ..engine import Engine
 from ..engine.protocol import in_turn
+from ..model.dispatch import KNOWN, has_foreign_code
 from ..model.registry import base_model
 from ..model.support import why_dropped
-from ..model.switch import original_implementation
+from ..model.switch import modules_of, original_implementation
 from ..model.tensor_parallel import mesh_of
 from ..model.training import evaluating, why_random
 from .engines import drop_engine, engine_for, holds
@@ -37,6 +38,8 @@ POLL = 0.1
 """Seconds after which the thread of results sees that it shall stop."""
 TOGETHER = 16
 """The most outputs of requests that become one: the engine preempts them together."""
+CALM = (*KNOWN, "peft.")
+"""Packages whose forwards are the same in every mode, but for dropout."""
 PAGED = "paged|"
 """What stands before an attention that computes with the cache of transformers' own manager alone."""
 
@@ -51,8 +54,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
     """What `model.init_continuous_batching()` answers after `install(generate_batch=True)`. Results come
     through transformers' own router.
 
-    The model stays as it is, in the mode in which it is found, unless dropout is active: then eval mode holds
-    while the manager runs, as with transformers' own.
+    The model stays in its mode, unless dropout is active or code of the user's runs in its forward: then eval
+    mode holds while the manager runs, as with transformers' own.
     """
 
     def __init__(
@@ -117,7 +120,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
     def _borrow(self) -> None:
         """Put the model into a state that the engine computes, until the manager has stopped."""
         model = self.model
-        if why_random(model) or why_dropped(model):
+        own_code = model.training and has_foreign_code(modules_of(model), CALM)  # NEFTune's draws noise
+        if why_random(model) or why_dropped(model) or own_code:
             self._evaluating.enter_context(evaluating(model))
         setting = original_implementation(model.config)
         if setting.startswith(PAGED):
