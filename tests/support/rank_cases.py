@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engine_answers
@@ -83,6 +84,7 @@ from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.replay import captures_of
 from hf_paged.model.dispatch import has_foreign_code
 from hf_paged.model.tensor_parallel import mesh_of
+from hf_paged.trainer import SampleCallback
 
 FOLDER = Path(sys.argv[1])
 CUDA = torch.cuda.is_available()
@@ -1851,6 +1853,35 @@ def weights_that_fsdp_gathers(rank: int) -> None:
     )
     summon = functools.partial(wrapped.summon_full_params, wrapped, recurse=False, writeback=False)
     rollouts(rank, wrapped, inner, summon)
+
+
+def samples_while_fsdp_trains(rank: int) -> None:
+    """All ranks compute them, rank 0 shows them, and the next step of training finds the ranks in step."""
+    tokenizer = SimpleNamespace(
+        apply_chat_template=lambda ids, **_: {
+            "input_ids": torch.tensor([ids]),
+            "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
+        },
+        decode=lambda ids, **_: str(ids.tolist()),
+    )
+    mode = {"max_new_tokens": NEW, "do_sample": True, "pad_token_id": 0, "eos_token_id": list(range(20, 60))}
+    state = SimpleNamespace(global_step=1, is_world_process_zero=rank == 0)
+    policy = ModuleWrapPolicy({type(to_train().model.layers[0])})
+    for version in (1, 2):
+        model: Any = to_train()
+        if version == 1:
+            model = FullyShardedDataParallel(
+                model, auto_wrap_policy=policy, use_orig_params=True, device_id=model.device
+            )
+        for part in [*model.model.layers, model] if version == 2 else []:
+            fully_shard(part)
+        callback = SampleCallback([PROMPTS[1]] * 3, every=1, tokenizer=tokenizer, **mode)
+        torch.manual_seed(rank)
+        callback.on_step_end(None, state, None, model=model)
+        assert len(callback.samples) == (rank == 0)
+        assert model.training
+        ids = torch.tensor([PROMPTS[1]], device=next(model.parameters()).device)
+        model(input_ids=ids, labels=ids).loss.backward()
 
 
 # ---- faults: the process groups are gone behind each of them

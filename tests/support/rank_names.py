@@ -66,6 +66,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "a_fork_of_a_rank", ()),
     (2, "weights_divided_by_fsdp", ()),
     (2, "weights_that_fsdp_gathers", ()),
+    (2, "samples_while_fsdp_trains", ()),
     (2, "rank_0_that_ends_at_once", (0,)),
     (3, "chunks_recomputation_and_hits", ()),
     (3, "adapters_in_few_places", ()),
