@@ -60,6 +60,18 @@ def test_calls_that_do_not_ask_are_stock(llama: Any, ids: torch.Tensor) -> None:
     assert_clean(llama, "sdpa")
 
 
+def test_a_model_that_is_compiled_in_place(llama: Any) -> None:
+    """model.compile() traces what the model's call runs: none of it may be ours."""
+    llama.compile(backend="eager")
+    cache = {"block_size": 4, "prefix_caching": True}
+    for length in (21, 13):
+        ids = torch.randint(5, VOCABULARY, (2, length))
+        stock = llama.generate(**call(ids))
+        paged = llama.generate(**call(ids), cache_implementation="paged", cache_config=cache)
+        assert torch.equal(paged, stock)
+    torch._dynamo.reset()
+
+
 def test_uninstall_and_install(llama: Any, ids: torch.Tensor) -> None:
     """The plug comes out and goes in again; twice is once."""
     import transformers

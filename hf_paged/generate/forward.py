@@ -76,6 +76,9 @@ def wrap(
                 raise
 
     mark_wrapper(forward)
+    if model._compiled_call_impl is not None:  # model.compile() traces what the model's call runs
+        forward = torch.compiler.disable(forward)
+        mark_wrapper(forward)
     return forward
 
 
