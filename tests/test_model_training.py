@@ -71,8 +71,8 @@ def test_a_part_of_two_modules() -> None:
     assert [part.training for part in model] == [True, False]
 
 
-def test_an_interrupt_in_eval() -> None:
-    """C22: half of the modules are in eval mode then."""
+def test_an_interrupt_on_the_way() -> None:
+    """C22: half of the modules are in eval mode then, on the way there or back."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Dropout()) for _ in range(2)))
     before = copy.deepcopy(model)
 
@@ -80,11 +80,10 @@ def test_an_interrupt_in_eval() -> None:
         with evaluating(model):
             pass
 
-    files = ("/modules/module.py",)
-    probe = Interrupted(files=(), torch_files=files)
-    assert probe(model.eval)
-    model.train()
+    ours, torchs = ("/model/training.py",), ("/modules/module.py",)
+    probe = Interrupted(files=ours, torch_files=torchs)
+    assert probe(act)
     for at in range(1, probe.count + 1):
-        interrupted = Interrupted(at, (), files)
+        interrupted = Interrupted(at, ours, torchs)
         assert not interrupted(act)
         assert_like(model, before)

@@ -39,11 +39,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.eval()
         yield
     finally:
-        for module, training in modes:
-            if module.training != training:
-                module.train(training)
-        for module, training in modes:  # of two parents in different modes
-            module.training = training
+        try:
+            _set_modes(modes)
+        finally:  # again, if an interrupt has broken it off; else there is nothing left to do
+            _set_modes(modes)
+
+
+def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        if module.training != training:
+            module.train(training)
+    for module, training in modes:  # of two parents in different modes
+        module.training = training
 
 
 def why_random(model: nn.Module) -> str | None:
