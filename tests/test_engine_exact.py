@@ -200,6 +200,20 @@ def test_salts_and_an_engine_without_a_cache_share_nothing() -> None:
             assert engine.generate([PROMPTS[3]], max_new_tokens=2)[0].cached_tokens == 0
 
 
+def test_blocks_of_other_precision_are_not_found() -> None:
+    """C24: autocast belongs to the thread that drives, and may change from call to call."""
+    model = _model("llama")
+    with torch.no_grad():
+        last = model(torch.tensor([PROMPTS[3]])).logits[0, -1].log_softmax(-1)
+    with Engine(model, block_size=4, num_blocks=60) as engine:
+        for rounds in (True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=rounds):
+                output = engine.generate([PROMPTS[3]], max_new_tokens=1, do_sample=False, logprobs=True)[0]
+            [sequence] = output.sequences
+            error = abs(sequence.logprobs.processed[0] - last[sequence.token_ids[0]].item())
+            assert (error > 1e-4) == rounds, error
+
+
 def test_samples_share_their_prompt() -> None:
     """C6, C14: one prompt, one computation, however many samples."""
     with Engine(_model("llama"), block_size=4, num_blocks=60, prefix_caching=False) as engine:

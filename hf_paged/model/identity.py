@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from ..kv import fork_safe_lock
-from ..kv.reference import invariant
-from .snapshot import StateKey
+from .snapshot import StateKey, torch_settings
 from .weights_digest import Contents, tensor_facts
 
 Trust = Literal["masks", "trial", "none"]
@@ -98,7 +97,7 @@ class Identity:
 
     def _weights(self, files: Any) -> tuple[Any, ...]:
         """What keys and values depend on beside settings: weights, and the arithmetic."""
-        return self.changes, files, invariant.get()
+        return self.changes, files, torch_settings()
 
     def _are(self, tensors: list[torch.Tensor]) -> bool:
         """Whether the host sees these tensors as they were when they were read whole."""

@@ -454,13 +454,16 @@ def hooks_everywhere() -> bool:
 
 
 def torch_settings() -> tuple[Any, ...]:
-    """How torch multiplies float32, whether it is deterministic, and whether bits may depend on the batch."""
+    """How torch multiplies float32, whether it is deterministic, whether bits may depend on the batch, and
+    what this thread's autocast rounds to.
+    """
     matmul = torch.backends.cuda.matmul
     try:
         precision = matmul.fp32_precision
     except (AttributeError, RuntimeError):  # an older torch, or a program that uses both names of the setting
         precision = matmul.allow_tf32
-    return precision, torch.are_deterministic_algorithms_enabled(), invariant.get()
+    rounds = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
+    return precision, torch.are_deterministic_algorithms_enabled(), invariant.get(), *rounds
 
 
 @lru_cache(maxsize=4096)
