@@ -40,10 +40,10 @@ BELOW = {
 
 
 BUDGETS = {
-    "hf_paged": 980,
+    "hf_paged": 1035,
     "hf_paged/blocks": 1740,
     "hf_paged/checking": 1000,
-    "hf_paged/continuous": 1055,
+    "hf_paged/continuous": 1060,
     "hf_paged/demo": 250,
     "hf_paged/engine": 6780,
     "hf_paged/engine/multimodal": 970,
@@ -51,10 +51,10 @@ BUDGETS = {
     "hf_paged/engine/parallel": 1740,
     "hf_paged/engine/requests": 1355,
     "hf_paged/engine/sampling": 1945,
-    "hf_paged/generate": 2340,
+    "hf_paged/generate": 2345,
     "hf_paged/kv": 4140,
-    "hf_paged/model": 4570,
-    "hf_paged/model/adapters": 1505,
+    "hf_paged/model": 4580,
+    "hf_paged/model/adapters": 1515,
     "hf_paged/model/capture": 2545,
     "hf_paged/model/invariant": 895,
     "hf_paged/ray": 1250,
