@@ -342,7 +342,7 @@ class _Places:
         for own in (*objects, *snapshot._nested.values()):
             others.add_values([name for name in own if name not in patches.SETTINGS], [own])
             others.sized.append(own)
-        forwards = [partial(_bound, patches.own_forward(module)) for module in self._forwards]
+        forwards = [partial(_bound, own) for own in map(patches.own_forward, self._forwards) if _bound(own)]
         others.sources += forwards
         others.add(_containers(chain.from_iterable(bound() for bound in forwards)))
         classes, sources = code_of(self._types)
@@ -516,7 +516,9 @@ def _layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[list[Any], ...]:
 
 
 def _bound(function: object) -> list[Any]:
-    """What a function has from where it was made."""
+    """What a function of the user's has from where it was made."""
+    if patches.is_of_transformers(function):  # of each layer that ranks divide: the layer, and the ranks
+        return []
     return [_content(cell) for each in patches.wrapped_in(function) for cell in each.__closure__ or ()]
 
 
