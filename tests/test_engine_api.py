@@ -61,6 +61,14 @@ def test_text_chat_and_ids(stories: Engine) -> None:
         assert output.text == tokenizer.decode(output.sequences[0].token_ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("message", [{"text": "hi"}, {"role": "user"}, {"role": "user", "content": 3}])
+def test_messages_that_the_template_cannot_render(stories: Engine, message: dict[str, Any]) -> None:
+    """The error shows them, and what one looks like; the template's own names neither."""
+    with pytest.raises(ValueError, match="the chat template cannot render") as caught:
+        stories.submit([message], max_new_tokens=2)
+    assert str(message) in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("prompt", "error"),
     [

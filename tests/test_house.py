@@ -49,7 +49,7 @@ BUDGETS = {
     "hf_paged/engine/multimodal": 970,
     "hf_paged/engine/outputs": 645,
     "hf_paged/engine/parallel": 1740,
-    "hf_paged/engine/requests": 1355,
+    "hf_paged/engine/requests": 1370,
     "hf_paged/engine/sampling": 1945,
     "hf_paged/generate": 2345,
     "hf_paged/kv": 4140,

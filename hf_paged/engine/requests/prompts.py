@@ -63,9 +63,7 @@ def tokenize_prompt(model: Any, tokenizer: Any, prompt: Any, keywords: dict[str,
     if text:
         made = tokenizer(text=[prompt], **raw, return_tensors="pt")
     else:
-        made = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-        )
+        made = _rendered(tokenizer, prompt, return_tensors="pt")
     shown = {
         name: _as_computed(model, value)
         for name, value in made.items()
@@ -85,9 +83,7 @@ def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
         if isinstance(prompt, str):
             ids = tokenizer(prompt)["input_ids"]
         else:
-            ids = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=True, return_dict=True
-            )["input_ids"]
+            ids = _rendered(tokenizer, prompt)["input_ids"]
     elif hasattr(prompt, "tolist"):  # a tensor, or numpy's array
         ids = prompt.tolist()
     else:
@@ -130,6 +126,21 @@ def short(value: object) -> str:
     """A value for an error message."""
     text = repr(value)
     return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"
+
+
+def _rendered(tokenizer: Any, messages: Any, **options: Any) -> Any:
+    """What a chat template makes of messages."""
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, **options
+        )
+    except ValueError:
+        raise
+    except Exception as error:  # the template's, which names no message
+        raise ValueError(
+            f"the chat template cannot render {short(messages)} ({error}); messages are like "
+            "{'role': 'user', 'content': 'Hello'}"
+        ) from error
 
 
 def _is_chat(prompt: Any) -> bool:
