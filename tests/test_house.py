@@ -59,7 +59,7 @@ BUDGETS = {
     "hf_paged/model/invariant": 895,
     "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2425,
-    "hf_paged/serve": 9185,
+    "hf_paged/serve": 9195,
 }
 """The most lines of each folder."""
 

@@ -69,3 +69,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert found["load"]["prompts"] == 4
     with pytest.raises(SystemExit):
         main(["bench", "demo", "--num-prompts", "0"])
+
+
+def test_answers_that_the_model_has_no_room_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Are refused by the flags' names, before anything is measured."""
+    monkeypatch.setattr("hf_paged.serve.bench.measure", lambda *given: pytest.fail("it measures"))
+    assert main(["bench", "demo", "--input-len", "5000"]) == 1
+    assert "--input-len 5000 and answers of up to 150 % of --output-len" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import hf_paged
 
 from ..engine import Engine
+from ..engine.support import longest
 from .loading import Source
 
 NO_END = 2**31 - 1
@@ -162,6 +163,12 @@ def measure(model: Any, load: Load, options: dict[str, Any]) -> list[Speed]:
 def run(source: Source, load: Load, options: dict[str, Any], picture: str | None, as_json: bool) -> int:
     """Measure, print and draw. The answer is the exit code."""
     model = source.load()
+    most, need = longest(model), load.input + load.output + load.output // 2
+    if most is not None and need > most:
+        raise ValueError(
+            f"--input-len {load.input} and answers of up to 150 % of --output-len {load.output} are {need} "
+            f"tokens, and {source.name} is made for {most}; lower one of them"
+        )
     found = measure(model, load, options)
     facts = described(source, model, load)
     if as_json:
