@@ -42,9 +42,11 @@ class SampleCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Sample at every so many steps, on the first process, or all if each has a part of the model."""
+        if state.global_step % self.every:
+            return
         model = given["model"]
         together = _is_shared(model)
-        if state.global_step % self.every or not (together or state.is_world_process_zero):
+        if not (together or state.is_world_process_zero):
             return
         tokenizer = self.tokenizer or given.get("processing_class")
         if tokenizer is None:

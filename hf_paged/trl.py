@@ -51,7 +51,7 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
     prompt_ids: list[list[int]] = _prompt_ids(prompts, trainer)
     if getattr(trainer, "tools", None):  # the trainer's own code samples what follows a tool's answer
         trainer._generate_single_turn = partial(_next_turn, trainer, engine_options)
-    completion_ids, logprobs = _sample(prompt_ids, trainer, engine_options)
+    completion_ids, logprobs = _sample(model, prompt_ids, trainer, engine_options)
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
 
@@ -61,16 +61,19 @@ def _next_turn(
     """What TRL's loop of tool calls asks for: the next turns of conversations, with log-probabilities."""
     if images is not None:
         raise ValueError(f"a tool has answered with pictures; {WITHOUT_PICTURES}")
-    return _sample(prompt_ids, trainer, engine_options, shorten=True)
+    return _sample(_whole_model(trainer), prompt_ids, trainer, engine_options, shorten=True)
 
 
 def _sample(
-    prompt_ids: list[list[int]], trainer: Any, engine_options: dict[str, Any], shorten: bool = False
+    model: Any,
+    prompt_ids: list[list[int]],
+    trainer: Any,
+    engine_options: dict[str, Any],
+    shorten: bool = False,
 ) -> tuple[list[list[int]], list[list[float]]]:
     """A completion of every row and its log-probabilities. shorten: let a long prompt have fewer new tokens
     than the trainer wants, if the engine has no room for all of them.
     """
-    model = _whole_model(trainer)
     config = _generation_config(trainer)
     counts = Counter(map(tuple, prompt_ids))  # trainers repeat a prompt for each of its completions
     own = GenerationConfig(**config)

@@ -21,10 +21,10 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ..engine import Engine
 from ..engine.protocol import in_turn
-from ..model.dispatch import KNOWN, has_foreign_code
+from ..model.dispatch import runs_unknown_code
 from ..model.registry import base_model
 from ..model.support import why_dropped
-from ..model.switch import modules_of, original_implementation
+from ..model.switch import original_implementation
 from ..model.tensor_parallel import mesh_of
 from ..model.training import evaluating, why_random
 from .engines import drop_engine, engine_for, holds
@@ -38,8 +38,6 @@ POLL = 0.1
 """Seconds after which the thread of results sees that it shall stop."""
 TOGETHER = 16
 """The most outputs of requests that become one: the engine preempts them together."""
-CALM = (*KNOWN, "peft.")
-"""Packages whose forwards are the same in every mode, but for dropout."""
 PAGED = "paged|"
 """What stands before an attention that computes with the cache of transformers' own manager alone."""
 
@@ -120,7 +118,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
     def _borrow(self) -> None:
         """Put the model into a state that the engine computes, until the manager has stopped."""
         model = self.model
-        own_code = model.training and has_foreign_code(modules_of(model), CALM)  # NEFTune's draws noise
+        own_code = model.training and runs_unknown_code(model)  # NEFTune's draws noise
         if why_random(model) or why_dropped(model) or own_code:
             self._evaluating.enter_context(evaluating(model))
         setting = original_implementation(model.config)

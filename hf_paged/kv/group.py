@@ -292,7 +292,7 @@ class LayerGroup:
 
     def _grow_to(self, total: int) -> None:
         """Grow the books and the tensors. An idle group lets go of its tensors first; if it must, also of
-        what it caches.
+        what it caches. One in use moves, by way of the host where the device has no room for both.
         """
         pool = self.pool
         if total <= pool.total:

@@ -106,7 +106,7 @@ class Store:
         keys, values = self._allocate(before, torch.device("cpu"))
         keys.copy_(self.keys)
         values.copy_(self.values)
-        self._hold(keys, values)  # whoever reads them here fails, and gets nothing wrong
+        self._hold(keys, values)  # a step that reads them here fails, instead of answering wrongly
         try:
             self._move(keys, values, blocks)
         except BaseException:

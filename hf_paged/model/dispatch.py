@@ -47,6 +47,11 @@ def may_skip_autograd(modules: Sequence[nn.Module]) -> bool:
     return all(each is None or (type(each) in PLAIN_TENSORS and each.is_cpu) for each in tensors)
 
 
+def runs_unknown_code(model: nn.Module) -> bool:
+    """Whether forwards run other code than torch's, transformers' and peft's."""
+    return has_foreign_code([*model.modules()], (*KNOWN, "peft."))
+
+
 def has_foreign_code(modules: Sequence[nn.Module], known: tuple[str, ...] = KNOWN) -> bool:
     """Whether a forward runs the user's code, which may change the model: hooks, methods, classes.
 

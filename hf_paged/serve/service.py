@@ -144,7 +144,8 @@ class Service:
         hidden = frozenset(() if keep else request.stop_token_ids or ())
         if read:
             hidden |= frozenset(self.sampling.ends)
-        stops, least = request.stop or (), request.min_tokens or 0
+        stops = request.stop or ()
+        least = request.min_tokens or 0
         return [AnswerText(decoder, stops, keep, hidden, least) for _ in range(request.drawn)]
 
 

@@ -16,7 +16,7 @@ import torch
 
 from ...kv import LayerGroup, Memory, is_out_of_memory
 from ...kv.reference import invariant
-from ..dispatch import KNOWN, has_foreign_code
+from ..dispatch import runs_unknown_code
 from ..lazy import NotCapturable
 from ..lengths import LengthsOnDevice, lengths_on_device
 from ..snapshot import StateKey
@@ -391,8 +391,10 @@ class CapturePool:
         code = state, source.code, step.size.form, step.compiled
         step.agreed += 1
         step.trusted = step.agreed >= AGREE or code in self._proven
-        unknown = step.agreed >= AGREE and _runs_unknown_code(source.model)
-        if step.agreed >= AGREE and self._worst(DIFFERS if unknown else DONE, computed=False) == DONE:
+        if step.agreed < AGREE:
+            return
+        outcome = DIFFERS if runs_unknown_code(source.model) else DONE
+        if self._worst(outcome, computed=False) == DONE:
             if len(self._proven) > MOST_REASONS:
                 self._proven.clear()
             self._proven.add(code)
@@ -459,7 +461,7 @@ class CapturePool:
         fusion = Fusion(model, source.groups[0].captured_ops.kernels)
         source.load(step)
         code: Hashable = (key.state, source.code)
-        if _runs_unknown_code(model):
+        if runs_unknown_code(model):
             code = (code, key.size)
         known = code in self._rehearsed
         if not known:
@@ -571,11 +573,6 @@ def _forward(
     """What is captured."""
     with fused(fusion), lengths_on_device(source.model, lengths):
         return source.forward(step)
-
-
-def _runs_unknown_code(model: Any) -> bool:
-    """Whether forwards run other code than torch's, transformers' and peft's."""
-    return has_foreign_code([*model.modules()], (*KNOWN, "peft."))
 
 
 def _reserved(devices: Sequence[torch.device]) -> int:
