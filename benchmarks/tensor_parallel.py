@@ -12,7 +12,8 @@
 steps    milliseconds of a step in which every sequence takes one token, by the clock around `Engine.step()`, and
 the multiple of what reading a rank's weights takes; what of it rank 0 needs to send the step, and how many
 numbers that is
-trace    output tokens a second of sharegpt's lengths, forced
+trace    output tokens a second of sharegpt's lengths, forced, of the second of two runs and of the first, and what
+captures took in both
 generate milliseconds of a token of generate(), greedy, by pages and by stock's cache, median of calls behind two
 vote     what it takes ranks to agree on a replay in generate()
 
@@ -174,6 +175,8 @@ def asks_of(options: argparse.Namespace, config: LlamaConfig, longest: int) -> l
 def run_trace(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
     """All requests of a trace at once."""
     asked = asks_of(options, engine.model.config, engine.longest)
+    new = sum(each.new for each in asked)
+    speeds = []
     for _ in range(2):  # the first time captures and compiles
         begin = time.perf_counter()
         handles = [
@@ -185,8 +188,16 @@ def run_trace(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
             if output.error is not None:
                 raise output.error
         seconds = time.perf_counter() - begin
-    new = sum(each.new for each in asked)
-    return {"requests": len(asked), "seconds": seconds, "tokens_per_second": new / seconds}
+        speeds.append(new / seconds)
+    graphs = engine.stats()["graphs"]
+    return {
+        "requests": len(asked),
+        "seconds": seconds,
+        "tokens_per_second": speeds[-1],
+        "first_tokens_per_second": speeds[0],
+        "captures": graphs["captured"],
+        "capture_seconds": graphs["seconds"],
+    }
 
 
 def vllm_trace(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
