@@ -51,6 +51,31 @@ def test_requests_of_one_kind_are_read_once(model: Any, reads: list[Any]) -> Non
     assert len(reads) == 1 + 3
 
 
+def test_requests_of_several_kinds_in_turns_are_read_once_each(model: Any, reads: list[Any]) -> None:
+    """A server's users have temperatures of their own, and shortest lengths."""
+    options = Options()
+    for turn in range(3):
+        for temperature in (0.5, 0.7, 1.0):
+            new = {"max_new_tokens": 9 + turn, "min_new_tokens": 1 + turn}
+            found = options.read(model, None, {"do_sample": True, "temperature": temperature, **new}).config
+            assert (found.temperature, found.max_new_tokens, found.min_new_tokens) == (temperature, *new.values())
+    assert len(reads) == 3
+    assert options.read(model, None, {"do_sample": True, "temperature": 0.5}).config.min_new_tokens is None
+
+
+def test_a_bounded_number_of_kinds_is_kept(model: Any, reads: list[Any]) -> None:
+    options = Options()
+    first: dict[str, Any] = {"top_k": 1}
+    options.read(model, None, first)
+    for top_k in range(2, 2 + reading.MOST_KEPT):
+        options.read(model, None, {"top_k": top_k})
+    count = len(reads)
+    options.read(model, None, {"top_k": 3})
+    assert len(reads) == count
+    options.read(model, None, first)
+    assert len(reads) == count + 1
+
+
 CHANGES: dict[str, Any] = {
     "value": ({"max_new_tokens": 3, "top_k": 7}, None),
     "kind of a value": ({"max_new_tokens": 3, "top_k": 5.0}, None),

@@ -1687,7 +1687,7 @@ def a_fork_of_a_rank(rank: int) -> None:
                             os._exit(3)
                         with engine:
                             words = "in forked subprocess" if CUDA else "forked from"  # CUDA says it first
-                            raises(RuntimeError, words, engine.submit(PROMPTS[1], **GREEDY).result)
+                            raises(RuntimeError, words, lambda: engine.submit(PROMPTS[1], **GREEDY).result())
                             raise SystemExit(3)
                     except SystemExit as error:
                         os._exit(int(str(error.code)))

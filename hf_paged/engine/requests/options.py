@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,10 @@ from ..multimodal.media import SHOWN
 from .fields import COUNTS, KNOWN, TOKENS, Written, check_counts, check_fields, counted, why_unknown
 from .stops import StopLists
 
-LENGTH = "max_new_tokens"
+LENGTHS = ("max_new_tokens", "min_new_tokens")
+"""Options on which no other depends: the lengths of answers are as different as the requests."""
+MOST_KEPT = 64
+"""Sets of options that are kept."""
 BESIDE = (
     "seed",
     "logprobs",
@@ -41,37 +46,48 @@ class ParsedOptions(NamedTuple):
 
 
 class Options:
-    """Reads options and keeps the last result: most requests of an engine come with the same options, and
-    reading them is slow.
+    """Reads options and keeps the results: most requests of an engine come with options that others have had,
+    and reading them is slow.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Any, ParsedOptions] | None = None
+        self._known: OrderedDict[Hashable, ParsedOptions] = OrderedDict()
+        """What was read, those that came last at the end."""
+        self._own: dict[str, Any] | None = None
+        """The model's own options then."""
         self.stops = StopLists()
         """The stop strings that requests came with."""
 
     def read(self, model: Any, generation_config: Any, keywords: dict[str, Any]) -> ParsedOptions:
         """The options of a request; the config is its own."""
-        own = model.generation_config
-        plain = generation_config is None and all(map(_is_plain, keywords.values()))
-        if not plain:
+        if generation_config is not None or not all(map(_is_plain, keywords.values())):
             return _read(model, generation_config, keywords)
-        # The lengths of answers are as different as the requests, and nothing else depends on them.
-        new = keywords.get(LENGTH)
-        free = type(new) is int and new > 0
-        kept_out = {LENGTH} if free else set()
-        values = [
-            (name, type(value), copy.copy(value)) for name, value in keywords.items() if name not in kept_out
-        ]
-        params = values, free, input_device(model)
-        last = self._last
-        if last is None or not _equal(last[0], (params, vars(own))):
-            kept = params, copy.deepcopy(vars(own))
-            self._last = last = kept, _read(model, None, keywords)
-        config = copy.copy(last[1].config)
-        if free:
-            setattr(config, LENGTH, new)
-        return last[1]._replace(config=config)
+        lengths = {name: keywords[name] for name in LENGTHS if _is_length(keywords.get(name))}
+        values = [(name, _hashable(value)) for name, value in keywords.items() if name not in lengths]
+        key = frozenset(values), frozenset(lengths), input_device(model)
+        own = vars(model.generation_config)
+        if self._own is None or not _equal(self._own, own):
+            self._known.clear()
+            self._own = copy.deepcopy(own)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _read(model, None, keywords)
+            if len(self._known) > MOST_KEPT:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        config = copy.copy(known.config)
+        for name, length in lengths.items():
+            setattr(config, name, length)
+        return known._replace(config=config)
+
+
+def _is_length(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _hashable(value: Any) -> Hashable:
+    """A plain value, unequal to those of other types."""
+    return type(value), tuple(value) if type(value) is list else value
 
 
 def _is_plain(value: Any) -> bool:
