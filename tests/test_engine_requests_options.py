@@ -58,7 +58,10 @@ def test_requests_of_several_kinds_in_turns_are_read_once_each(model: Any, reads
         for temperature in (0.5, 0.7, 1.0):
             new = {"max_new_tokens": 9 + turn, "min_new_tokens": 1 + turn}
             found = options.read(model, None, {"do_sample": True, "temperature": temperature, **new}).config
-            assert (found.temperature, found.max_new_tokens, found.min_new_tokens) == (temperature, *new.values())
+            assert (found.temperature, found.max_new_tokens, found.min_new_tokens) == (
+                temperature,
+                *new.values(),
+            )
     assert len(reads) == 3
     assert options.read(model, None, {"do_sample": True, "temperature": 0.5}).config.min_new_tokens is None
 

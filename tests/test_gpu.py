@@ -7,6 +7,7 @@ PYTHONPATH=.:tests python -m pytest tests/test_gpu.py
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from paged_layer import Paged
 
 from hf_paged.checking.ties import NOISE, first_ties, judge, judge_beams, router_margins, routers
 from hf_paged.engine import Engine
+from hf_paged.model.capture.branches import at_once, beside
 from hf_paged.model.registry import memory_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -264,6 +266,35 @@ def test_compiled_layers_answer_as_generate(name: str, dtype: torch.dtype, kerne
         if dtype == torch.float32:
             ids = torch.tensor([prompt], device="cuda")
             assert output.sequences[0].token_ids == model.generate(ids, **options)[0, len(prompt) :].tolist()
+
+
+def test_products_of_one_input_are_branches_of_a_graph() -> None:
+    """The device computes them at once, and what is behind them waits for all."""
+    x = torch.randn(8, 1, 512, device="cuda", dtype=torch.bfloat16)
+    layers = [torch.nn.Linear(512, 128 * (i + 1), dtype=x.dtype, device="cuda") for i in range(3)]
+    products = [partial(torch.nn.Linear.forward, layer) for layer in layers]
+
+    def step() -> list[torch.Tensor]:
+        y = x
+        for _ in range(20):
+            assert at_once(y)
+            found = beside(y, products)
+            y = y + sum(each.sum(-1, keepdim=True) for each in found).tanh()
+        return [y, *beside(y, products)]
+
+    with torch.no_grad():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            answer = step()
+        assert not at_once(x)
+        for turn in range(3):
+            x.normal_(generator=torch.Generator("cuda").manual_seed(turn))
+            graph.replay()
+            y = x
+            for _ in range(20):
+                y = y + sum(product(y).sum(-1, keepdim=True) for product in products).tanh()
+            for found, expected in zip(answer, [y, *(product(y) for product in products)], strict=True):
+                torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])

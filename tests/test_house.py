@@ -55,7 +55,7 @@ BUDGETS = {
     "hf_paged/kv": 4140,
     "hf_paged/model": 4580,
     "hf_paged/model/adapters": 1515,
-    "hf_paged/model/capture": 2545,
+    "hf_paged/model/capture": 2680,
     "hf_paged/model/invariant": 895,
     "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2425,

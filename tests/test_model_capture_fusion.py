@@ -57,27 +57,35 @@ def run(model: Any) -> torch.Tensor:
 
 EXPECTED: dict[str, tuple[dict[str, int], bool, dict[str, int]]] = {
     "llama": (
-        {"norm": 5, "feed_forward": 2, "layer": 2},
+        {"norm": 5, "feed_forward": 2, "layer": 2, "product": 10},
         True,
         {"rms_norm": 1, "add_rms_norm": 4, "silu": 2, "rotary": 2},
     ),
     "mistral": (
-        {"norm": 5, "feed_forward": 2, "layer": 2},
+        {"norm": 5, "feed_forward": 2, "layer": 2, "product": 10},
         True,
         {"rms_norm": 1, "add_rms_norm": 4, "silu": 2, "rotary": 2},
     ),
     "qwen3": (
-        {"norm": 9, "feed_forward": 2, "layer": 2},
+        {"norm": 9, "feed_forward": 2, "layer": 2, "product": 10},
         True,
         {"rms_norm": 5, "add_rms_norm": 4, "silu": 2, "rotary": 2},
     ),
     "gemma": (
-        {"norm": 5, "feed_forward": 2, "layer": 2},
+        {"norm": 5, "feed_forward": 2, "layer": 2, "product": 10},
         True,
         {"rms_norm": 1, "add_rms_norm": 4, "gelu_tanh": 2, "rotary": 2},
     ),
-    "gemma2": ({"norm": 9, "feed_forward": 2}, True, {"rms_norm": 9, "gelu_tanh": 2, "rotary": 2}),
-    "gemma3": ({"norm": 13, "feed_forward": 2}, True, {"rms_norm": 13, "gelu_tanh": 2, "rotary": 2}),
+    "gemma2": (
+        {"norm": 9, "feed_forward": 2, "product": 10},
+        True,
+        {"rms_norm": 9, "gelu_tanh": 2, "rotary": 2},
+    ),
+    "gemma3": (
+        {"norm": 13, "feed_forward": 2, "product": 10},
+        True,
+        {"rms_norm": 13, "gelu_tanh": 2, "rotary": 2},
+    ),
     "phi3": ({"norm": 5}, False, {"rms_norm": 5}),
     "gpt2": ({}, False, {}),
 }

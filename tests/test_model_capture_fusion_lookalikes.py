@@ -22,7 +22,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm, rotate_half
 from transformers.utils.deprecation import deprecate_kwarg
 
-from hf_paged.model.capture.fusion import Fusion, fused, reads_like, rotates_like_llama
+from hf_paged.model.capture.fusion import Fusion, fused, rotates_like_llama
+from hf_paged.model.capture.source import reads_like
 
 
 class RootMeanSquare(nn.Module):
@@ -169,6 +170,7 @@ def test_a_layer_over_another_norm_is_not_replaced() -> None:
         "norm": 2,
         "feed_forward": 1,
         "layer": 1,
+        "product": 5,
     }
 
 

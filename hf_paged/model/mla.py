@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..kv import Seen, fork_safe_lock, reference
-from .capture.fusion import STANDS_FOR, reads_like
+from .capture.source import STANDS_FOR, reads_like
 from .lazy import LazyPages, LazyTensor
 
 METHOD = "expand_kv"

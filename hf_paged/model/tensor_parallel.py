@@ -129,6 +129,8 @@ def style_of(model: nn.Module, path: str) -> str | None:
 
 SUMS = "hf_paged_sums"
 """Of a layer's forward the same with a further argument: what adds to this rank's part of the sum."""
+COLUMNS = "hf_paged_columns"
+"""The mark of a layer's forward that computes a part of the outputs, and asks no other rank."""
 
 
 def local_forwards(model: nn.Module) -> list[ReplacedForward]:
@@ -151,6 +153,8 @@ def local_forwards(model: nn.Module) -> list[ReplacedForward]:
             mark_wrapper(ours)
             if make is _rows:
                 setattr(ours, SUMS, local)
+            if make is _columns:
+                setattr(ours, COLUMNS, True)
             found.append(ReplacedForward(module, own, ours))
     return found
 

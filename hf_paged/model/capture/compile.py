@@ -24,8 +24,9 @@ from ..layer import PagedLayer
 from ..lazy import LazyMask, LazyTensor, Rotation, as_dense
 from ..lengths import lengths_apart
 from ..support import FallbackWarning
-from .fusion import STANDS_FOR, Fusion, current_fusion, is_centered, is_norm, llama, reads_like
+from .fusion import Fusion, current_fusion, is_centered, is_norm, llama
 from .products import join_products
+from .source import STANDS_FOR, reads_like
 from .traced import NotCompilable, Place, Rotated
 
 BACKEND = "inductor"

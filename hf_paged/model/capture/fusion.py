@@ -7,11 +7,8 @@ where they are, and outside the capture nothing is changed.
 
 from __future__ import annotations
 
-import ast
 import importlib
-import inspect
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,9 +27,10 @@ from ..adapters.apply import read_together
 from ..device_map import runs_class_forward
 from ..lazy import Rotation
 from ..patches import ReplacedForward
+from .branches import Product, at_once, beside, products_of
+from .source import STANDS_FOR, reads_like
 
 ROTARY = "apply_rotary_pos_emb"
-STANDS_FOR = "_hf_paged_stands_for"
 changing = fork_safe_lock()
 """Modules of transformers are changed by one capture at a time."""
 
@@ -44,6 +42,8 @@ class Fusion:
         self.kernels = kernels
         self.ahead: tuple[nn.Module, torch.Tensor, int, torch.Tensor] | None = None
         """A norm whose answer was made together with its input."""
+        self._ready: tuple[torch.Tensor, int, dict[nn.Module, torch.Tensor]] | None = None
+        """An input, and products of it by layers that will be called for them."""
         self.following: dict[nn.Module, nn.Module] = {}
         """The norm that reads what a layer answers."""
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
@@ -57,6 +57,8 @@ class Fusion:
             replacement = self._replacement(module)
             if replacement is not None and runs_class_forward(module):
                 self.forwards[module] = replacement
+            for products in products_of(module):
+                self.forwards.update({layer: partial(self.product, layer, products) for layer in products})
         for module in model.modules():
             self._chain(module)
         self.rotaries = {
@@ -153,6 +155,19 @@ class Fusion:
             )
         return both
 
+    def product(self, layer: nn.Module, products: dict[nn.Module, Product], x: torch.Tensor) -> torch.Tensor:
+        """A layer's product of x. products: those of all layers that are given the same input."""
+        ready = self._ready
+        if ready is None or ready[0] is not x or ready[1] != _version(x) or layer not in ready[2]:
+            if not at_once(x):
+                return products[layer](x)
+            found = dict(zip(products, beside(x, [*products.values()]), strict=True))
+            self._ready = ready = x, _version(x), found
+        answer = ready[2].pop(layer)
+        if not ready[2]:
+            self._ready = None
+        return answer
+
     def feed_forward(self, module: Any, x: torch.Tensor) -> Any:
         with read_together(module.up_proj):
             gate = module.gate_proj(x)
@@ -199,14 +214,7 @@ def fused(fusion: Fusion) -> Iterator[None]:
     with changing:
         modules = [sys.modules[name] for name in fusion.rotaries]
         stocks = [getattr(module, ROTARY) for module in modules]
-        replaced = [
-            ReplacedForward(
-                module,
-                module.__dict__.get("forward"),
-                _only_here(fusion, forward, partial(type(module).forward, module)),
-            )
-            for module, forward in fusion.forwards.items()
-        ]
+        replaced = [_replaced(fusion, module, forward) for module, forward in fusion.forwards.items()]
         for each in replaced:
             each.replace()
         for place, stock in zip(modules, stocks, strict=True):
@@ -220,6 +228,12 @@ def fused(fusion: Fusion) -> Iterator[None]:
                 each.restore()
             for place, stock in zip(modules, stocks, strict=True):
                 setattr(place, ROTARY, stock)
+
+
+def _replaced(fusion: Fusion, module: nn.Module, forward: Callable[..., Any]) -> ReplacedForward:
+    own = module.__dict__.get("forward")
+    stock = own or partial(type(module).forward, module)
+    return ReplacedForward(module, own, _only_here(fusion, forward, stock))
 
 
 def _only_here(fusion: Fusion, ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,43 +308,3 @@ def rotates_like_llama(name: str) -> bool:
     return all(
         reads_like(getattr(place, function, None), getattr(llama(), function)) for function in functions
     )
-
-
-def reads_like(function: Any, known: Any) -> bool:
-    """Whether two functions have the same code, names, annotations and comments of the signature aside."""
-    # Another thread's capture may have put itself in their place.
-    function, known = (getattr(one, STANDS_FOR, one) for one in (function, known))
-    return function is known or (
-        callable(function) and _code(function) is not None and _code(function) == _code(known)
-    )
-
-
-@cache
-def _code(function: Callable[..., Any]) -> str | None:
-    try:
-        # What transformers itself wraps around a forward (kernels from a hub, renamed arguments) changes
-        # nothing; others may.
-        while hasattr(function, "__wrapped__") and function.__globals__["__name__"].startswith(
-            "transformers."
-        ):
-            function = function.__wrapped__
-        tree = (
-            None
-            if hasattr(function, "__wrapped__")
-            else ast.parse(textwrap.dedent(inspect.getsource(function)))
-        )
-    except (OSError, TypeError, SyntaxError, AttributeError):
-        return None
-    if tree is None:
-        return None
-    definition = tree.body[0] if len(tree.body) == 1 else None
-    if not isinstance(definition, ast.FunctionDef):
-        return None
-    body = [
-        line
-        for line in definition.body
-        if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
-    ]
-    names = [argument.arg for argument in definition.args.args]
-    defaults = [ast.dump(default) for default in definition.args.defaults]
-    return ast.dump(ast.Module(body, [])) + repr(names) + repr(defaults)
