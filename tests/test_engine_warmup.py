@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from captures import counts, policy, pool_of, reasons
+from captures import counts, forms, policy, pool_of, reasons, sizes
 from engine_answers import alone, answers
 from families import ALTERNATING, LONG, SMALL, TOKENS
 from kernel_cases import GPU, load
@@ -397,3 +397,74 @@ def test_no_step_goes_for_one_that_may_come(compiler: Compiler, monkeypatch: pyt
         engine.generate(prompts, max_new_tokens=14, min_new_tokens=14, do_sample=False)
         assert counts(engine)["replayed"] > 10
         assert counts(engine)["captured"] <= 3
+
+
+WARM = {"block_size": 4, "num_blocks": 200, "max_batch_tokens": 16, "max_batch_sequences": 4}
+"""An engine's options."""
+
+
+def test_an_idle_engine_captures_what_requests_will_need(compiler: Compiler) -> None:
+    """Also what no step has computed yet. Requests get the model's answers, most of them from these steps,
+    once a few have agreed.
+    """
+    model = make("Llama", num_hidden_layers=1)
+    new = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    prompts = [[5 + (3 * i + row) % 90 for i in range(9 + row)] for row in range(3)]
+    with Engine(model, **WARM) as engine:
+        assert engine.warm_up()
+        warm = counts(engine)["captured"]
+        assert sizes(engine, "single") >= {1, 4}
+        assert max(sizes(engine, "spans")) == 16
+        assert engine.warm_up()
+        assert (counts(engine)["captured"], reasons(engine)) == (warm, "")
+        outputs = engine.generate(prompts, **new)
+        engine.check()
+        assert counts(engine)["captured"] == warm
+        assert counts(engine)["replayed"] > 5
+    assert [answers(output) for output in outputs] == [alone(model, prompt, **new) for prompt in prompts]
+
+
+def test_a_request_ends_the_warm_up(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed next; what is missing is captured when the engine is idle again."""
+    model = make("Llama", num_hidden_layers=1)
+    once = Runner.warm_up
+    handles: list[Any] = []
+
+    def interrupted(self: Runner) -> int:
+        left = once(self)
+        if not handles:
+            handles.append(engine.submit([5, 6, 7], max_new_tokens=3, do_sample=False))
+        return left
+
+    monkeypatch.setattr(Runner, "warm_up", interrupted)
+    with Engine(model, **WARM) as engine:
+        assert not engine.warm_up()
+        assert counts(engine)["captured"] == 1
+        assert answers(handles[0].result()) == alone(model, [5, 6, 7], max_new_tokens=3, do_sample=False)
+        assert engine.warm_up()
+        assert counts(engine)["captured"] > 4
+
+
+def test_what_still_compiles_is_not_waited_for(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "is_ready", lambda self, size: size.form == "single")
+    with Engine(make("Llama", num_hidden_layers=1), **WARM) as engine:
+        engine.runner.decoding.captures._ready = engine.runner.is_ready  # type: ignore[union-attr]
+        assert not engine.warm_up()
+        assert forms(engine) == {"single"}
+
+
+def test_nothing_of_the_users_runs_without_a_request(compiler: Compiler) -> None:
+    """A model with code of the user's, a paused engine and one without captured steps are left alone."""
+    model = make("Llama", num_hidden_layers=1)
+    with Engine(model, **WARM) as engine:
+        engine.pause()
+        assert not engine.warm_up()
+        engine.resume()
+        calls: list[Any] = []
+        model.model.layers[0].register_forward_hook(lambda *given: calls.append(given))
+        assert engine.warm_up()
+        assert (counts(engine)["captured"], calls) == (0, [])
+    with Engine(model, graphs=False, **WARM) as engine:
+        assert engine.warm_up()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.warm_up()

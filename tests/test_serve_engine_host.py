@@ -158,3 +158,28 @@ def test_a_request_compiles_no_grammar_in_the_thread_that_reads() -> None:
         answers = next(message.answers for message in news(connection) if message.answers)
         assert answers[0].failure.kind == "NotCompiled"
         assert "send the request again" in answers[0].failure.message
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_idle_engine_is_warmed_up(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again until nothing is missing; one that cannot be serves all the same."""
+    looks: list[bool] = []
+
+    def warm_up(engine: Engine) -> bool:
+        looks.append(engine.closed)
+        if broken:
+            raise RuntimeError("no room for a step")
+        return len(looks) == 3
+
+    monkeypatch.setattr(engine_host, "WARM", 0.01)
+    monkeypatch.setattr(Engine, "warm_up", warm_up)
+    with hosted() as (_, connection):
+        until(lambda: len(looks) == (1 if broken else 3))
+        connection.sendall(frame(greedy(1, "Once upon", 3)))
+        found: list[int] = []
+        for message in news(connection):
+            found += [token for _, new in tokens_of(message) for token in new]
+            if any(each.end is not None for each in message.progress):
+                break
+        assert found == generated("Once upon", max_new_tokens=3)[0]
+    assert looks == [False] * (1 if broken else 3)

@@ -28,6 +28,7 @@ from ..model.capture.pool import MOST_BYTES, CapturePool
 from ..model.capture.products import lay_side_by_side
 from ..model.capture.rehearsal import RECORDERS
 from ..model.capture.step import CapturedStep, Size, StepSource, agree, bucket_of
+from ..model.dispatch import runs_unknown_code
 from ..model.lazy import NotCapturable
 from ..model.snapshot import ModelSnapshot, StateKey
 from ..scheduling import ScheduledBatch
@@ -49,6 +50,8 @@ MIXED = (1.5, 2, 1.25, 3, 4, 6)
 """The tokens of a step with chunks of prompts, as multiples of the sequences that decode."""
 FEWER = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8)
 """What is left of them as they end."""
+FEW = (8, 1)
+"""Sequences of an engine that has little to do."""
 Form = Literal["single", "rows", "spans"]
 """Whether all rows are sequences whose logits are wanted; if not, what chunks of prompts are."""
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -217,11 +220,36 @@ class Decoding:
                 self._capture(state, source, None)
                 return
 
+    def warm_up(self) -> int:
+        """Capture a size that an engine with many requests will need, though no step was computed yet: how
+        many of them are missing still.
+        """
+        adapters = self.eager.adapters
+        unknown = runs_unknown_code(self.eager.model) or (adapters is not None and adapters.layers)
+        if unknown or self.eager.device.type not in RECORDERS:
+            return 0
+        pools = self.eager.pools
+        pools.back([group.backed for group in pools.groups.values()])
+        if not self._reads_by_kernels():
+            return 0
+        state = self._check()
+        sizes = [*self._expected(), *(Size("single", rows, WIDTHS[0]) for rows in FEW if rows < self._most)]
+        sources = [_EngineSource(self, size, None) for size in dict.fromkeys(sizes)]
+        missing = [source for source in sources if self.captures.lacks(state, source)]
+        ready = [source for source in missing if self.captures.is_ready(source.size)]
+        if not ready:
+            return len(missing)
+        self._capture(state, ready[0], None)
+        return len(missing) - 1
+
     def expected_rows(self) -> list[int]:
         """The rows of the sizes that an engine with many requests captures."""
+        return [size.rows for size in self._expected()]
+
+    def _expected(self) -> list[Size]:
         limits = self.eager.pools.config.limits()
-        largest = Size("spans", bucket_of(max(limits.tokens, limits.sequences), 4))
-        return [largest.rows, *(size.rows for size in self._likely(largest, limits.sequences))]
+        largest = Size("spans", bucket_of(max(limits.tokens, limits.sequences), 4), WIDTHS[0])
+        return [largest, *self._likely(largest, limits.sequences)]
 
     def _likely(self, last: Size, sequences: int) -> Iterator[Size]:
         """The sizes of steps behind one of that size, those that come soon first: all sequences decode, some
@@ -286,10 +314,7 @@ class Decoding:
         groups = self.eager.pools.own.values()
         if not 0 < len(batch.rows.sequences) <= self._most or not all(group.stores for group in groups):
             return None  # the pools were given back, and come again with this step
-        # Latents are read by plain torch, whatever the kernels are.
-        stores = [store for group in groups for store in group.stores.values()]
-        kernels = not self.eager.expanding and all(store.captured.kernels is not None for store in stores)
-        self._by_kernels = kernels
+        kernels = self._by_kernels = self._reads_by_kernels()
         decodes = batch.rows.decodes == len(batch.rows.sequences)
         form = "single" if decodes else self._form(batch.rows, kernels)
         if form is None:
@@ -311,6 +336,11 @@ class Decoding:
         if any(width * group.pool.block_size > WIDEST for group in groups):
             return None
         return Size(form, rows, width, adapters)
+
+    def _reads_by_kernels(self) -> bool:
+        """Whether kernels read the pages; latents are read by plain torch, whatever the kernels are."""
+        stores = [store for group in self.eager.pools.own.values() for store in group.stores.values()]
+        return not self.eager.expanding and all(store.captured.kernels is not None for store in stores)
 
     @staticmethod
     def _form(batch: ScheduledBatch, kernels: bool) -> Form | None:

@@ -766,6 +766,37 @@ class Engine:
     _advance_in_turn = in_turn(_advance)
     """The same by any caller."""
 
+    def warm_up(self) -> bool:
+        """Capture the steps that many requests will need, one after another, until a request comes: whether
+        none is missing any more. Kernels that still compile are not waited for.
+
+        Nobody else may compute with the model meanwhile. Steps of several ranks, and of a model that runs
+        code of the user's or has adapters, are captured when they come.
+        """
+        self._require_open()
+        if self._ranks is not None:
+            return True
+        missing = -1
+        while not self._busy and not self._inbox:
+            left = self._warm_up_once()
+            if left == 0:
+                return True
+            if left == missing:
+                break
+            missing = left
+        return False
+
+    @in_turn
+    def _warm_up_once(self) -> int:
+        if self._closed or self._paused or self._stepping or self._busy or self._inbox:
+            return -1
+        with self.pools.memory.lock:
+            self._check_before_step()
+            with self._arithmetic():
+                left = self.runner.warm_up()
+        self.checks.release()
+        return left
+
     def _refuse_step(self) -> NoReturn:
         """Raise the reason why no step can be taken now."""
         self._require_lead()

@@ -108,6 +108,13 @@ class Runner:
             with self.eager.pools.memory.lock, torch.no_grad():
                 self.decoding.capture_ahead(sequences)
 
+    def warm_up(self) -> int:
+        """Capture a step that many requests will need: how many are missing still."""
+        if self.decoding is None or self.why_rows is not None:
+            return 0
+        with self.eager.pools.memory.lock, torch.no_grad():
+            return self.decoding.warm_up()
+
     def run(self, batch: ForwardBatch) -> Answer:
         """The logits behind the rows that are sampled from, from a captured step if there is one."""
         parts = self._parts(batch) if batch.inputs or batch.adapters is not None else []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..engine import Engine, Handle, Output
+from ..engine.background import use_device
 from ..engine.outputs.output import NewTokens
 from ..engine.requests.prompts import words_of
 from ..model.registry import invalidate
@@ -25,6 +28,8 @@ from ..trace import Step, encode_header
 from .facts import ModelFacts
 from .processors import Processors
 from .wire import CallResult, Cancel, End, EngineCall, Failure, News, Progress, Submit, frame, messages
+
+logger = logging.getLogger("hf_paged")
 
 EVERY = 0.1
 """The least seconds between two changes of the map."""
@@ -36,6 +41,8 @@ OTHER = -1
 """No ticket."""
 IDLE = 1.0
 """Seconds after which the writer checks the engine's thread by itself."""
+WARM = 0.25
+"""Seconds between two looks whether the engine has nothing to do and may capture steps."""
 
 
 @dataclass
@@ -93,11 +100,13 @@ class EngineHost:
     def run(self) -> None:
         """Serve until the other end closes the connection; then close the engine."""
         writer = threading.Thread(target=self._write, name="hf_paged news", daemon=True)
+        warm_up = threading.Thread(target=self._warm_up, name="hf_paged warm-up", daemon=True)
         callers = {name: ThreadPoolExecutor(most, f"hf_paged calls {name}") for name, most in CALLERS.items()}
         try:
             self._engine.start()
             self._connection.sendall(frame(self.facts))
             writer.start()
+            warm_up.start()
             for message in messages(self._connection):
                 self._take(message, callers)
         except ConnectionError:  # the server has ended before it had the facts
@@ -157,6 +166,15 @@ class EngineHost:
             answer = CallResult(asked.ticket, failure=Failure.of(error))
         self._answers.append(answer)
         self._ring()
+
+    def _warm_up(self) -> None:
+        """Capture steps while nobody asks for anything: nobody else has the model."""
+        use_device(self._engine.model.device)
+        try:
+            while not self._over and not self._engine.closed and not self._engine.warm_up():
+                time.sleep(WARM)
+        except Exception:  # requests get what is wrong with the model
+            logger.info("steps are captured when they come", exc_info=True)
 
     def _load_weights(self, files: list[str]) -> int:
         """Read the tensors of files into the model: how many there were."""

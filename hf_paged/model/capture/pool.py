@@ -263,14 +263,22 @@ class CapturePool:
         """Whether a size may be captured before any step has it: its code is known, what it launches
         compiled, and no other has to go for it.
         """
+        known = (state, source.code) in self._rehearsed
+        return known and self.is_ready(source.size) and self.lacks(state, source)
+
+    def is_ready(self, size: Size) -> bool:
+        """Whether what steps of a size launch is compiled."""
+        return self._ready(size)
+
+    def lacks(self, state: StateKey, source: StepSource[Any]) -> bool:
+        """Whether a size is not captured and may be, no other having to go for it."""
         key = _Key(state, source.size)
         alone = self._least is None and self._same is None
         compiles = self.compilation is not None and self.compilation.why_not is None
         known = key in self._steps or key in self.reasons or self._seen[key] < 0
-        if not alone or (state, source.code) not in self._rehearsed or self.unsteady or compiles or known:
+        if not alone or self.unsteady or compiles or known:
             return False
-        most = max([step.bytes for step in self], default=0)
-        return len(self) < MOST and self._room >= most and self._ready(source.size)
+        return len(self) < MOST and self._room >= max([step.bytes for step in self], default=0)
 
     def _doubtful(self, state: StateKey, source: StepSource[Any]) -> CapturedStep | None:
         """The smallest captured step that can hold a source's, if it is to be compared still."""
