@@ -26,7 +26,7 @@ from hf_paged.engine import warmup as warming
 from hf_paged.engine.runner import Runner
 from hf_paged.engine.warmup import jobs
 from hf_paged.kv import ops
-from hf_paged.kv.warmup import Warming
+from hf_paged.kv.warmup import TURN, Warming, short_turns
 from hf_paged.model.capture.pool import CapturePool
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.step import Size
@@ -190,6 +190,18 @@ def test_threads_compile_and_end(compiler: Compiler, monkeypatch: pytest.MonkeyP
     join(engine)
     compiler.params.clear()
     assert first_steps(engine, compiler, 21) <= before[0]
+
+
+def test_turns_of_threads_are_short_while_any_compile() -> None:
+    """And as long as before when the last of several, whichever it is, has ended."""
+    before = sys.getswitchinterval()
+    first, second = short_turns(), short_turns()
+    with first:
+        assert sys.getswitchinterval() == pytest.approx(TURN)
+        second.__enter__()
+    assert sys.getswitchinterval() == pytest.approx(TURN)
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(before)
 
 
 def test_larger_steps_find_their_kernels(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +29,8 @@ logger = logging.getLogger("hf_paged")
 MOST_THREADS = 16
 MOST_LATER = 3
 """Threads that compile beside requests that are served."""
+TURN = 0.0002
+"""Seconds for which one thread may keep the interpreter while others compile."""
 META = torch.device("meta")
 PROMPT = 133
 SHORT = 3
@@ -36,6 +40,30 @@ enough for the tiles of long ones, a multiple of nothing.
 """
 PIECES = 100
 Job = Callable[[], object]
+
+
+_turns: list[float] = []
+"""How long a turn was before, once for each of those that want short ones."""
+_changing = threading.Lock()
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Let threads take the interpreter in short turns.
+
+    One that computes on a device gives it up with each operation, and would wait 5 ms each time until one
+    that compiles does the same: for seconds in a forward of some hundred operations.
+    """
+    with _changing:
+        _turns.append(sys.getswitchinterval())
+        sys.setswitchinterval(min(_turns[0], TURN))
+    try:
+        yield
+    finally:
+        with _changing:
+            before = _turns.pop()
+            if not _turns:
+                sys.setswitchinterval(before)
 
 
 class Warming:
@@ -85,14 +113,15 @@ class Warming:
         self._thread.join()
 
     def _run(self) -> None:
-        try:
-            later = self._run_first()
-        finally:
-            self._compiled.set()
-        try:
-            self._run_later(later)
-        finally:
-            self.done = True
+        with short_turns():
+            try:
+                later = self._run_first()
+            finally:
+                self._compiled.set()
+            try:
+                self._run_later(later)
+            finally:
+                self.done = True
 
     def _run_first(self) -> Sequence[tuple[Hashable, Sequence[Job]]]:
         """Do the jobs that are waited for: the later ones."""
