@@ -2,6 +2,7 @@
 
     python benchmarks/serve.py --json results.jsonl          # on a GPU: 8B Llama shape, random weights, bfloat16
     OMP_NUM_THREADS=1 python benchmarks/serve.py --shape tiny --requests 24 --at-once 8 --rates 2 --seconds 4 --rounds 1
+    python benchmarks/serve.py --fresh 5 --rates 8           # the first requests of a server that was idle for 5 s
 
 throughput    output tokens a second of a trace whose requests all come at once: the engine alone, streams of
               events, and whole answers; each over the same engine, in turns. Beside it the seconds that the
@@ -323,12 +324,20 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 8.0, 16.0, 24.0, 32.0, 40.0])
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, for each rate")
     parser.add_argument("--switch-interval", type=float, help="seconds, instead of the server's own")
+    parser.add_argument(
+        "--fresh", type=float, metavar="SECONDS", help="the section load at a server that has been idle since its start"
+    )  # fmt: skip
     options = parser.parse_args()
     report = report_of(options)
     bench = Bench(options, report)
     with tuned(), bench.serving():
         if options.switch_interval is not None:
             sys.setswitchinterval(options.switch_interval)
+        if options.fresh is not None:
+            time.sleep(options.fresh)
+            print(f"captured: {bench.engine.stats()['graphs']}", flush=True)
+            load_table(bench, "serve fresh", {"server, streams": bench.served})
+            return
         bench.alone(bench.asks(options.requests, seed=1))  # warm-up: captures steps of these sizes
         bench.served(bench.asks(min(options.requests, 2 * options.at_once), seed=4))
         report.run(SECTIONS, options.sections, bench)

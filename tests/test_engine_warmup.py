@@ -202,6 +202,12 @@ def test_turns_of_threads_are_short_while_any_compile() -> None:
     assert sys.getswitchinterval() == pytest.approx(TURN)
     second.__exit__(None, None, None)
     assert sys.getswitchinterval() == pytest.approx(before)
+    try:
+        with short_turns():
+            sys.setswitchinterval(0.001)  # as a server does
+        assert sys.getswitchinterval() == pytest.approx(0.001)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_larger_steps_find_their_kernels(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

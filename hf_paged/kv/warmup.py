@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -62,7 +63,8 @@ def short_turns() -> Iterator[None]:
     finally:
         with _changing:
             before = _turns.pop()
-            if not _turns:
+            short = math.isclose(sys.getswitchinterval(), min(before, TURN))
+            if not _turns and short:  # nobody has set another meanwhile
                 sys.setswitchinterval(before)
 
 
