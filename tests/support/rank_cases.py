@@ -1681,12 +1681,12 @@ def a_fork_of_a_rank(rank: int) -> None:
             if rank == turn:
                 child = os.fork()
                 if child == 0:
+                    words = "in forked subprocess" if CUDA else "forked from"  # CUDA says it first
                     try:
                         if rank:
-                            raises(RuntimeError, "forked from", engine.follow)
+                            raises(RuntimeError, words, engine.follow)
                             os._exit(3)
                         with engine:
-                            words = "in forked subprocess" if CUDA else "forked from"  # CUDA says it first
                             raises(RuntimeError, words, lambda: engine.submit(PROMPTS[1], **GREEDY).result())
                             raise SystemExit(3)
                     except SystemExit as error:
