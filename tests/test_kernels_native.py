@@ -228,10 +228,11 @@ def test_halves_round_as_torch_does(library: native.Library, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_writes_what_it_is_given(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("starts", "expected"), [([0, 6, 2], 0), (None, 90)], ids=["padded", "side by side"])
+def test_writes_what_it_is_given(dtype: torch.dtype, starts: list[int] | None, expected: int) -> None:
     """Padding takes no slot; keys come in any strides and dtypes; what is not written stays as it was."""
     paged, plain = (
-        Paged(3, 4, starts=[0, 6, 2], dims=(10, 6), kernels=kernels, dtype=dtype)
+        Paged(3, 4, starts=starts, expected=expected, dims=(10, 6), kernels=kernels, dtype=dtype)
         for kernels in ("native", "torch")
     )
     shapes: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -247,8 +248,9 @@ def test_writes_what_it_is_given(dtype: torch.dtype) -> None:
             torch.manual_seed(new)
             keys, values = (shape(torch.randn(3, HEADS, new, dim, dtype=dtype)) for dim in (10, 6))
             pages.ops.write(pages, keys, values)
+            assert (pages.batch.strided is None) is (starts is not None)
         for data in ("keys", "values"):
-            mine, theirs = (getattr(pages, data)[: 4 * 80] for pages in made)
+            mine, theirs = (getattr(pages, data)[: 3 * 92 if expected else 4 * 80] for pages in made)
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 
@@ -303,6 +305,26 @@ def test_a_plan_is_made_once_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         for _layer in range(2):
             paged.assert_attends(pages, 4, None, False)
     assert len(made) == 1
+
+
+def test_answers_and_steps_have_memory_of_their_own() -> None:
+    """An answer stays when the plan runs again, and the lengths of a step are its own."""
+    paged = Paged(2, 4, dims=(8, 6), expected=40, kernels="native")
+    kept = []
+    for _ in range(5):
+        pages = paged.step(1)
+        query = torch.randn(2, 4, 1, 8)
+        out = pages.ops.attend(query, pages, Seen(0, causal=True))
+        assert out.is_contiguous()
+        assert not out.requires_grad
+        expected = formula(query, paged.keys, paged.values, None, None, None, None)
+        kept.append((out, expected, pages.batch.lengths(torch.device("cpu")), paged.rows.columns))
+    for out, expected, lengths, columns in kept:
+        torch.testing.assert_close(out, expected)
+        assert lengths.tolist() == [columns] * 2
+    assert len({out.data_ptr() for out, *_ in kept}) == len(kept)
+    with torch.inference_mode():
+        assert pages.ops.attend(query, pages, Seen(0, causal=True)).is_inference()
 
 
 def test_layers_of_other_heads_in_one_step() -> None:

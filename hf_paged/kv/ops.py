@@ -245,25 +245,21 @@ class NativeOps(Ops):
         self.library = library
 
     def write(self, pages: Pages, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if pages.batch.new_strided is not None:  # views, made for all layers together
+        batch = pages.batch
+        views = batch.new_strided is not None and (batch.packed or batch.longest > 1)
+        if views or (batch.packed and batch.longest > 1):
             super().write(pages, keys, values)
             return
-        if pages.batch.packed:
-            if pages.batch.longest > 1:
-                super().write(pages, keys, values)
-                return
+        if batch.packed:
             keys = _by_sequence(keys)
             values = _by_sequence(values)
         pools = pages.keys, pages.values
-        keys = self._dense(keys, pages.keys.dtype)
-        values = self._dense(values, pages.keys.dtype)
-        key = (keys.shape, keys.stride(), values.shape, values.stride(), keys.dtype)
-        self._planned(pages.batch, key, self.native.Write, keys, values, *pools).run(keys, values, *pools)
-
-    @staticmethod
-    def _dense(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        data = data if data.dtype == dtype else data.to(dtype)
-        return data if data.stride(3) == 1 else data.contiguous()
+        dtype = pages.keys.dtype
+        if not (keys.dtype == values.dtype == dtype and keys.stride(3) == values.stride(3) == 1):
+            keys = keys.to(dtype).contiguous()
+            values = values.to(dtype).contiguous()
+        key = (keys.shape, keys.stride(), values.shape, values.stride(), dtype)
+        self._planned(batch, key, self.native.Write, keys, values, *pools).run(keys, values, *pools)
 
     def attend(
         self,
@@ -283,15 +279,17 @@ class NativeOps(Ops):
         several = batch.packed and batch.longest > 1
         if batch.packed and not several:
             query = _by_sequence(query)
-        prompt = query.shape[2] > FEW or (batch.fresh and query.shape[2] > 1)
+        shape = query.shape
+        strides = query.stride()
+        prompt = shape[2] > FEW or (shape[2] > 1 and batch.fresh)
         learning = torch.is_grad_enabled() and query.requires_grad
-        whole = batch.packed or query.shape[0] == batch.rows
-        fits = query.dtype == pages.keys.dtype and whole and query.stride(3) == 1
+        whole = batch.packed or shape[0] == batch.rows
+        fits = query.dtype == pages.keys.dtype and whole and strides[3] == 1
         if seen.mask is not None or prompt or learning or not fits or several:
             return super().attend(given, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
         batch.check()
         window = seen.window if seen.causal else None
-        key = (query.shape, query.stride(), pages.values.shape[1:], query.dtype, window, seen.causal)
+        key = (shape, strides, pages.values.shape[1:], query.dtype, window, seen.causal)
         plan = self._planned(
             batch, key, self.native.Attend, query, pages.keys, pages.values, window=window, causal=seen.causal
         )
@@ -307,13 +305,14 @@ class NativeOps(Ops):
 
     def _planned(self, batch: Batch, key: object, make: Any, *tensors: torch.Tensor, **options: Any) -> Any:
         """The step's plan for layers of one shape."""
-        return _kept(
-            batch,
-            PLANS,
-            key,
-            lambda: make(self.library, *tensors, block_size=batch.block_size, **options),
-            lambda plan: plan.update(batch.host_table(), batch.lengths(tensors[0].device)),
-        )
+        plans = batch.workspace.setdefault(PLANS, {})
+        plan, updated_for = plans.get(key, (None, None))
+        if plan is None:
+            plan = make(self.library, *tensors, block_size=batch.block_size, **options)
+        if updated_for is not batch.step:
+            plan.update(batch.host_table(), batch.lengths(tensors[0].device))
+            plans[key] = (plan, batch.step)
+        return plan
 
 
 def _by_sequence(data: torch.Tensor) -> torch.Tensor:

@@ -184,7 +184,11 @@ class Attend(_Launch):
         self.scale = query.shape[3] ** -0.5
         self._strides = _StridesStruct(*query.stride()[:3])
         self._of_query = ctypes.addressof(self._strides)
-        self._shape = (query.shape[0], query.shape[2], query.shape[1], values.shape[2])
+        rows, query_heads, tokens, _ = query.shape
+        # An answer like it takes half the time of one by its shape, dtype and device.
+        self._answer = torch.empty(
+            (rows, tokens, query_heads, values.shape[2]), dtype=query.dtype, device=query.device
+        )
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def update(self, table: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -209,7 +213,7 @@ class Attend(_Launch):
 
         A token that sees nothing gives 0.
         """
-        out = torch.empty(self._shape, dtype=query.dtype, device=query.device)
+        out = torch.empty_like(self._answer)
         self.library.attend(
             self.address, query.data_ptr(), self._of_query, keys.data_ptr(), values.data_ptr(),
             out.data_ptr(),
