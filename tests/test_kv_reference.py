@@ -14,6 +14,7 @@ from paged_layer import HEADS, Paged, formula
 
 from hf_paged.blocks import BlockTable, append
 from hf_paged.kv import Layout, Seen, reference
+from hf_paged.kv.upload import upload
 
 DIM, VALUE_DIM = 8, 6
 
@@ -198,3 +199,18 @@ def test_attention_over_latents(starts: list[int] | None, new: int) -> None:
     narrow = pages.ops.attend_latents(both, pages, everything, attention, 8, scale=12**-0.5)
     if starts is None and new == 1:
         torch.testing.assert_close(narrow, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.long, torch.float32])
+@pytest.mark.parametrize("numbers", [[], [7], [-3, 2**31 - 1, 0], [[1, 2], [3, 4]], [True, False], range(3)])
+def test_uploaded_as_torch_reads_them(numbers: Any, dtype: torch.dtype) -> None:
+    found = upload(numbers, torch.device("cpu"), dtype)
+    expected = torch.tensor(numbers, dtype=dtype)
+    assert (found.dtype, found.shape, found.tolist()) == (dtype, expected.shape, expected.tolist())
+    found += 1  # memory of its own, which may be written
+    assert upload(numbers, torch.device("cpu"), dtype).tolist() == expected.tolist()
+
+
+def test_numbers_that_do_not_fit_are_refused() -> None:
+    with pytest.raises((OverflowError, RuntimeError)):
+        upload([2**31], torch.device("cpu"), torch.int32)

@@ -16,8 +16,6 @@ WIDTHS = 16
 """Tables are as wide as some multiple of this: for Triton such numbers are one kind, so a kernel is compiled
 once for all of them.
 """
-
-
 PLANS = "native"
 """Where a workspace keeps the plans of the C++ op."""
 CPU = torch.device("cpu")
