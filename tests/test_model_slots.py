@@ -11,6 +11,7 @@ import pytest
 import torch
 from compare import assert_clean, assert_same, both
 from tiny import build, config_class
+from transformers import DynamicCache
 
 import hf_paged
 from hf_paged.kv import LayerKind
@@ -88,6 +89,32 @@ def test_classes_are_stocks_own_too() -> None:
     assert isinstance(layer, PagedLayer)
     assert type(layer)._layer_type is None, "transformers would make ours for everybody"
     assert hasattr(layer, "update_indexer")
+
+
+def test_places_are_looked_up_once_a_call(monkeypatch: pytest.MonkeyPatch, ids: torch.Tensor) -> None:
+    """By every call anew: no cache has another's layers, and a config that changes is followed."""
+    looked: list[object] = []
+    original = DynamicCache.__init__
+    monkeypatch.setattr(
+        DynamicCache,
+        "__init__",
+        lambda self, *rest, **options: looked.append(type(self)) or original(self, *rest, **options),
+    )
+    model = build("causal", config_class("causal", "jamba"))
+    options = {"max_new_tokens": 3, "cache_implementation": "paged", "return_dict_in_generate": True}
+    caches = []
+    for _ in range(2):
+        looked.clear()
+        caches.append(model.generate(ids, **options).past_key_values)
+        assert looked == [DynamicCache]
+    assert not {*map(id, caches[0].layers)} & {*map(id, caches[1].layers)}
+    model = build("causal", config_class("causal", "mistral"))
+    kinds = []
+    for window in (None, 5):
+        model.config.sliding_window = window
+        found = model.generate(ids, **options).past_key_values
+        kinds.append({layer.kind for layer in found.layers})
+    assert kinds == [{LayerKind("full")}, {LayerKind("window", 5)}]
 
 
 def test_kinds_of_places() -> None:

@@ -63,14 +63,14 @@ class PagedCache(DynamicCache):
         self._open(base_model(model), config, cross=False)
 
     @classmethod
-    def make(cls, model: nn.Module, config: CacheConfig, *, cross: bool = False) -> PagedCache:
-        """A cache under checked options; `cross` for what a decoder attends to in its encoder."""
+    def make(cls, model: Any, config: CacheConfig, *, cross: bool = False, slots: Any = None) -> PagedCache:
+        """A cache under checked options; `cross`: of what a decoder sees of an encoder; slots: its places."""
         cache = cls.__new__(cls)
-        cache._open(model, config, cross)
+        cache._open(model, config, cross, slots)
         return cache
 
-    def _open(self, model: nn.Module, config: CacheConfig, cross: bool) -> None:
-        slots = slots_of(model, cross)
+    def _open(self, model: nn.Module, config: CacheConfig, cross: bool, known: Any = None) -> None:
+        slots: list[Slot] = known or slots_of(model, cross)
         counts = Counter(slot.kind for slot in slots if slot.kind is not None)
         memory = memory_of(model)
         total = sum(counts.values())

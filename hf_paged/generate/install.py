@@ -20,6 +20,7 @@ from ..model.cache_name import CACHE
 from ..model.capture.replay import drop_captures
 from ..model.invariant.mode import require_whole_sequences
 from ..model.mla import restore_expansion
+from ..model.slots import Slot
 from ..model.snapshot import CallSnapshots, runs_foreign_code
 from ..model.support import prepares_none, warn, why_dropped, why_not
 from ..model.thread_state import restoring
@@ -199,13 +200,14 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
         if call is None and patch.active and generation_config.cache_implementation == WORD:
             warn(OWN.format(type(self).__name__))
             generation_config.cache_implementation = None
-        if call is None or not patch.active or not _takes(self, generation_config, model_kwargs):
+        slots: list[Slot] = []
+        if call is None or not patch.active or not _takes(self, generation_config, model_kwargs, slots):
             require_whole_sequences(self)
             return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         check_ranks(self, generation_config)
         given = model_kwargs.get(CACHE)
         options = None if generation_config.cache_config is None else _options(generation_config)
-        cache = _made(self, options or CacheConfig()) if given is None else _given(self, given, options)
+        cache = _made(self, options, slots) if given is None else _given(self, given, options)
         model_kwargs[CACHE] = cache
         parts = paged_parts(cache)
         _prepare(cache, parts, generation_config, max_cache_length)
@@ -217,8 +219,8 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
     return _prepare_cache_for_generation
 
 
-def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether this call runs on pages: it was given a paged cache, or requests one that is available."""
+def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any], slots: list[Slot]) -> bool:
+    """Whether this call has a paged cache, or requests one that is available, whose places `slots` gets."""
     given = model_kwargs.get(CACHE)
     asked = generation_config.cache_implementation == WORD
     if paged_parts(given):
@@ -232,7 +234,7 @@ def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> 
         generation_config.cache_implementation = generation_config.cache_config = None
     if not asked or given is not None:
         return False
-    reason = why_not(model, generation_config) or why_dropped(model) or why_random(model)
+    reason = why_not(model, generation_config, slots) or why_dropped(model) or why_random(model)
     reason = begin_on_ranks(model, reason)
     if reason is not None:
         warn(reason)
@@ -248,8 +250,8 @@ def _options(generation_config: Any) -> CacheConfig:
     return replace(options, prefix_caching=False) if generation_config.is_assistant else options
 
 
-def _made(model: Any, options: CacheConfig) -> Any:
-    return _with_cross(model, PagedCache.make(model, options))
+def _made(model: Any, options: CacheConfig | None, slots: list[Slot]) -> Any:
+    return _with_cross(model, PagedCache.make(model, options or CacheConfig(), slots=slots))
 
 
 def _with_cross(model: Any, cache: PagedCache) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .cache_name import CACHE, NAMES, OLDER
-from .slots import slots_of
+from .slots import Slot, slots_of
 
 READS = "_can_checkpoint_with_cache"
 """Layers with this attribute only read the cache, and keep it."""
@@ -23,8 +23,8 @@ class FallbackWarning(UserWarning):
     """A call asked for the paged cache and runs on transformers' own instead."""
 
 
-def why_not(model: Any, generation_config: Any) -> str | None:
-    """Why this call cannot run on pages, or None if it can."""
+def why_not(model: Any, generation_config: Any, slots: list[Slot] | None = None) -> str | None:
+    """Why this call cannot run on pages, or None if it can. slots: gets the places of the model's cache."""
     name = type(model).__name__
     if generation_config.use_cache is False:
         return "use_cache=False leaves nothing to page"
@@ -34,7 +34,9 @@ def why_not(model: Any, generation_config: Any) -> str | None:
     # A forward of the user's with the older name hands the other on to transformers' own.
     if NAMES.isdisjoint(_names(type(model).forward) if own is None else inspect.signature(own).parameters):
         return f"{name}.forward takes no {CACHE}"
-    if all(slot.kind is None for slot in slots_of(model, cross=False)):
+    slots = [] if slots is None else slots
+    slots += slots_of(model, cross=False)
+    if all(slot.kind is None for slot in slots):
         return f"no layer of {name} keeps plain keys and values"
     return None
 
