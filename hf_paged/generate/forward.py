@@ -267,7 +267,7 @@ def _step(
     """
     cache = parts[0]
     sequences = parts[0].sequences
-    if not any(can_record(rows.group.devices) for rows in sequences.rows.values()):
+    if not can_record(device for rows in sequences.rows.values() for device in rows.group.devices):
         return None
     inputs = next((arguments[name] for name in INPUTS[::-1] if arguments.get(name) is not None), None)
     if not cache.config.graphs or not sequences.columns or not sequences.padding_known or inputs is None:

@@ -44,7 +44,10 @@ class Sequences:
 
     @property
     def columns(self) -> int:
-        return max([rows.columns for rows in self.rows.values()], default=0)
+        most = 0
+        for rows in self.rows.values():
+            most = rows.columns if rows.columns > most else most
+        return most
 
     @property
     def positions(self) -> dict[LayerKind, int]:

@@ -73,14 +73,14 @@ class PagedLayer(DynamicLayer):
                 "a paged cache keeps no gradients; call the model under torch.no_grad(), or train without a "
                 "cache"
             )
-        if self.sequences.static is not None:
+        sequences = self.sequences
+        if sequences.static is not None:
             return self._captured(key_states, value_states)
-        rows = self.sequences.rows[self.kind]
-        with self.sequences.memory.lock:
+        rows = sequences.rows[self.kind]
+        with sequences.memory.lock:
             rows.group.look_at(self.number, key_states, value_states)
             count, _, new, _ = key_states.shape
-            first_of_step = self.columns == rows.columns
-            batch = self.sequences.extend(self.kind, count, new) if first_of_step else rows.batch
+            batch = sequences.extend(self.kind, count, new) if self.columns == rows.columns else rows.batch
             if batch.rows != count or batch.new != new or self.columns + new != rows.columns:
                 raise RuntimeError(
                     f"layer {self.number} holds {self.columns} tokens and was given {new} more for "

@@ -20,6 +20,7 @@ from ..kv.ops import on
 
 Path = Literal["unused", "paged", "dense"]
 """How attention last read a layer: from the pages, or through a dense copy."""
+_wrapper: Any = torch.Tensor._make_wrapper_subclass
 
 
 class NotCapturable(RuntimeError):
@@ -36,11 +37,8 @@ class LazyTensor(torch.Tensor):
     _dense: torch.Tensor | None = None
 
     @staticmethod
-    def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *args: Any
-    ) -> LazyTensor:
-        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        return lazy
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *args: Any) -> Any:
+        return _wrapper(cls, shape, dtype=dtype, device=device)
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, make: Callable[[], torch.Tensor]
@@ -135,9 +133,7 @@ class LazyPages(LazyTensor):
         _, heads, dim = data.shape
         shape = (pages.batch.rows, heads, columns, dim)
         # What cls(...) would do, two functions later; every layer of every step makes two.
-        made: LazyPages = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=data.dtype, device=data.device
-        )
+        made: LazyPages = _wrapper(cls, shape, dtype=data.dtype, device=data.device)
         made.layer = layer
         made.pages = pages
         made.data_in_pages = data
@@ -212,7 +208,7 @@ class LazyMask(LazyTensor):
         build: Callable[[], torch.Tensor],
         as_stock: Callable[[], torch.Tensor | None] | None = None,
     ) -> None:
-        super().__init__(shape, dtype, device, build)
+        self.make = build
         self.window = window
         self.as_stock = as_stock or build
 

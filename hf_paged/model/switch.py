@@ -101,7 +101,7 @@ def decoder_configs(modules: Iterable[nn.Module]) -> list[Any]:
         attention: Any = type(module)
         if own.get("layer_idx") is None and not is_told_its_layer(attention):
             continue
-        if uses_registry(attention) and is_stock(original_implementation(config)):
+        if uses_registry(attention) and (id(config) in ours or is_stock(original_implementation(config))):
             ours[id(config)] = config
         elif "ttention" in attention.__name__:
             others.add(id(config))
