@@ -282,12 +282,12 @@ class PagedCache(DynamicCache):
         """Raise if a step has passed by a layer that holds earlier tokens: its table counts tokens that were
         never written.
         """
-        columns = self.sequences.positions
+        rows = self.sequences.rows
         for layer in self.own_layers:
-            if layer.columns and layer.columns != columns[layer.kind]:
+            if layer.columns and layer.columns != rows[layer.kind].columns:
                 raise RuntimeError(
                     f"layer {layer.number} holds {layer.columns} tokens and was given none of a step, after "
-                    f"which the other layers hold {columns[layer.kind]}; {DIFFER}"
+                    f"which the other layers hold {rows[layer.kind].columns}; {DIFFER}"
                 )
 
     def follow(self) -> None:

@@ -256,7 +256,10 @@ def _with_adapters(
 
 def _asks_for(model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...]) -> bool:
     """Whether any of these outputs is requested."""
-    return any(arguments.get(name) or setting_of(model.config, name) for name in names)
+    for name in names:  # noqa: SIM110 - asked in every step, and a generator costs as much as the answer
+        if arguments.get(name) or setting_of(model.config, name):
+            return True
+    return False
 
 
 def _step(
@@ -276,11 +279,8 @@ def _step(
         return None  # a captured step has rows beyond the call's, which routers would count
     rows, new = inputs.shape[:2]
     starts = sequences.starts
-    prompt = (
-        new > MOST_NEW
-        or (cache.prompt_in_chunks and new > 1)
-        or (starts is not None and max(starts) > sequences.columns)
-    )
+    prompt = new > MOST_NEW or (cache.prompt_in_chunks and new > 1)
+    prompt = prompt or (starts is not None and max(starts) > sequences.columns)
     if prompt or rows != sequences.count or any(part.sequences.sources is not None for part in parts):
         return None
     differs = torch.is_grad_enabled() or torch.is_autocast_enabled()
