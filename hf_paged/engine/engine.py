@@ -770,7 +770,7 @@ class Engine:
         """Capture the steps that many requests will need, one after another, until a request comes: whether
         none is missing any more. Kernels that still compile are not waited for.
 
-        Nobody else may compute with the model meanwhile. Steps of several ranks, and of a model that runs
+        No other thread may compute with the model meanwhile. Steps of several ranks, and of a model that runs
         code of the user's or has adapters, are captured when they come.
         """
         self._require_open()
