@@ -45,7 +45,7 @@ BUDGETS = {
     "hf_paged/checking": 1000,
     "hf_paged/continuous": 1060,
     "hf_paged/demo": 250,
-    "hf_paged/engine": 6840,
+    "hf_paged/engine": 6845,
     "hf_paged/engine/multimodal": 970,
     "hf_paged/engine/outputs": 645,
     "hf_paged/engine/parallel": 1740,
@@ -59,7 +59,7 @@ BUDGETS = {
     "hf_paged/model/invariant": 895,
     "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2425,
-    "hf_paged/serve": 9210,
+    "hf_paged/serve": 9220,
 }
 """The most lines of each folder."""
 

@@ -774,7 +774,7 @@ class Engine:
         code of the user's or has adapters, are captured when they come.
         """
         self._require_open()
-        if self._ranks is not None:
+        if self._ranks is not None or not self.runner.captures:
             return True
         missing = -1
         while not self._busy and not self._inbox:

@@ -16,6 +16,7 @@ from ..kv.group import is_out_of_memory
 from ..kv.upload import upload
 from ..kv.warmup import Warming
 from ..model.adapters import Inapplicable
+from ..model.capture.rehearsal import RECORDERS
 from ..model.capture.step import Size
 from ..model.lazy import NotFlat
 from ..model.offloaded import input_device
@@ -86,6 +87,11 @@ class Runner:
         return "flat" if self.why_rows is None else "rows"
 
     @property
+    def captures(self) -> bool:
+        """Whether steps may be captured."""
+        return self.decoding is not None and self.why_rows is None and self.eager.device.type in RECORDERS
+
+    @property
     def capture_bytes(self) -> int:
         """Memory that captured steps may come to take."""
         return 0 if self.decoding is None or self.why_rows is not None else self.decoding.budget
@@ -110,7 +116,7 @@ class Runner:
 
     def warm_up(self) -> int:
         """Capture a step that many requests will need: how many are missing still."""
-        if self.decoding is None or self.why_rows is not None:
+        if self.decoding is None or not self.captures:
             return 0
         with self.eager.pools.memory.lock, torch.no_grad():
             return self.decoding.warm_up()

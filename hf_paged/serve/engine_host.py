@@ -43,6 +43,8 @@ IDLE = 1.0
 """Seconds after which the writer checks the engine's thread by itself."""
 WARM = 0.25
 """Seconds between two looks whether the engine has nothing to do and may capture steps."""
+DROPPING = frozenset({"wake_up", "weights_changed", "load_weights"})
+"""Calls behind which captured steps are gone."""
 
 
 @dataclass
@@ -76,6 +78,9 @@ class EngineHost:
         self._lag = False
         self._recorder: Any = None
         self._signals: deque[int] = deque()
+        self._cold = threading.Event()
+        """Set where captured steps may be missing."""
+        self._cold.set()
         self._notes: SimpleQueue[int] = SimpleQueue()
         """Tickets of requests with news, which may be there several times, and OTHER for other news."""
         self._over = False
@@ -114,6 +119,7 @@ class EngineHost:
         finally:
             self._over = True
             self._ring()
+            self._cold.set()
             for each in callers.values():
                 each.shutdown(wait=False, cancel_futures=True)
             self._engine.close()
@@ -166,13 +172,17 @@ class EngineHost:
             answer = CallResult(asked.ticket, failure=Failure.of(error))
         self._answers.append(answer)
         self._ring()
+        if asked.name in DROPPING:
+            self._cold.set()
 
     def _warm_up(self) -> None:
-        """Capture steps while nobody asks for anything: nobody else has the model."""
+        """The thread that has steps captured while the engine is idle; no other thread has the model."""
         use_device(self._engine.model.device)
         try:
-            while not self._over and not self._engine.closed and not self._engine.warm_up():
-                time.sleep(WARM)
+            while self._cold.wait() and not self._over:
+                self._cold.clear()
+                while not self._over and not self._engine.warm_up():
+                    time.sleep(WARM)
         except Exception:  # requests get what is wrong with the model
             logger.info("steps are captured when they come", exc_info=True)
 
