@@ -229,8 +229,9 @@ class Decoding:
             return 0
         pools = self.eager.pools
         pools.back([group.backed for group in pools.groups.values()])
-        if not self._reads_by_kernels():
-            return 0
+        kernels = all(group.captured_ops.kernels is not None for group in pools.own.values())
+        if self.eager.expanding or not kernels:
+            return 0  # plain torch has no step without tokens
         state = self._check()
         sizes = [*self._expected(), *(Size("single", rows, WIDTHS[0]) for rows in FEW if rows < self._most)]
         sources = [_EngineSource(self, size, None) for size in dict.fromkeys(sizes)]
@@ -313,7 +314,10 @@ class Decoding:
         groups = self.eager.pools.own.values()
         if not 0 < len(batch.rows.sequences) <= self._most or not all(group.stores for group in groups):
             return None  # the pools were given back, and come again with this step
-        kernels = self._by_kernels = self._reads_by_kernels()
+        # Latents are read by plain torch, whatever the kernels are.
+        stores = [store for group in groups for store in group.stores.values()]
+        kernels = not self.eager.expanding and all(store.captured.kernels is not None for store in stores)
+        self._by_kernels = kernels
         decodes = batch.rows.decodes == len(batch.rows.sequences)
         form = "single" if decodes else self._form(batch.rows, kernels)
         if form is None:
@@ -335,11 +339,6 @@ class Decoding:
         if any(width * group.pool.block_size > WIDEST for group in groups):
             return None
         return Size(form, rows, width, adapters)
-
-    def _reads_by_kernels(self) -> bool:
-        """Whether kernels read the pages; latents are read by plain torch, whatever the kernels are."""
-        stores = [store for group in self.eager.pools.own.values() for store in group.stores.values()]
-        return not self.eager.expanding and all(store.captured.kernels is not None for store in stores)
 
     @staticmethod
     def _form(batch: ScheduledBatch, kernels: bool) -> Form | None:
