@@ -55,7 +55,7 @@ BUDGETS = {
     "hf_paged/kv": 4175,
     "hf_paged/model": 4595,
     "hf_paged/model/adapters": 1515,
-    "hf_paged/model/capture": 2685,
+    "hf_paged/model/capture": 2690,
     "hf_paged/model/invariant": 895,
     "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2425,

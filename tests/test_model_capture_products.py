@@ -5,12 +5,15 @@ layer.
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
+from accelerate import Accelerator
 from families import BY_NAME, VOCABULARY, build
+from safetensors.torch import load_file, save_model
 from torch import nn
 
 from hf_paged.model.capture.products import join_products, joined_of, lay_side_by_side
@@ -101,6 +104,34 @@ def test_saved_copied_and_trained(llama: Any, tmp_path: Any) -> None:
     assert torch.equal(other(IDS, use_cache=False).logits, right)
     llama.double()  # moves every one by itself
     assert joined_of(weights(attention.q_proj, attention.k_proj, attention.v_proj)) is None
+
+
+def test_saved_by_others(llama: Any, tmp_path: Any) -> None:
+    """Who writes each storage once, as accelerate does, writes every weight, and one alone is as large as it
+    is.
+    """
+    right = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
+    assert move(llama)
+    Accelerator().save_model(llama, tmp_path)
+    save_model(llama, tmp_path / "model")
+    for file in ("model.safetensors", "model"):
+        saved = load_file(tmp_path / file)
+        assert saved.keys() == right.keys()
+        assert all(torch.equal(tensor, right[name]) for name, tensor in saved.items())
+    weight = llama.model.layers[0].self_attn.q_proj.weight
+    assert weight.untyped_storage().nbytes() == weight.nbytes
+    torch.save(weight, tmp_path / "weight")
+    assert torch.equal(torch.load(tmp_path / "weight"), weight)
+
+
+def test_the_memory_lives_as_long_as_any_of_them(llama: Any) -> None:
+    move(llama)
+    attention = llama.model.layers[0].self_attn
+    value, right = attention.v_proj.weight.data, attention.v_proj.weight.detach().clone()
+    for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
+        layer.weight.data = torch.zeros_like(layer.weight)
+    gc.collect()
+    assert torch.equal(value, right)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from torch.utils.dlpack import from_dlpack
 
 from ...kv import is_out_of_memory
 
@@ -40,18 +41,22 @@ def _(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) 
 
 
 def joined_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor [sum of n_i, ...] over tensors [n_i, ...] that lie side by side; None if they do not."""
+    """One tensor [sum of n_i, ...] over tensors [n_i, ...] that lie side by side; None if they do not. It
+    does not keep their memory.
+    """
     first = tensors[0]
-    place = tensors[0].data_ptr()
-    storage = first.untyped_storage().data_ptr()
+    kinds = {(tensor.dtype, tensor.device, tensor.shape[1:], tensor.is_contiguous()) for tensor in tensors}
+    if len(kinds) > 1 or not first.is_contiguous():
+        return None
+    place = first.data_ptr()
     for tensor in tensors:
-        alike = tensor.dtype == first.dtype and tensor.shape[1:] == first.shape[1:] and tensor.is_contiguous()
-        if not alike or tensor.data_ptr() != place or tensor.untyped_storage().data_ptr() != storage:
+        if tensor.data_ptr() != place:
             return None
         place += tensor.nbytes
-    return first.detach().as_strided(
-        (sum(len(tensor) for tensor in tensors), *first.shape[1:]), first.stride()
-    )
+    size = place - first.data_ptr()
+    storage = torch._C._construct_storage_from_data_pointer(first.data_ptr(), first.device, size)
+    shape = sum(len(tensor) for tensor in tensors), *first.shape[1:]
+    return torch.empty(0, dtype=first.dtype, device=first.device).set_(storage, 0, shape, first.stride())
 
 
 # ---- in a traced layer
@@ -176,10 +181,11 @@ def _may_move(tensors: Sequence[Any], storages: Counter[tuple[torch.device, int]
 
 
 def _move(parameters: Sequence[nn.Parameter]) -> int:
+    """Move parameters side by side. Each has a storage of its own: who saves a model takes what shares one
+    for the same weight.
+    """
     with torch.inference_mode(False), torch.no_grad():
         joined = torch.cat([parameter.detach() for parameter in parameters])
-        begin = 0
-        for parameter in parameters:
-            parameter.data = joined[begin : begin + len(parameter)]
-            begin += len(parameter)
+        for parameter, part in zip(parameters, joined.split([*map(len, parameters)]), strict=True):
+            parameter.data = from_dlpack(part)
     return len(parameters)
