@@ -5,6 +5,7 @@ and nobody's trouble.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import threading
 import time
@@ -208,6 +209,17 @@ def test_turns_of_threads_are_short_while_any_compile() -> None:
         assert sys.getswitchinterval() == pytest.approx(0.001)
     finally:
         sys.setswitchinterval(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_fork_has_turns_as_long_as_before() -> None:
+    before = sys.getswitchinterval()
+    with short_turns():
+        child = os.fork()
+        if not child:
+            os._exit(0 if sys.getswitchinterval() == pytest.approx(before) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sys.getswitchinterval() == pytest.approx(before)
 
 
 def test_larger_steps_find_their_kernels(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

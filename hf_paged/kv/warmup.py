@@ -19,6 +19,7 @@ import torch
 from ..blocks import BlockPool, BlockTable, append
 from .batch import Batch
 from .flat import FlatBatch
+from .forks import fork_safe_lock, in_forked_process
 from .layout import Layout
 from .ops import TritonOps, on
 from .ops_torch import Pages, Seen
@@ -45,7 +46,7 @@ Job = Callable[[], object]
 
 _turns: list[float] = []
 """How long a turn was before, once for each of those that want short ones."""
-_changing = threading.Lock()
+_changing = fork_safe_lock()
 
 
 @contextmanager
@@ -66,6 +67,16 @@ def short_turns() -> Iterator[None]:
             short = math.isclose(sys.getswitchinterval(), min(before, TURN))
             if not _turns and short:  # nobody has set another meanwhile
                 sys.setswitchinterval(before)
+
+
+def _lengthen_turns() -> None:
+    """In a forked process: the threads that wanted short turns are not there."""
+    if _turns:
+        sys.setswitchinterval(_turns[0])
+        _turns.clear()
+
+
+in_forked_process(_lengthen_turns)
 
 
 class Warming:
