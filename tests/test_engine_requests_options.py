@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import GenerationConfig
 
 from hf_paged.engine.requests import options as reading
 from hf_paged.engine.requests.options import Options
+from hf_paged.kv.warmup import short_turns
 
 
 @pytest.fixture
@@ -68,15 +70,23 @@ def test_requests_of_several_kinds_in_turns_are_read_once_each(model: Any, reads
 
 def test_a_bounded_number_of_kinds_is_kept(model: Any, reads: list[Any]) -> None:
     options = Options()
-    first: dict[str, Any] = {"top_k": 1}
-    options.read(model, None, first)
-    for top_k in range(2, 2 + reading.MOST_KEPT):
-        options.read(model, None, {"top_k": top_k})
-    count = len(reads)
-    options.read(model, None, {"top_k": 3})
-    assert len(reads) == count
-    options.read(model, None, first)
-    assert len(reads) == count + 1
+    kinds = 2 * reading.MOST_KEPT
+    for top_k in (*range(1, 1 + kinds), kinds, 1):
+        assert options.read(model, None, {"top_k": top_k}).config.top_k == top_k
+    assert len(reads) == kinds + 1
+
+
+def test_several_threads_read_at_once(model: Any) -> None:
+    """More kinds than are kept: none fails, and each gets its own."""
+    options = Options()
+
+    def read(top_k: int) -> int:
+        found: int = options.read(model, None, {"top_k": top_k, "max_new_tokens": top_k}).config.top_k
+        return found
+
+    asked = [1 + i % (2 * reading.MOST_KEPT) for i in range(600)]
+    with short_turns(), ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(read, asked)) == asked
 
 
 CHANGES: dict[str, Any] = {

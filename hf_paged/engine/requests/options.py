@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -51,10 +50,8 @@ class Options:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, ParsedOptions] = OrderedDict()
-        """What was read, those that came last at the end."""
-        self._own: dict[str, Any] | None = None
-        """The model's own options then."""
+        self._kept: tuple[dict[str, Any], dict[Hashable, ParsedOptions]] = {}, {}
+        """The model's own options, and what was read while they were so. Several threads may read at once."""
         self.stops = StopLists()
         """The stop strings that requests came with."""
 
@@ -66,19 +63,20 @@ class Options:
         values = [(name, _hashable(value)) for name, value in keywords.items() if name not in lengths]
         key = frozenset(values), frozenset(lengths), input_device(model)
         own = vars(model.generation_config)
-        if self._own is None or not _equal(self._own, own):
-            self._known.clear()
-            self._own = copy.deepcopy(own)
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = _read(model, None, keywords)
-            if len(self._known) > MOST_KEPT:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        config = copy.copy(known.config)
+        then, known = self._kept
+        if not _equal(then, own):
+            known = {}
+            self._kept = copy.deepcopy(own), known
+        found = known.get(key)
+        if found is None:
+            found = _read(model, None, keywords)
+            if len(known) >= MOST_KEPT:
+                known.clear()
+            known[key] = found
+        config = copy.copy(found.config)
         for name, length in lengths.items():
             setattr(config, name, length)
-        return known._replace(config=config)
+        return found._replace(config=config)
 
 
 def _is_length(value: Any) -> bool:
