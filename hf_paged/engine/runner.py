@@ -243,6 +243,7 @@ class Runner:
             with routers_of(self.eager.model).recording():
                 whole = self._without_cache(rows)
         require_numbers(self.eager.model, whole)
+        self.why_no_embeddings = self._why_no_embeddings(rows[:1], whole[:1])  # while kernels compile
         with tried(f"{name} failed when its forward was tried on pages; use generate()"):
             pieces = self._trial(rows, "rows", cuts)
         check_routers(self.eager.model, self.eager.pools.config.max_batch_tokens)
@@ -251,7 +252,6 @@ class Runner:
             raise otherwise(self.eager.model, off, self._apart(rows, whole, self._without_cache(rows)))
         if self.why_rows is None:
             self.why_rows = self._why_not_flat(rows, whole, cuts)
-        self.why_no_embeddings = self._why_no_embeddings(rows[:1], whole[:1])
         if CROSS in self.eager.pools.groups and self.eager.encoder is None:
             self.why_not_across = why_not_across(self.eager.model) or self._why_not_across(rows, cuts)
             if self.why_not_across is not None:
