@@ -136,6 +136,26 @@ def test_a_list_of_numbers_is_read_when_it_changes(model: Any, reads: list[Any])
     ends.append(5)
     assert options.read(model, None, {"max_new_tokens": 3, "eos_token_id": ends}).ends == {2, 4, 5}
     assert len(reads) == 2
+    first = options.read(model, None, {"max_new_tokens": 3, "eos_token_id": [2, 4]})
+    assert first.config.eos_token_id == [2, 4]
+
+
+def test_what_is_read_while_the_model_changes_is_not_kept(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread submits then, with the options that the model has by now."""
+    options = Options()
+    check = reading.check_fields
+
+    def slowly(config: Any, written: Any) -> None:
+        monkeypatch.setattr(reading, "check_fields", check)
+        model.generation_config.temperature = 0.3
+        options.read(model, None, {"top_k": 6})
+        check(config, written)
+
+    monkeypatch.setattr(reading, "check_fields", slowly)
+    options.read(model, None, {"top_k": 5})
+    assert options.read(model, None, {"top_k": 5}).config.temperature == 0.3
 
 
 def test_a_length_that_is_none_is_refused_every_time(model: Any) -> None:

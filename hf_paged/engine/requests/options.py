@@ -69,7 +69,7 @@ class Options:
             self._kept = copy.deepcopy(own), known
         found = known.get(key)
         if found is None:
-            found = _read(model, None, keywords)
+            found = _read(model, None, copy.deepcopy(keywords))
             if len(known) >= MOST_KEPT:
                 known.clear()
             known[key] = found
