@@ -497,3 +497,44 @@ def test_nothing_of_the_users_runs_without_a_request(compiler: Compiler) -> None
         assert engine.warm_up()
     with pytest.raises(RuntimeError, match="closed"):
         engine.warm_up()
+
+
+def test_a_signal_handler_within_a_capture_drives_nothing(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would compute into the captured step. It may submit and close, which is done behind the capture."""
+    model = make("Llama", num_hidden_layers=1)
+    capture = CapturePool.capture_or_compare
+    handles: list[Any] = []
+    closes = False
+
+    def interrupted(self: CapturePool, *arguments: Any) -> None:
+        if not handles:
+            handles.append(engine.submit([5, 6, 7], max_new_tokens=3, do_sample=False))
+            with pytest.raises(RuntimeError, match="a step is running already"):
+                handles[0].result()
+        if closes:
+            engine.close()
+        capture(self, *arguments)
+
+    monkeypatch.setattr(CapturePool, "capture_or_compare", interrupted)
+    with Engine(model, **WARM) as engine:
+        assert not engine.warm_up()
+        assert (counts(engine)["captured"], reasons(engine)) == (1, "")
+        assert answers(handles[0].result()) == alone(model, [5, 6, 7], max_new_tokens=3, do_sample=False)
+        closes = True
+        assert not engine.warm_up()
+        assert (counts(engine)["captured"], reasons(engine)) == (2, "")
+
+
+def test_a_model_of_another_dtype_is_captured_once_its_layers_are_known(compiler: Compiler) -> None:
+    """By the first step after the change."""
+    model = make("Llama", num_hidden_layers=1)
+    new = {"max_new_tokens": 3, "do_sample": False}
+    with Engine(model, **WARM) as engine:
+        model.half()
+        assert not engine.warm_up()
+        assert counts(engine)["refused"] == 0
+        assert answers(engine.generate([[5, 6, 7]], **new)[0]) == alone(model, [5, 6, 7], **new)
+        assert engine.warm_up()
+        assert (max(sizes(engine, "spans")), reasons(engine)) == (16, "")

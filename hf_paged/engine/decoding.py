@@ -236,7 +236,8 @@ class Decoding:
         sizes = [*self._expected(), *(Size("single", rows, WIDTHS[0]) for rows in FEW if rows < self._most)]
         sources = [_EngineSource(self, size, None) for size in dict.fromkeys(sizes)]
         missing = [source for source in sources if self.captures.lacks(state, source)]
-        ready = [source for source in missing if self.captures.is_ready(source.size)]
+        known = all(group.stores for group in pools.own.values())  # else by the next step
+        ready = [source for source in missing if known and self.captures.is_ready(source.size)]
         if not ready:
             return len(missing)
         self._capture(state, ready[0], None)

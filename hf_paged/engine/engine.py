@@ -793,7 +793,7 @@ class Engine:
         with self.pools.memory.lock:
             self._check_before_step()
             with self._arithmetic():
-                left = self.runner.warm_up()
+                left = self._atomically(self.runner.warm_up)
         self.checks.release()
         return left
 
