@@ -5,11 +5,12 @@ and nobody's trouble.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -207,19 +208,21 @@ def test_turns_of_threads_are_short_while_any_compile() -> None:
         with short_turns():
             sys.setswitchinterval(0.001)  # as a server does
         assert sys.getswitchinterval() == pytest.approx(0.001)
+        with short_turns():
+            sys.setswitchinterval(0.002)
+            with short_turns():
+                assert sys.getswitchinterval() == pytest.approx(TURN)
+        assert sys.getswitchinterval() == pytest.approx(0.002)
     finally:
         sys.setswitchinterval(before)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
-def test_a_fork_has_turns_as_long_as_before() -> None:
+def test_turns_are_as_long_as_before_in_a_forked_process() -> None:
+    """None of the threads that compile is there."""
     before = sys.getswitchinterval()
-    with short_turns():
-        child = os.fork()
-        if not child:
-            os._exit(0 if sys.getswitchinterval() == pytest.approx(before) else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert sys.getswitchinterval() == pytest.approx(before)
+    with short_turns(), ProcessPoolExecutor(1, get_context("fork")) as processes:
+        assert processes.submit(sys.getswitchinterval).result(60) == pytest.approx(before)
+        assert sys.getswitchinterval() == pytest.approx(TURN)
 
 
 def test_larger_steps_find_their_kernels(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,10 +43,12 @@ enough for the tiles of long ones, a multiple of nothing.
 PIECES = 100
 Job = Callable[[], object]
 
-
 _turns: list[float] = []
-"""How long a turn was before, once for each of those that want short ones."""
+"""How long a turn is to be again, once for each of those that want short ones; the last is what counts."""
 _changing = fork_safe_lock()
+# A forked process has none of the threads that compile.
+in_forked_process(lambda: sys.setswitchinterval(_turns[-1]) if _turns else None)
+in_forked_process(_turns.clear)
 
 
 @contextmanager
@@ -57,26 +59,17 @@ def short_turns() -> Iterator[None]:
     that compiles does the same: for seconds in a forward of some hundred operations.
     """
     with _changing:
-        _turns.append(sys.getswitchinterval())
-        sys.setswitchinterval(min(_turns[0], TURN))
+        now = sys.getswitchinterval()
+        _turns.append(_turns[-1] if _turns and math.isclose(now, min(_turns[-1], TURN)) else now)
+        sys.setswitchinterval(min(_turns[-1], TURN))
     try:
         yield
     finally:
         with _changing:
-            before = _turns.pop()
+            before = _turns.pop(0)
             short = math.isclose(sys.getswitchinterval(), min(before, TURN))
             if not _turns and short:  # nobody has set another meanwhile
                 sys.setswitchinterval(before)
-
-
-def _lengthen_turns() -> None:
-    """In a forked process: the threads that wanted short turns are not there."""
-    if _turns:
-        sys.setswitchinterval(_turns[0])
-        _turns.clear()
-
-
-in_forked_process(_lengthen_turns)
 
 
 class Warming:
