@@ -486,7 +486,9 @@ def test_what_still_compiles_is_not_waited_for(compiler: Compiler, monkeypatch: 
 
 
 def test_nothing_of_the_users_runs_without_a_request(compiler: Compiler) -> None:
-    """A model with code of the user's, a paused engine and one without captured steps are left alone."""
+    """A model with code of the user's, a paused engine, one without captured steps and one that compiles them
+    are left alone.
+    """
     model = make("Llama", num_hidden_layers=1)
     with Engine(model, **WARM) as engine:
         engine.pause()
@@ -498,6 +500,9 @@ def test_nothing_of_the_users_runs_without_a_request(compiler: Compiler) -> None
         assert (counts(engine)["captured"], calls) == (0, [])
     with Engine(model, graphs=False, **WARM) as engine:
         assert engine.warm_up()
+    with Engine(make("Llama", num_hidden_layers=1), compile=True, **WARM) as engine:
+        assert engine.warm_up()
+        assert counts(engine)["captured"] == 0
     with pytest.raises(RuntimeError, match="closed"):
         engine.warm_up()
 

@@ -770,8 +770,8 @@ class Engine:
         """Capture the steps that many requests will need, one after another, until a request comes: whether
         none is missing any more. Kernels that still compile are not waited for.
 
-        No other thread may compute with the model meanwhile. Steps of several ranks, and of a model that runs
-        code of the user's or has adapters, are captured when they come.
+        No other thread may compute with the model meanwhile. Steps of several ranks, compiled ones, and those
+        of a model that runs code of the user's or has adapters are captured when they come.
         """
         self._require_open()
         if self._ranks is not None or not self.runner.captures:
