@@ -229,6 +229,8 @@ class Decoding:
             return 0
         pools = self.eager.pools
         pools.back([group.backed for group in pools.groups.values()])
+        if not all(group.stores for group in pools.own.values()):
+            return 1  # what layers keep is known with the next step
         kernels = all(group.captured_ops.kernels is not None for group in pools.own.values())
         if self.eager.expanding or not kernels:
             return 0  # plain torch has no step without tokens
@@ -236,8 +238,7 @@ class Decoding:
         sizes = [*self._expected(), *(Size("single", rows, WIDTHS[0]) for rows in FEW if rows < self._most)]
         sources = [_EngineSource(self, size, None) for size in dict.fromkeys(sizes)]
         missing = [source for source in sources if self.captures.lacks(state, source)]
-        known = all(group.stores for group in pools.own.values())  # else by the next step
-        ready = [source for source in missing if known and self.captures.is_ready(source.size)]
+        ready = [source for source in missing if self.captures.is_ready(source.size)]
         if not ready:
             return len(missing)
         self._capture(state, ready[0], None)
