@@ -778,6 +778,7 @@ class Engine:
             return True
         missing = -1
         while not self._busy and not self._inbox:
+            self.lock.give_way()
             left = self._warm_up_once()
             if left == 0:
                 return True
