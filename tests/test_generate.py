@@ -5,7 +5,10 @@ embeddings.
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import warnings
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -70,6 +73,34 @@ def test_a_model_that_is_compiled_in_place(llama: Any) -> None:
         paged = llama.generate(**call(ids), cache_implementation="paged", cache_config=cache)
         assert torch.equal(paged, stock)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("setting", ["sdpa", "eager"])
+def test_a_copy_made_while_a_call_runs(setting: str, ids: torch.Tensor) -> None:
+    """It is a model of its own, as one made at any other time: an average, a reference, a snapshot."""
+    llama: Any = build(BY_NAME["llama"])
+    llama.set_attn_implementation(setting)
+    head = llama.lm_head
+    head.forward = functools.partial(type(head).forward, head)  # as accelerate sets its own
+    right = llama(ids).logits
+    held, copies = [llama], list[Any]()
+
+    def look(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        copies.append(copy.deepcopy(held[0]))
+        return scores
+
+    llama.generate(**call(ids, logits_processor=[look]), cache_implementation="paged")
+    gone = weakref.ref(llama)
+    del llama, head, held[0]
+    gc.collect()
+    assert gone() is None
+    for twin in (copies[-1], copy.deepcopy(copies[-1])):
+        assert torch.equal(twin.forward(ids).logits, right)
+        assert_same(twin, **call(ids))
+        assert twin.config._attn_implementation == setting
+        with torch.no_grad():
+            twin.lm_head.weight.neg_()
+        assert torch.equal(twin(ids).logits, -right)
 
 
 def test_uninstall_and_install(llama: Any, ids: torch.Tensor) -> None:

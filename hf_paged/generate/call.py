@@ -16,7 +16,7 @@ from ..model.attention import NAME
 from ..model.device_map import forwards_without_hooks
 from ..model.dispatch import may_skip_autograd
 from ..model.mla import defer_expansion, expanding_classes
-from ..model.patches import ReplacedForward
+from ..model.patches import LentForward, ReplacedForward
 from ..model.registry import memory_of
 from ..model.snapshot import CallSnapshots, call_snapshots
 from ..model.support import warn, why_left
@@ -38,7 +38,8 @@ class _Plug:
         self.expanding = expanding_classes(modules)
         wrapper = wrap(model, model.forward, bool(self.configs), may_skip_autograd(modules))
         outermost = ReplacedForward(model, model.__dict__.get("forward"), wrapper)
-        self.forwards = [outermost, *local_forwards(model), *forwards_without_hooks(modules)]
+        found = [outermost, *local_forwards(model), *forwards_without_hooks(modules)]
+        self.forwards = [each._replace(ours=LentForward(*each)) for each in found]  # type: ignore[arg-type]
 
     def plug_in(self) -> None:
         defer_expansion(self.expanding)

@@ -21,7 +21,6 @@ from ..model.capture.replay import captures_of
 from ..model.dispatch import below_autograd
 from ..model.offloaded import input_device
 from ..model.outputs import asked_fields, known_layout, layouts_of
-from ..model.patches import mark_wrapper
 from ..model.random_states import has_drawn, random_states, take_back_draws
 from ..model.routers import routers_of
 from ..model.switch import setting_of
@@ -75,10 +74,8 @@ def wrap(
                     _roll_back(parts, before, cache)
                 raise
 
-    mark_wrapper(forward)
     if model._compiled_call_impl is not None:  # model.compile() traces what the model's call runs
         forward = torch.compiler.disable(forward)
-        mark_wrapper(forward)
     return forward
 
 

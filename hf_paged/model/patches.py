@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from copy import deepcopy
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from torch import nn
+
+from .switch import restore_copies
 
 SETTINGS = frozenset({"_attn_implementation_internal"})
 """Settings of a config that a running call switches; `switch.original_implementation` has the user's."""
@@ -34,34 +37,27 @@ def mark_wrapper(wrapper: Callable[..., Any]) -> None:
     setattr(wrapper, WRAPPER, weakref.ref(wrapper))
 
 
-def _no_wrapper() -> Any:
-    """Stands for a reference to nothing."""
-    return None
-
-
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The forward that the user has set on a module; None where its class has it."""
-    own: Any = module.__dict__.get("forward")
+    given = module.__dict__.get("forward")
+    own: Any = given.own if isinstance(given, LentForward) else given
     if own is None:
         return None
-    while getattr(own, WRAPPER, _no_wrapper)() is own:
+    while (mark := getattr(own, WRAPPER, None)) is not None and mark() is own:
         own = own.__wrapped__
     return None if getattr(own, "__func__", None) is type(module).forward else own
 
 
 def wrapped_in(function: Any) -> Iterator[FunctionType]:
-    """A function and those that it wraps, from the outermost on: transformers wraps forwards to rename their
-    arguments.
-    """
+    """A function and those that it wraps, the outermost first: transformers' rename the arguments."""
     while isinstance(function, FunctionType):
         yield function
         function = function.__dict__.get("__wrapped__")
 
 
 def is_of_transformers(forward: Any) -> bool:
-    """Whether a forward that is set on a layer is transformers' own, as where ranks divide it, and wraps no
-    other. functools.wraps copies __module__.
-    """
+    """Whether a layer's forward is transformers' own, as where ranks divide it, and wraps no other."""
+    # functools.wraps copies __module__.
     names = [str(each.__globals__.get("__name__")) for each in wrapped_in(forward)]
     return bool(names) and all(name.startswith("transformers.") for name in names)
 
@@ -86,6 +82,20 @@ class ReplacedForward(NamedTuple):
                 attributes.pop("forward", None)
             else:
                 attributes["forward"] = self.own
+
+
+class LentForward(ReplacedForward):
+    """A forward of ours as a module has it, which a copy of the module does not take along."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.ours(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ours, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        restore_copies(memo)
+        return deepcopy(self.own or MethodType(type(self.module).forward, self.module), memo)
 
 
 def note_restless(model: nn.Module, found: Restless) -> None:

@@ -454,9 +454,7 @@ def hooks_everywhere() -> bool:
 
 
 def torch_settings() -> tuple[Any, ...]:
-    """How torch multiplies float32, whether it is deterministic, whether bits may depend on the batch, and
-    what this thread's autocast rounds to.
-    """
+    """How torch and this thread multiply: precision, determinism, bits in all company, autocast."""
     matmul = torch.backends.cuda.matmul
     try:
         precision = matmul.fp32_precision

@@ -48,17 +48,12 @@ def _names(forward: Any) -> Collection[str]:
 
 
 def why_dropped(model: Any) -> str | None:
-    """Why layers drop the cache they are given: transformers before 5.24 takes it from checkpointed ones even
-    where nothing has gradients; else None.
-    """
+    """Why layers drop the cache that they are given, which depends on transformers' release; else None."""
     if not model.training or CACHE != OLDER:
         return None
     for module in model.get_decoder().modules():
-        if (
-            getattr(module, "gradient_checkpointing", False)
-            and module.training
-            and not getattr(module, READS, False)
-        ):
+        checkpoints = getattr(module, "gradient_checkpointing", False) and module.training
+        if checkpoints and not getattr(module, READS, False):
             return (
                 f"{type(model).__name__} trains with gradient checkpointing, under which its layers drop any "
                 "cache, transformers' too; call model.eval() or model.gradient_checkpointing_disable() first"

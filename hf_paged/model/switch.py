@@ -72,6 +72,13 @@ def restore(configs: list[Any], owner: object) -> None:
                 _switched.pop(id(config), None)
 
 
+def restore_copies(memo: dict[int, Any]) -> None:
+    """Give the user's setting to copies of switched configs; memo: what was copied, of copy.deepcopy."""
+    with _lock:
+        for key in _switched.keys() & memo.keys():
+            vars(memo[key])[SETTING] = _switched[key].original
+
+
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Every module once. torch's own walk makes up a name for each, which costs more than all the rest."""
     seen = {id(model)}
