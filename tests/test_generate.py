@@ -103,6 +103,29 @@ def test_a_copy_made_while_a_call_runs(setting: str, ids: torch.Tensor) -> None:
         assert torch.equal(twin(ids).logits, -right)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_attention_chosen_while_a_call_runs(nested: bool, llama: Any, ids: torch.Tensor) -> None:
+    """By a processor, a streamer, another thread: it stays chosen, and the call goes on with it."""
+    found: list[Any] = []
+
+    def choose(given: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if given.shape[1] == ids.shape[1] + 2:
+            llama.set_attn_implementation("eager")
+            if nested:
+                llama.generate(**call(ids), cache_implementation="paged")
+        found.append(llama(ids, output_attentions=True).attentions)
+        return scores
+
+    arguments = call(ids, logits_processor=[choose])
+    stock = llama.generate(**arguments)
+    before, found[:] = found[:], []
+    assert llama.config._attn_implementation == "eager"
+    llama.set_attn_implementation("sdpa")
+    assert torch.equal(llama.generate(**arguments, cache_implementation="paged"), stock)
+    assert [each is None for each in found] == [each is None for each in before]
+    assert_clean(llama, "eager")
+
+
 def test_uninstall_and_install(llama: Any, ids: torch.Tensor) -> None:
     """The plug comes out and goes in again; twice is once."""
     import transformers

@@ -41,8 +41,6 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The forward that the user has set on a module; None where its class has it."""
     given = module.__dict__.get("forward")
     own: Any = given.own if isinstance(given, LentForward) else given
-    if own is None:
-        return None
     while (mark := getattr(own, WRAPPER, None)) is not None and mark() is own:
         own = own.__wrapped__
     return None if getattr(own, "__func__", None) is type(module).forward else own

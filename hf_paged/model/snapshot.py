@@ -247,9 +247,8 @@ class ModelSnapshot:
         return [] if PLAIN_TENSORS.issuperset(map(type, several)) else several
 
     def set_since(self, before: ModelSnapshot) -> patches.Restless:
-        """The settings that differ from those before, by kind of module. Modules with buffers are left out:
-        they may note in a forward how long it was (rotary positions).
-        """
+        """The settings that differ from those before, by kind of module."""
+        # Modules with buffers are left out: they may note in a forward how long it was (rotary positions).
         known = dict(zip(map(id, before.modules), before._settings, strict=True))
         found: set[tuple[type, str]] = set()
         for module, kind, settings in zip(self.modules, self._types, self._settings, strict=True):

@@ -23,6 +23,7 @@ class _Switched(NamedTuple):
 
     config: Any
     original: str
+    ours: str
     owners: set[int]
 
 
@@ -42,7 +43,7 @@ def original_implementation(config: Any) -> str:
     """The attention setting that the user chose for the models of `config`."""
     with _lock:  # another thread may switch it between the two questions
         entry = _switched.get(id(config))
-        if entry is not None:
+        if entry is not None and vars(config)[SETTING] == entry.ours:
             return entry.original
         return str(getattr(config, "_attn_implementation", None) or "eager")
 
@@ -52,15 +53,15 @@ def switch(configs: list[Any], name: str, owner: object) -> None:
     with _lock:
         for config in configs:
             entry = _switched.get(id(config))
-            if entry is None:
-                original = vars(config).get(SETTING) or getattr(config, SETTING, None) or "eager"
-                entry = _switched[id(config)] = _Switched(config, original, set())
+            now = vars(config).get(SETTING) or getattr(config, SETTING, None) or "eager"
+            if entry is None or now != name:
+                entry = _switched[id(config)] = _Switched(config, now, name, entry.owners if entry else set())
             entry.owners.add(id(owner))
             vars(config)[SETTING] = name
 
 
 def restore(configs: list[Any], owner: object) -> None:
-    """Undo an owner's `switch`, or an interrupt's rest of it; the last owner puts the user's setting back."""
+    """Undo an owner's `switch`, or an interrupt's rest of it; the last one, unless the user chose anew."""
     with _lock:
         for config in configs:
             entry = _switched.get(id(config))
@@ -68,15 +69,17 @@ def restore(configs: list[Any], owner: object) -> None:
                 continue
             entry.owners.discard(id(owner))
             if not entry.owners:
-                vars(config)[SETTING] = entry.original
+                if vars(config)[SETTING] == entry.ours:
+                    vars(config)[SETTING] = entry.original
                 _switched.pop(id(config), None)
 
 
 def restore_copies(memo: dict[int, Any]) -> None:
     """Give the user's setting to copies of switched configs; memo: what was copied, of copy.deepcopy."""
     with _lock:
-        for key in _switched.keys() & memo.keys():
-            vars(memo[key])[SETTING] = _switched[key].original
+        for key, entry in _switched.items():
+            if key in memo and vars(memo[key])[SETTING] == entry.ours:
+                vars(memo[key])[SETTING] = entry.original
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
