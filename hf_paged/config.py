@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from .blocks.hashing import check_salt
 from .blocks.pool import check_block_size
@@ -20,12 +21,10 @@ class CacheConfig:
     block_size: tokens in a block, a power of two from 1 to 256.
     num_blocks: blocks of every layer group, fixed. Without it the pool is sized by the call's need and grows.
     memory_fraction: instead of num_blocks, the share of the device's free memory that the pools get, fixed.
-    kernels: what reads the pages: "torch"; "triton"; "native", the C++ op of CPUs, built if it is missing
-        (both are an error where they cannot run); or "auto": Triton in captured steps where it can run, the
-        C++ op where it is built, else torch.
+    kernels: what reads the pages: "torch"; "triton"; "native", the C++ op of CPUs, built if it is missing;
+        or "auto": what can run of Triton in captured steps and a built C++ op, else torch.
     graphs: whether decoding steps are captured in CUDA graphs and replayed; a CPU has none.
-    prefix_caching: whether a prompt may begin with blocks of earlier calls, and later calls with blocks of
-        this one.
+    prefix_caching: whether prompts may begin with blocks of earlier calls, and leave theirs to later ones.
     salt: calls share blocks only with calls of the same salt: one salt per tenant keeps them apart.
     verify: "tokens" compares a prompt's tokens with those of every block found by its hash.
     keep_pools: whether the pools, with the steps captured over them, stay when the model trains between
@@ -80,10 +79,8 @@ class CacheConfig:
     @classmethod
     def of(cls, options: object) -> CacheConfig:
         """Read `cache_config` as a user gave it: nothing, a mapping or a CacheConfig."""
-        if options is None:
-            return cls()
-        if isinstance(options, cls):
-            return options
+        if options is None or isinstance(options, cls):
+            return options or cls()
         if not isinstance(options, Mapping):
             raise TypeError(f"cache_config must be a dict, got {type(options).__name__}")
         known = [field.name for field in fields(cls)]
@@ -93,6 +90,10 @@ class CacheConfig:
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ValueError(f"unknown option {key!r} in cache_config, expected one of {known}{hint}")
         return cls(**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a generation config saves it."""
+        return asdict(self)
 
 
 def check_keep_pools(value: object) -> None:
