@@ -45,7 +45,7 @@ BUDGETS = {
     "hf_paged/checking": 1000,
     "hf_paged/continuous": 1060,
     "hf_paged/demo": 250,
-    "hf_paged/engine": 6845,
+    "hf_paged/engine": 6850,
     "hf_paged/engine/multimodal": 970,
     "hf_paged/engine/outputs": 645,
     "hf_paged/engine/parallel": 1740,
