@@ -29,6 +29,7 @@ from ..model.tensor_parallel import local_part
 from ..scheduling import AdapterSlots, Names, Scheduler, SequenceGroup, TokenSequence
 from .forward_batch import ForwardBatch
 from .model_check import when_stepped
+from .weakly import weakly
 
 ACTIVE: Literal["active"] = "active"
 """The adapters that are active on the model, as generate() has them."""
@@ -71,7 +72,7 @@ class EngineAdapters:
         self.table = AdapterTable(slots, device, package)
         if self.table.kernels is not None:
             note_places(model)
-        self.slots = AdapterSlots(slots, self._load, self._is_ready)
+        self.slots = AdapterSlots(slots, weakly(self._load), weakly(self._is_ready))
         self.failed: dict[Names, Exception] = {}
         """Why adapters could not be loaded."""
         self.leaving: set[str] = set()

@@ -35,6 +35,7 @@ from .pools import Pools
 from .probe import distance, far, otherwise, require_numbers, tried
 from .support import check_routers, longest
 from .warmup import label_of, load_products, warming, without_plans
+from .weakly import weakly
 
 TRIAL = [11, 17]
 """Tokens of the two sequences with which a model is tried out."""
@@ -61,7 +62,7 @@ class Runner:
     def __init__(self, model: nn.Module, pools: Pools) -> None:
         self.eager = EagerModel(model, pools)
         """The model over pages, operation by operation."""
-        self.decoding = Decoding(self.eager, self.is_ready) if pools.config.graphs else None
+        self.decoding = Decoding(self.eager, weakly(self.is_ready)) if pools.config.graphs else None
         """The captured steps, where they are wanted."""
         self.why_no_embeddings: str | None = None
         """Why a prompt cannot be embeddings; None if it can."""

@@ -452,6 +452,23 @@ class Memory:
         """
         self._abandoned.append(holder)
 
+    def let_go(self) -> None:
+        """The model is gone: free the pools that no cache has blocks of. They and their memory know each
+        other, and only a collection would.
+
+        A finalizer calls it, in any thread and at any point: it waits for no lock, and changes no books that
+        are being changed.
+        """
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            if not self.suspect:
+                self.drain()
+                for group in [each for each in self.groups.values() if not each.pool.held]:
+                    self.drop(group)
+        finally:
+            self.lock.release()
+
     def drain(self) -> None:
         """Free what finalizers have noted. If something broke into a change of the books, make them whole
         first.

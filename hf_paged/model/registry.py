@@ -36,6 +36,7 @@ def memory_of(model: nn.Module) -> Memory:
                 _remove_earlier_hooks(model)
                 model.register_forward_pre_hook(before_forward, with_kwargs=True)
             memory = _memories[model] = Memory()
+            weakref.finalize(model, memory.let_go).atexit = False
         return memory
 
 
