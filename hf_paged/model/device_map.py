@@ -19,7 +19,9 @@ RUNS_CLASS = "hf_paged_runs_class"
 
 
 def only_moves(module: nn.Module) -> bool:
-    """Whether a module's forward is accelerate's, which moves inputs and answers, around its class's."""
+    """Whether the forward that is set on a module is accelerate's, which moves what it is given and what it
+    answers, and its class's.
+    """
     own = module.__dict__.get("forward")
     hook: Any = module.__dict__.get(HOOK)
     inner = module.__dict__.get("_old_forward")

@@ -247,8 +247,9 @@ class ModelSnapshot:
         return [] if PLAIN_TENSORS.issuperset(map(type, several)) else several
 
     def set_since(self, before: ModelSnapshot) -> patches.Restless:
-        """The settings that differ from those before, by kind of module."""
-        # Modules with buffers are left out: they may note in a forward how long it was (rotary positions).
+        """The settings that differ from those before, by kind of module. Modules with buffers are left out:
+        they may note in a forward how long it was (rotary positions).
+        """
         known = dict(zip(map(id, before.modules), before._settings, strict=True))
         found: set[tuple[type, str]] = set()
         for module, kind, settings in zip(self.modules, self._types, self._settings, strict=True):
@@ -453,7 +454,9 @@ def hooks_everywhere() -> bool:
 
 
 def torch_settings() -> tuple[Any, ...]:
-    """How torch and this thread multiply: precision, determinism, bits in all company, autocast."""
+    """How torch multiplies float32, whether it is deterministic, whether bits may depend on the batch, and
+    what this thread's autocast rounds to.
+    """
     matmul = torch.backends.cuda.matmul
     try:
         precision = matmul.fp32_precision

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...kv.upload import upload
 from ..patches import ReplacedForward, mark_wrapper
+from ..streams import side_stream
 from ..tensor_parallel import SUMS
 from .lora import Adapter, LowRank
 from .table import AdapterTable
@@ -57,7 +58,7 @@ class AdapterBatch:
         self._shrunk: tuple[torch.Tensor, int, torch.Tensor, Any] | None = None
         """The last layer's input, the number of the first layer that shares it, and their products."""
         captured = self._slots is None and table.device.type == "cuda"
-        self._beside = beside(table.device) if captured else None
+        self._beside = side_stream(table.device, "first products") if captured else None
         self._waits = False
         """Whether the other stream has work that this one has not waited for."""
         self._held: list[tuple[torch.Tensor, torch.Tensor, int, Any, Any]] = []
@@ -233,12 +234,6 @@ def low_rank_product(part: LowRank, x: torch.Tensor) -> torch.Tensor:
     a, b = part.a.to(x.device), part.b.to(x.device)  # of layers on several devices, all lie on one
     product: torch.Tensor = functional.linear(functional.linear(x.to(a.dtype), a), b)
     return product * part.scale
-
-
-@functools.cache
-def beside(device: torch.device) -> torch.cuda.Stream:
-    """Where the first products of captured steps are computed."""
-    return torch.cuda.Stream(device)
 
 
 @contextmanager

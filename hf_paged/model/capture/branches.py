@@ -1,8 +1,7 @@
 """Linear layers that are given one input: in a captured step of few rows they are branches of the graph.
 
-One such product alone leaves most of the device idle. On an H100 those of q, k and v of an 8B model take
-33 us for one row and 37 for 64 one after the other, and 26 and 28 as branches; in one product of weights that
-lie side by side 24 and 25. Beyond MOST_ROWS each of them fills the device.
+One such product alone leaves most of the device idle (docs/benchmarks.md has a step with and without). Beyond
+MOST_ROWS each of them fills the device.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import nn
 
 from ..adapters.apply import OURS
 from ..device_map import runs_class_forward
+from ..streams import side_stream
 from ..tensor_parallel import COLUMNS
 from .source import definition_of
 
@@ -60,7 +60,7 @@ def at_once(x: torch.Tensor) -> bool:
 def beside(x: torch.Tensor, products: Sequence[Product]) -> list[torch.Tensor]:
     """The products of x, which the device computes at once."""
     main = torch.cuda.current_stream(x.device)
-    streams = [_stream(x.device, number) for number in range(1, len(products))]
+    streams = [side_stream(x.device, f"branch {number}") for number in range(1, len(products))]
     others = []
     for stream, product in zip(streams, products[1:], strict=True):
         stream.wait_stream(main)
@@ -70,12 +70,6 @@ def beside(x: torch.Tensor, products: Sequence[Product]) -> list[torch.Tensor]:
     for stream in streams:
         main.wait_stream(stream)
     return [first, *others]
-
-
-@cache
-def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """Where a branch is captured: always the same, for torch keeps memory for every one."""
-    return torch.cuda.Stream(device)
 
 
 @cache

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..lazy import LazyTensor, NotCapturable
+from ..streams import side_stream
 from ..weights_digest import PLAIN_TENSORS, memory_of_parts, wraps
 
 aten = torch.ops.aten
@@ -109,10 +110,8 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where captures of a device run: always the same stream, for torch keeps memory for every one."""
-    return torch.cuda.Stream(device)
+CAPTURE = "capture"
+"""The use of the stream on which a device's part of a step is captured."""
 
 
 def cuda_graph(
@@ -125,7 +124,7 @@ def cuda_graph(
     """
     graph = torch.cuda.CUDAGraph()
     device, *others = devices
-    side = _side_stream(device)
+    side = side_stream(device, CAPTURE)
     main = torch.cuda.current_stream(device)
     side.wait_stream(main)
     collects = gc.isenabled()
@@ -133,8 +132,8 @@ def cuda_graph(
     try:
         with contextlib.ExitStack() as entered:
             for each, pool in zip(others, pools[1:], strict=True):
-                _side_stream(each).wait_stream(torch.cuda.current_stream(each))
-                entered.enter_context(torch.cuda.stream(_side_stream(each)))
+                side_stream(each, CAPTURE).wait_stream(torch.cuda.current_stream(each))
+                entered.enter_context(torch.cuda.stream(side_stream(each, CAPTURE)))
                 entered.enter_context(torch.cuda.use_mem_pool(pool, each))
             entered.enter_context(torch.cuda.device(device))
             entered.enter_context(torch.cuda.stream(side))
@@ -142,10 +141,10 @@ def cuda_graph(
             graph.capture_begin(pool=pools[0], capture_error_mode="thread_local")
             try:
                 for each in others:
-                    _side_stream(each).wait_stream(side)
+                    side_stream(each, CAPTURE).wait_stream(side)
                 answer = step()
                 for each in others:
-                    side.wait_stream(_side_stream(each))
+                    side.wait_stream(side_stream(each, CAPTURE))
             except BaseException:
                 _give_up(graph, device)
                 raise
@@ -185,7 +184,7 @@ def _give_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
     """
     with contextlib.suppress(RuntimeError):
         graph.capture_end()
-    with contextlib.suppress(RuntimeError), torch.cuda.stream(_side_stream(device)):
+    with contextlib.suppress(RuntimeError), torch.cuda.stream(side_stream(device, CAPTURE)):
         empty = torch.cuda.CUDAGraph()
         empty.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, dtype=torch.float32, device=device)
