@@ -21,10 +21,12 @@ class CacheConfig:
     block_size: tokens in a block, a power of two from 1 to 256.
     num_blocks: blocks of every layer group, fixed. Without it the pool is sized by the call's need and grows.
     memory_fraction: instead of num_blocks, the share of the device's free memory that the pools get, fixed.
-    kernels: what reads the pages: "torch"; "triton"; "native", the C++ op of CPUs, built if it is missing;
-        or "auto": what can run of Triton in captured steps and a built C++ op, else torch.
+    kernels: what reads the pages: "torch"; "triton"; "native", the C++ op of CPUs, built if it is missing
+        (both are an error where they cannot run); or "auto": Triton in captured steps where it can run, the
+        C++ op where it is built, else torch.
     graphs: whether decoding steps are captured in CUDA graphs and replayed; a CPU has none.
-    prefix_caching: whether prompts may begin with blocks of earlier calls, and leave theirs to later ones.
+    prefix_caching: whether a prompt may begin with blocks of earlier calls, and later calls with blocks of
+        this one.
     salt: calls share blocks only with calls of the same salt: one salt per tenant keeps them apart.
     verify: "tokens" compares a prompt's tokens with those of every block found by its hash.
     keep_pools: whether the pools, with the steps captured over them, stay when the model trains between
@@ -79,8 +81,10 @@ class CacheConfig:
     @classmethod
     def of(cls, options: object) -> CacheConfig:
         """Read `cache_config` as a user gave it: nothing, a mapping or a CacheConfig."""
-        if options is None or isinstance(options, cls):
-            return options or cls()
+        if options is None:
+            return cls()
+        if isinstance(options, cls):
+            return options
         if not isinstance(options, Mapping):
             raise TypeError(f"cache_config must be a dict, got {type(options).__name__}")
         known = [field.name for field in fields(cls)]

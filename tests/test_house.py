@@ -40,7 +40,7 @@ BELOW = {
 
 
 BUDGETS = {
-    "hf_paged": 1035,
+    "hf_paged": 1040,
     "hf_paged/blocks": 1740,
     "hf_paged/checking": 1000,
     "hf_paged/continuous": 1060,
@@ -53,9 +53,9 @@ BUDGETS = {
     "hf_paged/engine/sampling": 1945,
     "hf_paged/generate": 2345,
     "hf_paged/kv": 4195,
-    "hf_paged/model": 4600,
-    "hf_paged/model/adapters": 1515,
-    "hf_paged/model/capture": 2690,
+    "hf_paged/model": 4625,
+    "hf_paged/model/adapters": 1510,
+    "hf_paged/model/capture": 2685,
     "hf_paged/model/invariant": 895,
     "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2425,

@@ -47,15 +47,18 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def wrapped_in(function: Any) -> Iterator[FunctionType]:
-    """A function and those that it wraps, the outermost first: transformers' rename the arguments."""
+    """A function and those that it wraps, from the outermost on: transformers wraps forwards to rename their
+    arguments.
+    """
     while isinstance(function, FunctionType):
         yield function
         function = function.__dict__.get("__wrapped__")
 
 
 def is_of_transformers(forward: Any) -> bool:
-    """Whether a layer's forward is transformers' own, as where ranks divide it, and wraps no other."""
-    # functools.wraps copies __module__.
+    """Whether a forward that is set on a layer is transformers' own, as where ranks divide it, and wraps no
+    other. functools.wraps copies __module__.
+    """
     names = [str(each.__globals__.get("__name__")) for each in wrapped_in(forward)]
     return bool(names) and all(name.startswith("transformers.") for name in names)
 

@@ -48,7 +48,9 @@ def _names(forward: Any) -> Collection[str]:
 
 
 def why_dropped(model: Any) -> str | None:
-    """Why layers drop the cache that they are given, which depends on transformers' release; else None."""
+    """Why layers drop the cache they are given: transformers before 5.24 takes it from checkpointed ones even
+    where nothing has gradients; else None.
+    """
     if not model.training or CACHE != OLDER:
         return None
     for module in model.get_decoder().modules():

@@ -64,7 +64,9 @@ def _is_cut_after_dividing(conversion: Any, model: nn.Module) -> bool:
 
 
 def _is_joined_after_dividing(conversion: Any, model: nn.Module) -> bool:
-    """Whether loading joins whole weights, none of single experts, into one that is divided as two."""
+    """Whether loading joins whole weights into one which the plan divides as two: each of them is divided so.
+    Weights of single experts, which are stacked first, are not.
+    """
     steps = [type(each).__name__ for each in getattr(conversion, "operations", None) or ()]
     joins = len(conversion.source_patterns) > 1 and steps[:1] == ["Concatenate"]
     return joins and "packed_colwise" in _styles_of(conversion, model)
