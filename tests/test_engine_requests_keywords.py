@@ -186,7 +186,8 @@ def test_help_shows_options_and_no_internals() -> None:
     methods = set(re.findall(r"^ \|  (?:async )?(\w+)\(self", text, re.M))
     assert {name for name in methods if not name.startswith("__")} == {
         *METHODS, "start", "stop", "step", "pause", "resume", "stats", "trace", "watch", "check", "close",
-        "adapters", "add_adapter", "remove_adapter", "weights_changed", "load_weights", "sleep", "wake_up", "warm_up", "follow", "broadcast",
+        "adapters", "add_adapter", "remove_adapter", "weights_changed", "load_weights", "sleep", "wake_up",
+        "warm_up", "follow", "broadcast",
     }  # fmt: skip
 
 

@@ -96,7 +96,8 @@ def test_a_copy_made_while_a_call_runs(setting: str, ids: torch.Tensor) -> None:
     head = llama.lm_head
     head.forward = functools.partial(type(head).forward, head)  # as accelerate sets its own
     right = llama(ids).logits
-    held, copies = [llama], list[Any]()
+    held = [llama]
+    copies: list[Any] = []
 
     def look(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         copies.append(copy.deepcopy(held[0]))
@@ -131,7 +132,8 @@ def test_attention_chosen_while_a_call_runs(nested: bool, llama: Any, ids: torch
 
     arguments = call(ids, logits_processor=[choose])
     stock = llama.generate(**arguments)
-    before, found[:] = found[:], []
+    before = found.copy()
+    found.clear()
     assert llama.config._attn_implementation == "eager"
     llama.set_attn_implementation("sdpa")
     assert torch.equal(llama.generate(**arguments, cache_implementation="paged"), stock)

@@ -39,6 +39,7 @@ class _Plug:
         wrapper = wrap(model, model.forward, bool(self.configs), may_skip_autograd(modules))
         outermost = ReplacedForward(model, model.__dict__.get("forward"), wrapper)
         found = [outermost, *local_forwards(model), *forwards_without_hooks(modules)]
+        # mypy knows no tuple that can be called.
         self.forwards = [each._replace(ours=LentForward(*each)) for each in found]  # type: ignore[arg-type]
 
     def plug_in(self) -> None:

@@ -68,7 +68,7 @@ def short_turns() -> Iterator[None]:
         with _changing:
             before = _turns.pop(0)
             short = math.isclose(sys.getswitchinterval(), min(before, TURN))
-            if not _turns and short:  # nobody has set another meanwhile
+            if not _turns and short:  # no other code has set another meanwhile
                 sys.setswitchinterval(before)
 
 
