@@ -118,7 +118,7 @@ def bytes_of(model: Any) -> int:
 
 def led(model: Any, act: Callable[[Engine], Any], **options: Any) -> Any:
     """What `act` does with rank 0's engine, while the others follow."""
-    with Engine(model, max_batch_tokens=2048, **options) as engine:
+    with Engine(model, **{"max_batch_tokens": 2048, **options}) as engine:
         if engine.leads:
             return act(engine)
         engine.follow()
@@ -263,6 +263,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, default=256)
+    parser.add_argument("--engine", type=json.loads, default={}, help='e.g. {"fuse_projections": true}')
     parser.add_argument("--vllm", type=int, metavar="GPUS", help="the trace by vLLM instead")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -305,10 +306,10 @@ def main() -> None:
 
     for rows in options.rows if "steps" in options.sections else ():
         act = lambda engine, rows=rows: steps(engine, options, rows, weights)  # noqa: E731
-        report("steps", led(model, act, max_batch_sequences=rows))
+        report("steps", led(model, act, max_batch_sequences=rows, **options.engine))
     if "trace" in options.sections:
         act = lambda engine: run_trace(engine, options)  # noqa: E731
-        report("trace", led(model, act, max_batch_sequences=options.at_once))
+        report("trace", led(model, act, max_batch_sequences=options.at_once, **options.engine))
     if "generate" in options.sections:
         hf_paged.install()
         for rows in options.rows:

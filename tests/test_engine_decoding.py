@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -17,12 +18,15 @@ from captures import counts, forms, kept, logits_of, policy, pool_of, reasons, s
 from engine_answers import PROMPTS, alone, answers
 from engine_steps import watch_plans
 from families import BY_NAME, build
+from fused_models import Kernels
 from tape import record
+from torch import nn
 
 import hf_paged
 from hf_paged.engine import Engine
 from hf_paged.engine.loop import StepLoop
-from hf_paged.kv import StaticBatch
+from hf_paged.kv import Ops, StaticBatch
+from hf_paged.model.capture.products import fused_product
 from hf_paged.model.capture.rehearsal import RECORDERS, Rehearsal
 from hf_paged.model.patches import ReplacedForward
 from hf_paged.scheduling import StepPlan
@@ -48,6 +52,34 @@ def test_same_tokens_from_replays(name: str) -> None:
     for prompt, output in zip(PROMPTS, outputs, strict=False):
         assert answers(output) == alone(model, prompt, **GREEDY)
     assert answers(best) == alone(model, PROMPTS[3], num_beams=3, max_new_tokens=9, min_new_tokens=9)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gpt-oss", "gpt2"])
+def test_same_tokens_from_fused_projections(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C24: q, k and v, gate and up are one product in replays, and without the option no weight moves."""
+    model = build(BY_NAME[name])
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    fused: list[int] = []
+
+    def noted(x: torch.Tensor, layers: Sequence[nn.Linear]) -> Sequence[torch.Tensor] | None:
+        found = fused_product(x, layers)
+        fused.append(0 if found is None else len(layers))
+        return found
+
+    monkeypatch.setattr("hf_paged.model.capture.fusion.fused_product", noted)
+    monkeypatch.setattr(Ops, "kernels", Kernels())
+    widths = {"gpt2": set(), "gpt-oss": {3}}.get(name, {2, 3})
+    for option in (False, True):
+        fused.clear()
+        with Engine(model, block_size=4, fuse_projections=option) as engine:
+            outputs = engine.generate(PROMPTS[:2], **GREEDY)
+            assert counts(engine)["replayed"] > 4, reasons(engine)
+        assert [answers(output) for output in outputs] == [
+            alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]
+        ]
+        assert set(fused) == (widths if option else {0 for _ in widths})
+        moved = [parameter.data_ptr() for parameter in model.parameters()] != places
+        assert moved == (option and bool(widths))
 
 
 @pytest.mark.parametrize(("do_sample", "functions", "files"), [(False, 25, 12), (True, 35, 15)])

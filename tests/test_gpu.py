@@ -22,6 +22,7 @@ from paged_layer import Paged
 from hf_paged.checking.ties import NOISE, first_ties, judge, judge_beams, router_margins, routers
 from hf_paged.engine import Engine
 from hf_paged.model.capture.branches import at_once, beside
+from hf_paged.model.capture.products import fused_parameters
 from hf_paged.model.registry import memory_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -266,6 +267,30 @@ def test_compiled_layers_answer_as_generate(name: str, dtype: torch.dtype, kerne
         if dtype == torch.float32:
             ids = torch.tensor([prompt], device="cuda")
             assert output.sequences[0].token_ids == model.generate(ids, **options)[0, len(prompt) :].tolist()
+
+
+def test_fused_projections_lie_side_by_side_after_sleep() -> None:
+    """Moved at the start and on waking: replays multiply with them at once, and answers stay."""
+    model = build(BY_NAME["qwen2"]).cuda()
+    prompt = list(range(5, 30))
+    options = {"max_new_tokens": ENGINE_NEW, "min_new_tokens": ENGINE_NEW, "do_sample": False}
+    ids = torch.tensor([prompt], device="cuda")
+    right = model.generate(ids, **options)[0, len(prompt) :].tolist()
+    attention = model.model.layers[1].self_attn
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert fused_parameters(layers) is None
+    with Engine(model, block_size=4, num_blocks=400, fuse_projections=True) as engine:
+        for level in (1, 2):
+            for _ in range(3):
+                found = [handle.result() for handle in [engine.submit(prompt, **options) for _ in range(3)]]
+                assert [output.sequences[0].token_ids for output in found] == [right] * 3
+            assert fused_parameters(layers) is not None
+            assert counts(engine)["replayed"] > 5, reasons(engine)
+            engine.sleep(level)
+            engine.wake_up()
+        assert fused_parameters(layers) is not None
+        assert engine.submit(prompt, **options).result().sequences[0].token_ids == right
+    assert model.generate(ids, **options)[0, len(prompt) :].tolist() == right
 
 
 def test_products_of_one_input_are_branches_of_a_graph() -> None:

@@ -13,17 +13,14 @@ import torch
 import transformers as tf
 from accelerate import Accelerator
 from families import BY_NAME, VOCABULARY, build
+from fused_models import Kernels
 from safetensors.torch import load_file, save_model
 from torch import nn
 
+from hf_paged.model.capture.fusion import Fusion, fused
 from hf_paged.model.capture.products import join_products, joined_of, lay_side_by_side
 
 IDS = torch.randint(5, VOCABULARY, (1, 5), generator=torch.Generator().manual_seed(3))
-
-
-def move(model: Any) -> int:
-    with torch.no_grad():
-        return lay_side_by_side(model, lambda: model(IDS, use_cache=False))
 
 
 def weights(*layers: nn.Linear) -> list[nn.Parameter]:
@@ -44,8 +41,8 @@ def test_the_same_parameters_elsewhere(name: str, moved: int) -> None:
         name: (id(parameter), parameter.stride(), parameter._version)
         for name, parameter in model.named_parameters()
     }
-    assert move(model) == moved
-    assert move(model) == 0
+    assert lay_side_by_side(model) == moved
+    assert lay_side_by_side(model) == 0
     assert {name: (id(p), p.stride(), p._version) for name, p in model.named_parameters()} == known
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not [module for module in model.modules() if module._forward_pre_hooks]
@@ -73,22 +70,13 @@ def test_shared_weights_stay(llama: Any) -> None:
     second.mlp.up_proj.weight.data = second.mlp.up_proj.weight.data.double()
     second.mlp.gate_proj.weight.data = second.mlp.gate_proj.weight.data.T.contiguous().T
     places = [parameter.data_ptr() for parameter in llama.parameters()]
-    assert (
-        lay_side_by_side(
-            llama,
-            lambda: [
-                layer.mlp.up_proj(torch.ones(1, 32, dtype=layer.mlp.up_proj.weight.dtype))
-                for layer in (first, second)
-            ],
-        )
-        == 0
-    )
+    assert lay_side_by_side(llama) == 0
     assert places == [parameter.data_ptr() for parameter in llama.parameters()]
 
 
 def test_saved_copied_and_trained(llama: Any, tmp_path: Any) -> None:
     right = llama(IDS, use_cache=False).logits
-    move(llama)
+    lay_side_by_side(llama)
     llama.save_pretrained(tmp_path)
     again = tf.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(again(IDS, use_cache=False).logits, right)
@@ -111,7 +99,7 @@ def test_saved_by_others(llama: Any, tmp_path: Any) -> None:
     is.
     """
     right = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
-    assert move(llama)
+    assert lay_side_by_side(llama)
     Accelerator().save_model(llama, tmp_path)
     save_model(llama, tmp_path / "model")
     for file in ("model.safetensors", "model"):
@@ -125,13 +113,32 @@ def test_saved_by_others(llama: Any, tmp_path: Any) -> None:
 
 
 def test_the_memory_lives_as_long_as_any_of_them(llama: Any) -> None:
-    move(llama)
+    lay_side_by_side(llama)
     attention = llama.model.layers[0].self_attn
     value, right = attention.v_proj.weight.data, attention.v_proj.weight.detach().clone()
     for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
         layer.weight.data = torch.zeros_like(layer.weight)
     gc.collect()
     assert torch.equal(value, right)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "gpt-oss"])
+def test_one_product_of_a_fused_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each input is multiplied once where a capture replaces layers, and answers are as before."""
+    model = build(BY_NAME[name])
+    with torch.no_grad():
+        expected = model(IDS, use_cache=False).logits
+        assert lay_side_by_side(model)
+        fusion = Fusion(model, Kernels())
+        several = [layer for layer in fusion.forwards if type(layer) is nn.Linear]
+        assert several
+        alone: list[nn.Module] = []
+        linear = nn.Linear.forward
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: (alone.append(self), linear(self, x))[1])
+        with fused(fusion):
+            found = model(IDS, use_cache=False).logits
+    assert not set(alone) & set(several)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -160,9 +167,7 @@ def test_one_operation(biased: bool, together: bool) -> None:
     with torch.no_grad():
         right = model(x)
         if together:
-            assert lay_side_by_side(
-                model, lambda: [layer(x) for layer in (model.a, model.b, model.c)]
-            ) == 3 * (1 + biased)
+            assert lay_side_by_side(model) == 3 * (1 + biased)
         found = torch.compile(model, backend=backend, fullgraph=True)(x)
     torch._dynamo.reset()
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, right, strict=True))

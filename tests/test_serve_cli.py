@@ -406,6 +406,7 @@ def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "first-key" not in repr(options)
     engine = engine_options(given)
     assert engine["max_batch_sequences"] == 7
+    assert engine["fuse_projections"]
     assert engine["max_adapters"] == 3
     assert "max_adapters" not in engine_options(flags())
     assert adapter_sources(given.lora_modules, options.names) == {"poet": "a/b=c", "pirate": "d"}

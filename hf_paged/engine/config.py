@@ -59,9 +59,12 @@ class EngineConfig:
     cache_shares: numbers by tenant: how the tenants divide the blocks. A tenant without an entry has 1. No
         tenant evicts what another has cached within its share.
     compile: whether the decoder layers of captured steps are compiled by torch.compile, into one code for all
-        that are alike. It takes seconds when the first steps are captured. For it, weights with one input (q,
-        k and v; gate and up) are moved next to each other in memory. A model whose layers cannot be compiled,
-        or whose answers would change, is served without it, and a warning gives the reason.
+        that are alike. It takes seconds when the first steps are captured, and includes `fuse_projections`. A
+        model whose layers cannot be compiled, or whose answers would change, is served without it, and a
+        warning gives the reason.
+    fuse_projections: whether captured steps multiply with weights that have one input (q, k and v; gate and
+        up) at once. For it they are moved next to each other in memory: parameters stay the objects that they
+        are, but a state dict or a view that was taken before no longer reaches them.
     batch_invariant: whether a token's logits have the same bits whatever is computed beside it, and the bits
         of a forward in `hf_paged.batch_invariant()`.
     lm_head_fp32: whether the logits of a model in half precision are computed in float32, from the head's
@@ -83,6 +86,7 @@ class EngineConfig:
     keep_pools: bool | None = None
     kernels: Kernels = "auto"
     compile: bool = False
+    fuse_projections: bool = False
     graphs: bool = True
     run_ahead: bool | None = None
     rank_timeout: float = 300.0
@@ -102,8 +106,8 @@ class EngineConfig:
             raise ValueError(f"admission={self.admission!r} is not one of {sorted(ADMISSIONS)}")
         self._check_host_blocks()
         for name in (
-            "prefix_caching", "check_hits", "compile", "graphs", "run_ahead", "batch_invariant",
-            "lm_head_fp32",
+            "prefix_caching", "check_hits", "compile", "fuse_projections", "graphs", "run_ahead",
+            "batch_invariant", "lm_head_fp32",
         ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "run_ahead" and value is None):
@@ -220,6 +224,7 @@ class EngineOptions(TypedDict, total=False):
     keep_pools: bool | None
     kernels: Kernels
     compile: bool
+    fuse_projections: bool
     graphs: bool
     run_ahead: bool | None
     rank_timeout: float

@@ -135,19 +135,21 @@ class Decoding:
         self.budget = own + self._shared_bytes() if possible else 0
         """Bytes that captured steps may take: their own, and those that they share."""
 
-    def prepare(self, run: Callable[[], object], why_rows: str | None) -> None:
-        """Prepare the model for compiled layers, or give the reason why there are none. `run` runs the model
-        in any way, `why_rows` is why sequences are run one by one.
-        """
+    def fuse_projections(self) -> None:
+        """Lay weights with one input side by side, if the engine may move them and has captured steps."""
+        config = self.eager.pools.config
+        if self.eager.device.type in RECORDERS and (config.fuse_projections or config.compile):
+            with self.eager.pools.memory.lock:
+                lay_side_by_side(self.eager.model)
+
+    def check_compilation(self, why_rows: str | None) -> None:
+        """Give the reason if no layers can be compiled. why_rows: why sequences are run one by one."""
         if self.compilation is None:
             return
         if why_rows is not None:
             self.compilation.give_up(f"sequences are run one by one: {why_rows}")
         elif self.eager.device.type not in RECORDERS:
             self.compilation.give_up(f"it is for captured steps, and there are none on {self.eager.device}")
-        else:
-            with self.eager.pools.memory.lock:
-                lay_side_by_side(self.eager.model, run)
 
     def _shared_bytes(self) -> int:
         """About what steps compute with and answer in: the widest activations of the largest, and logits of

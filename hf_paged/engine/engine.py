@@ -1023,6 +1023,8 @@ class Engine:
     def _wake_weights(self) -> None:
         for tensor, device in self._asleep or ():
             tensor.data = tensor.data.to(device)
+        if self._asleep:
+            self.runner.fuse_projections()
         self._asleep = None
         self._sleep_level = 0
 

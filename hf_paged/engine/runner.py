@@ -202,12 +202,18 @@ class Runner:
             with self.eager.pools.memory.lock:
                 self.decoding.check_captures()
 
+    def fuse_projections(self) -> None:
+        """Lay the weights as captured steps are to read them."""
+        if self.decoding is not None:
+            self.decoding.fuse_projections()
+
     # ---- which form
 
     def try_out(self) -> None:
         """See whether the model can be served and in which form, while kernels are compiled that it will
         need.
         """
+        self.fuse_projections()
         try:
             warm = warming(self.eager, self.decoding is not None, self.why_rows is None)
             with warm as self.warming, without_plans(self.eager.device):
@@ -258,7 +264,7 @@ class Runner:
             if self.why_not_across is not None:
                 self.eager.pools.drop_cross()
         if self.decoding is not None:
-            self.decoding.prepare(lambda: self._without_cache(rows[:1]), self.why_rows)
+            self.decoding.check_compilation(self.why_rows)
 
     def _why_not_across(self, rows: list[list[int]], cuts: list[list[int]]) -> str | None:
         """Why cross-attention layers do not get what they attend to from the pages. The trial also shows what

@@ -15,11 +15,12 @@ from torch.nn import functional
 from ..kv import Layout, TritonOps, is_out_of_memory
 from ..kv.ops import choose
 from ..kv.warmup import AttentionShape, Job, Warming, compile_digest
+from ..model.capture.branches import layers_of_one_input
 from ..model.capture.fusion import Fusion
+from ..model.capture.products import fused_parameters
 from ..model.capture.step import Size, bucket_of
 from ..model.switch import original_implementation
 from ..model.tensor_parallel import heads_here
-from ..model.weights_digest import PLAIN_TENSORS
 from .decoding import WIDTHS
 from .eager import EagerModel
 
@@ -142,24 +143,26 @@ def later_jobs(eager: EagerModel) -> Sequence[tuple[Hashable, Sequence[Job]]]:
 
 
 def load_products(model: nn.Module, rows: Iterable[int]) -> None:
-    """Multiply so many rows by a weight of each shape.
+    """Multiply so many rows by a weight of each shape, and by several that lie side by side.
 
     A GPU loads the kernel of a product when that is met first, and then waits until all that it was given is
     done: no step could be captured while another is computed.
     """
-    kinds: dict[Hashable, nn.Linear] = {}
+    kinds: dict[Hashable, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for module in model.modules():
+        several = layers_of_one_input(module)
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-            weight = module.weight
-            here = weight.device.type in COMPILED_FOR
-            if here and type(weight) in PLAIN_TENSORS and weight.dtype in MULTIPLIED:
-                kinds[weight.shape, weight.dtype, weight.device, module.bias is None] = module
+            several = [[module]]
+        for layers in several:
+            weight, bias = fused_parameters(layers) or (None, None)
+            if weight is not None and weight.device.type in COMPILED_FOR and weight.dtype in MULTIPLIED:
+                kinds[weight.shape, weight.dtype, weight.device, bias is None] = weight, bias
     try:
         with torch.no_grad():
-            for count, module in product(sorted(set(rows)), kinds.values()):
-                if count * max(module.weight.shape) * module.weight.itemsize <= LARGEST_PRODUCT:
-                    x = torch.zeros_like(module.weight[:1]).expand(count, -1).contiguous()
-                    functional.linear(x[:, None], module.weight, module.bias)
+            for count, (weight, bias) in product(sorted(set(rows)), kinds.values()):
+                if count * max(weight.shape) * weight.itemsize <= LARGEST_PRODUCT:
+                    x = torch.zeros_like(weight[:1]).expand(count, -1).contiguous()
+                    functional.linear(x[:, None], weight, bias)
     except Exception as error:
         if not is_out_of_memory(error):  # then they are loaded where they are met
             raise

@@ -538,6 +538,7 @@ def engine_options(given: argparse.Namespace) -> dict[str, Any]:
         "kernels": given.kernels,
         "graphs": not given.enforce_eager,
         "compile": given.compile,
+        "fuse_projections": True,  # the weights are the server's own
     }
 
 

@@ -96,7 +96,8 @@ class AdapterBatch:
         if self.only is not None:
             part = self.only.layers.get(module)
             return y if part is None else (y + low_rank_product(part, x)).to(y.dtype)
-        y = y.contiguous()
+        flat = y.flatten(0, -2)  # a part of a wider product, of which rows lie apart
+        y = (flat if flat.stride(1) == 1 else flat.contiguous()).view(y.shape)
         if self.table.kernels is None:
             return self._add_in_torch(module, x, y)
         number = self.table.layers.get(module)

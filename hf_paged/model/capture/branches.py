@@ -25,24 +25,28 @@ MOST_ROWS = 128
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-def products_of(parent: nn.Module) -> list[dict[nn.Module, Product]]:
-    """The linear layers of a module that its forward gives one input, in the order of its calls, and how each
-    computes its product.
-    """
+def layers_of_one_input(parent: nn.Module) -> list[list[nn.Linear]]:
+    """The linear layers of a module that its forward gives one input, in the order of its calls."""
     found = []
     for names in given_alike(type(parent).forward) if runs_class_forward(parent) else ():
         layers: list[Any] = [getattr(parent, name, None) for name in names]
         layers = [getattr(layer, "base_layer", layer) for layer in layers]  # what an adapter of peft's wraps
-        products = {layer: product for layer in layers if (product := _product(layer)) is not None}
-        if len(products) > 1 and len({layer.in_features for layer in products}) == 1:
-            found.append(products)
+        linear = list(dict.fromkeys(layer for layer in layers if type(layer) is nn.Linear))
+        if len(linear) > 1 and len({layer.in_features for layer in linear}) == 1:
+            found.append(linear)
     return found
 
 
-def _product(layer: Any) -> Product | None:
-    """A linear layer's own product, or that of a rank's part of it."""
-    if type(layer) is not nn.Linear:
-        return None
+def products_of(parent: nn.Module) -> list[dict[nn.Linear, Product]]:
+    """These layers and how each computes its product, where it is its own or a rank's part of it."""
+    several = [
+        {layer: product for layer in layers if (product := _product(layer)) is not None}
+        for layers in layers_of_one_input(parent)
+    ]
+    return [products for products in several if len(products) > 1]
+
+
+def _product(layer: nn.Linear) -> Product | None:
     own = layer.__dict__.get("forward")
     plain = runs_class_forward(layer) or hasattr(own, COLUMNS)
     if not plain or hasattr(own, OURS):

@@ -28,6 +28,7 @@ from ..device_map import runs_class_forward
 from ..lazy import Rotation
 from ..patches import ReplacedForward
 from .branches import Product, at_once, beside, products_of
+from .products import fused_product
 from .source import STANDS_FOR, reads_like
 
 ROTARY = "apply_rotary_pos_emb"
@@ -42,7 +43,7 @@ class Fusion:
         self.kernels = kernels
         self.ahead: tuple[nn.Module, torch.Tensor, int, torch.Tensor] | None = None
         """A norm whose answer was made together with its input."""
-        self._ready: tuple[torch.Tensor, int, dict[nn.Module, torch.Tensor]] | None = None
+        self._ready: tuple[torch.Tensor, int, dict[nn.Linear, torch.Tensor]] | None = None
         """An input, and products of it by layers that will be called for them."""
         self.following: dict[nn.Module, nn.Module] = {}
         """The norm that reads what a layer answers."""
@@ -155,14 +156,16 @@ class Fusion:
             )
         return both
 
-    def product(self, layer: nn.Module, products: dict[nn.Module, Product], x: torch.Tensor) -> torch.Tensor:
+    def product(self, layer: nn.Linear, products: dict[nn.Linear, Product], x: torch.Tensor) -> torch.Tensor:
         """A layer's product of x. products: those of all layers that are given the same input."""
         ready = self._ready
         if ready is None or ready[0] is not x or ready[1] != _version(x) or layer not in ready[2]:
-            if not at_once(x):
+            found = fused_product(x, [*products])
+            if found is None and at_once(x):
+                found = beside(x, [*products.values()])
+            if found is None:
                 return products[layer](x)
-            found = dict(zip(products, beside(x, [*products.values()]), strict=True))
-            self._ready = ready = x, _version(x), found
+            self._ready = ready = x, _version(x), dict(zip(products, found, strict=True))
         answer = ready[2].pop(layer)
         if not ready[2]:
             self._ready = None

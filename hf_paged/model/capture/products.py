@@ -1,5 +1,5 @@
 """Products of one input with several weights as one: rows of q, k and v, or of gate and up, are adjacent in
-memory.
+memory. The products of a divided model are those of this rank's parts.
 
 The parameters stay the same objects, with their names, shapes, values and gradients; only the place of their
 numbers changes, once.
@@ -8,8 +8,8 @@ numbers changes, once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from torch.nn.functional import linear
 from torch.utils.dlpack import from_dlpack
 
 from ...kv import is_out_of_memory
+from ..tensor_parallel import local_part
+from ..weights_digest import PLAIN_TENSORS
+from .branches import layers_of_one_input
 
 
 @torch.library.custom_op(
@@ -27,10 +30,9 @@ def _products(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.T
     """x [..., k] times each of the weights [n_i, k], plus their biases [n_i] if there are any: [..., sum of
     n_i].
     """
-    joined = joined_of(weights)
-    bias = joined_of(biases) if biases else None
-    if joined is not None and (bias is not None or not biases):
-        return linear(x, joined, bias)
+    fused = _fused(weights, biases)
+    if fused is not None:
+        return linear(x, *fused)
     apart: list[torch.Tensor | None] = [*biases] if biases else [None] * len(weights)
     return torch.cat([linear(x, weight, bias) for weight, bias in zip(weights, apart, strict=True)], -1)
 
@@ -40,13 +42,47 @@ def _(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) 
     return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
 
 
+def fused_product(x: torch.Tensor, layers: Sequence[nn.Linear]) -> Sequence[torch.Tensor] | None:
+    """The products of x by linear layers as one; None if their weights do not lie side by side."""
+    fused = fused_parameters(layers)
+    if fused is None:
+        return None
+    products: Sequence[torch.Tensor] = linear(x, *fused).split([*map(_width, layers)], -1)
+    return products
+
+
+def _width(layer: nn.Linear) -> int:
+    return len(local_part(layer.weight))
+
+
+def fused_parameters(layers: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The weights of linear layers as one, and their biases, if any; None if they do not lie side by side."""
+    weights, biases = _parameters_of(layers)
+    return _fused(weights, biases) if len(biases) in (0, len(weights)) else None
+
+
+def _fused(
+    weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    weight = joined_of(weights)
+    bias = joined_of(biases) if biases else None
+    return None if weight is None or (bias is None and biases) else (weight, bias)
+
+
+def _parameters_of(layers: Iterable[nn.Linear]) -> tuple[list[Any], list[Any]]:
+    """The weights, and the biases of those that have one."""
+    several = [(local_part(layer.weight), local_part(layer.bias)) for layer in layers]
+    return [weight for weight, _ in several], [bias for _, bias in several if bias is not None]
+
+
 def joined_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """One tensor [sum of n_i, ...] over tensors [n_i, ...] that lie side by side; None if they do not. It
     does not keep their memory.
     """
     first = tensors[0]
     kinds = {(tensor.dtype, tensor.device, tensor.shape[1:], tensor.is_contiguous()) for tensor in tensors}
-    if len(kinds) > 1 or not first.is_contiguous():
+    plain = PLAIN_TENSORS.issuperset(map(type, tensors)) and not first.is_meta
+    if len(kinds) > 1 or not plain or not first.is_contiguous():
         return None
     place = first.data_ptr()
     for tensor in tensors:
@@ -110,55 +146,31 @@ def _replace(graph: torch.fx.Graph, nodes: Sequence[torch.fx.Node]) -> None:
 # ---- in the model
 
 
-def lay_side_by_side(model: nn.Module, run: Callable[[], Any]) -> int:
-    """Move the weights of linear layers that get one input, next to each other. `run` runs the model. The
-    answer is how many moved.
-    """
-    with _noting(model) as groups:
-        run()
-    storages = Counter(_storage(tensor) for tensor in (*model.parameters(), *model.buffers()))
+def lay_side_by_side(model: nn.Module) -> int:
+    """Move the weights of linear layers that get one input next to each other: how many moved."""
+    every = map(local_part, chain(model.parameters(), model.buffers()))
+    storages = Counter(_storage(tensor) for tensor in every if type(tensor) in PLAIN_TENSORS)
     moved = 0
-    for group in groups:
-        weights: list[Any] = [layer.weight for layer in group]
-        biases: list[Any] = [layer.bias for layer in group if layer.bias is not None]
+    _release()  # or weights lie in the middle of what a pool has left, which no pool can have again
+    for layers in chain.from_iterable(map(layers_of_one_input, model.modules())):
+        weights, biases = _parameters_of(layers)
         several = [weights, biases] if biases else [weights]
-        if len(biases) in (0, len(group)) and all(_may_move(tensors, storages) for tensors in several):
+        if len(biases) in (0, len(weights)) and all(_may_move(tensors, storages) for tensors in several):
             try:
                 moved += sum(_move(tensors) for tensors in several)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 break  # there is no room to move; what lies apart is multiplied apart
-    if moved and any(parameter.is_cuda for parameter in model.parameters()):
-        torch.cuda.empty_cache()  # the places that they left are too small for what comes
+    if moved:
+        _release()  # the places that they left are too small for what comes
     return moved
 
 
-@contextmanager
-def _noting(model: nn.Module) -> Iterator[list[list[nn.Linear]]]:
-    """Modules that get the same input tensor as the module before, both parts of one module."""
-    groups: list[list[nn.Linear]] = []
-    last: list[Any] = [None, None]
-    hooks = []
-    for parent in model.modules():
-        for child in parent.children():
-            if type(child) is nn.Linear:
-
-                def note(module: nn.Linear, args: tuple[Any, ...], parent: nn.Module = parent) -> None:
-                    given = [parent, args[0] if args else None]
-                    if given[0] is last[0] and given[1] is last[1] and module not in groups[-1]:
-                        groups[-1].append(module)
-                    else:
-                        groups.append([module])
-                    last[:] = given
-
-                hooks.append(child.register_forward_pre_hook(note))
-    try:
-        yield groups
-    finally:
-        last.clear()
-        for hook in hooks:
-            hook.remove()
+def _release() -> None:
+    """Give memory that torch keeps for later back to the devices."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
@@ -166,10 +178,10 @@ def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def _may_move(tensors: Sequence[Any], storages: Counter[tuple[torch.device, int]]) -> bool:
-    """Whether they are plain parameters that share memory with no other, and not adjacent already."""
+    """Whether they are plain tensors that share memory with no other, and not adjacent already."""
     first = tensors[0]
-    alike = len(tensors) > 1 and all(
-        type(tensor) is nn.Parameter
+    alike = len(set(map(id, tensors))) == len(tensors) > 1 and all(
+        type(tensor) in PLAIN_TENSORS
         and (tensor.dtype, tensor.device, tensor.shape[1:]) == (first.dtype, first.device, first.shape[1:])
         and tensor.is_contiguous()
         and tensor.device.type != "meta"
@@ -180,7 +192,7 @@ def _may_move(tensors: Sequence[Any], storages: Counter[tuple[torch.device, int]
     return alike and joined_of(tensors) is None
 
 
-def _move(parameters: Sequence[nn.Parameter]) -> int:
+def _move(parameters: Sequence[torch.Tensor]) -> int:
     """Move parameters side by side. Each has a storage of its own: who saves a model takes what shares one
     for the same weight.
     """
