@@ -45,7 +45,7 @@ BUDGETS = {
     "hf_paged/checking": 1000,
     "hf_paged/continuous": 1060,
     "hf_paged/demo": 250,
-    "hf_paged/engine": 6875,
+    "hf_paged/engine": 6895,
     "hf_paged/engine/multimodal": 970,
     "hf_paged/engine/outputs": 645,
     "hf_paged/engine/parallel": 1740,
@@ -53,13 +53,13 @@ BUDGETS = {
     "hf_paged/engine/sampling": 1945,
     "hf_paged/generate": 2345,
     "hf_paged/kv": 4195,
-    "hf_paged/model": 4625,
+    "hf_paged/model": 4710,
     "hf_paged/model/adapters": 1510,
-    "hf_paged/model/capture": 2685,
+    "hf_paged/model/capture": 2730,
     "hf_paged/model/invariant": 895,
     "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2425,
-    "hf_paged/serve": 9220,
+    "hf_paged/serve": 9225,
 }
 """The most lines of each folder."""
 
@@ -106,7 +106,7 @@ MOST_PRIVATE = 56
 """Places in tests that read or write a private attribute of the code."""
 MOST_PUBLIC = 24
 """Names in `hf_paged.__all__`."""
-MOST_CLASSES = 313
+MOST_CLASSES = 314
 """Classes of the code, as `scripts/figures` counts them."""
 
 

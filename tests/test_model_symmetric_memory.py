@@ -23,11 +23,11 @@ def test_ranks_keep_their_memory_beside_other_ranks(monkeypatch: pytest.MonkeyPa
         sums = 3
 
         def __init__(self) -> None:
-            self.bytes = torch.zeros(1)
+            self.tensors = [torch.zeros(1)]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(symmetric_memory, "_made", lambda group, device: Memory())
     one: Any = Group()
     other: Any = Group()

@@ -12,11 +12,16 @@ import math
 import socket
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from .lazy import LazyTensor, NotCapturable
 
 logger = logging.getLogger("hf_paged")
 
@@ -26,10 +31,14 @@ ONE_SHOT = {2: 1 << 20}
 """Bytes up to which one shot is faster than two, by the number of ranks. Of more than two it would have to be
 measured, and whether all ranks add in one order.
 """
+MOST_FUSED = 4 << 20
+"""Bytes up to which a sum of two ranks is computed in one kernel with an addition and a norm."""
 LETTING_GO = 2.0
 """Seconds in which kernels that wait for a failed rank are let go."""
 WORD = 16
 """Bytes that the kernel moves at once."""
+_place: ContextVar[int | None] = ContextVar("hf_paged_place_of_a_sum", default=None)
+"""The place for the next part, if its sum may wait for an addition and a norm."""
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, SymmetricMemory | None] = weakref.WeakKeyDictionary()
 """What each group of ranks has. It stays as long as the group: captured steps read its addresses."""
 
@@ -41,32 +50,77 @@ class SymmetricMemory:
         """All ranks make theirs together."""
         import torch.distributed._symmetric_memory as symmetric
 
-        self.bytes: torch.Tensor = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
+        size = MOST_BYTES + 2 * MOST_FUSED
+        self.bytes: torch.Tensor = symmetric.empty(size, dtype=torch.uint8, device=device)
         handle: Any = symmetric.rendezvous(self.bytes, group.group_name)
-        self._pads = [handle.get_signal_pad(rank) for rank in range(group.size())]
+        ranks = range(group.size())
+        self._pads = [handle.get_signal_pad(rank).view(torch.int32) for rank in ranks]
+        self._pads[group.rank()].fill_(False)  # `end_waits` cannot load this kernel while others wait
+        self._everywhere = [handle.get_buffer(rank, (size,), torch.uint8) for rank in ranks]
         self._rank = group.rank()
         self._name = group.group_name
         self._multiple = WORD * group.size()
-        self._one_shot = ONE_SHOT.get(group.size(), 0)
+        self.one_shot = ONE_SHOT.get(group.size(), 0)
         self.sums = 0
         """How many were begun."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What steps read and write there, and how ranks tell each other that they have."""
+        return [self.bytes, *self._everywhere, *self._pads]
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """A tensor for this rank's part of a sum; None where the kernel cannot take that many numbers."""
         need = math.prod(shape) * dtype.itemsize
         if need % self._multiple or not 0 < need <= MOST_BYTES:
             return None
-        return self.bytes[:need].view(dtype).view(*shape)
+        place = _place.get()
+        _place.set(None)
+        if place is None or need > MOST_FUSED:
+            return self.bytes[:need].view(dtype).view(*shape)
+        begin = MOST_BYTES + place * MOST_FUSED
+        return self.bytes[begin : begin + need].view(dtype).view(*shape)
+
+    @contextmanager
+    def waiting(self, place: int) -> Iterator[None]:
+        """Within: the first sum may wait, as a LazySum, for an addition and a norm in one kernel with it.
+
+        The ranks meet once in that kernel, and not behind it: `place` is 0 and 1 in turns, and the last sum
+        of a forward does not wait, so that no part is overwritten before the other rank has read it.
+        """
+        token = _place.set(place if len(self._pads) == 2 else None)
+        try:
+            yield
+        finally:
+            _place.reset(token)
 
     def sum(self, room: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of what they wrote, in a tensor of its own: the same bits on all of them."""
+        waits = room.storage_offset() * room.itemsize >= MOST_BYTES
+        return LazySum(room.shape, room.dtype, room.device, self, room) if waits else self.sum_now(room)
+
+    def sum_now(self, room: torch.Tensor) -> torch.Tensor:
+        """The same by one kernel behind which all ranks have read the parts."""
         out = torch.empty_like(room)
         self.sums += 1
         shots = torch.ops.symm_mem
-        few = room.nbytes <= self._one_shot
+        few = room.nbytes <= self.one_shot
         all_reduce = shots.one_shot_all_reduce_out if few else shots.two_shot_all_reduce_out
         all_reduce(room, "sum", self._name, out)
         return out
+
+    def add_norm(
+        self, kernels: Any, room: torch.Tensor, *given: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the ranks wrote with a residual, summed, and its norm, as `reduce_add_rms_norm` has it."""
+        self.sums += 1
+        begin = room.storage_offset() * room.itemsize
+        end = begin + room.nbytes
+        parts = [each[begin:end].view(room.dtype).view(room.shape) for each in self._everywhere]
+        found: tuple[torch.Tensor, torch.Tensor] = kernels.reduce_add_rms_norm(
+            parts, self._pads, self._rank, *given, **options
+        )
+        return found
 
     def end_waits(self) -> None:
         """A rank has failed: let no kernel of this device wait for it. What they answer is never read.
@@ -83,22 +137,54 @@ class SymmetricMemory:
                 time.sleep(LETTING_GO / 1000)
 
 
+class LazySum(LazyTensor):
+    """A sum over ranks whose parts are there: read in any other way than by `add_norm`, it is made."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: SymmetricMemory,
+        room: torch.Tensor,
+    ) -> None:
+        self.make = partial(memory.sum_now, room)
+        self._memory = memory
+        self._room = room
+
+    def add_norm(self, kernels: Any, *given: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The sum with a residual, and its norm; None if it was made alone. Nothing reads it afterwards."""
+        if self._dense is not None:
+            return None
+        self.make = _overwritten
+        return self._memory.add_norm(kernels, self._room, *given, **options)
+
+
+def _overwritten() -> torch.Tensor:
+    raise NotCapturable("a sum of ranks is read behind the norm with which it was computed")
+
+
 def end_waits(group: dist.ProcessGroup) -> None:
     """Let the kernels of this process that wait for the ranks of a group come to their end."""
-    memory = _known.get(group)
+    memory = memory_of(group)
     if memory is not None:
         memory.end_waits()
 
 
+def memory_of(group: dist.ProcessGroup) -> SymmetricMemory | None:
+    """What the ranks of a group have made together so far."""
+    return _known.get(group)
+
+
 def sums_of(group: dist.ProcessGroup) -> int:
     """How many sums the ranks of a group have begun here."""
-    memory = _known.get(group)
+    memory = memory_of(group)
     return 0 if memory is None else memory.sums
 
 
 def symmetric_memory_of(group: dist.ProcessGroup) -> SymmetricMemory | None:
     """What the ranks of a group have together; None, on all of them, if they cannot. All ask together."""
-    if not torch.cuda.is_available() or dist.get_backend(group) != "nccl":
+    if not torch.cuda.is_available() or "nccl" not in dist.get_backend_config(group):
         return None
     if group not in _known:
         _known[group] = _made(group, torch.device("cuda", torch.cuda.current_device()))
@@ -106,8 +192,8 @@ def symmetric_memory_of(group: dist.ProcessGroup) -> SymmetricMemory | None:
 
 
 def symmetric_memories() -> list[torch.Tensor]:
-    """The tensors of this process that other ranks read."""
-    return [memory.bytes for memory in list(_known.values()) if memory is not None]
+    """The tensors that this process and other ranks write to and read."""
+    return [each for memory in list(_known.values()) if memory is not None for each in memory.tensors]
 
 
 def _made(group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory | None:

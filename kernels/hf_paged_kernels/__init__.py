@@ -16,6 +16,7 @@ from .lora import AdapterPlan, LoraWeights, fits, lora_expand, lora_shrink
 from .norm import add_rms_norm, rms_norm
 from .prefill import Spans, prefill
 from .product import product
+from .reduce_norm import reduce_add_rms_norm
 from .rotary import rotary, rotary_write
 from .rows import mapped, rows
 from .sampling import draw, logsumexp
@@ -46,6 +47,7 @@ __all__ = [
     "mapped",
     "prefill",
     "product",
+    "reduce_add_rms_norm",
     "rms_norm",
     "rotary",
     "rotary_write",

@@ -28,12 +28,14 @@ import time
 import traceback
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import engine_answers
 import peft
@@ -54,6 +56,7 @@ from engine_answers import (
     right,
 )
 from families import BY_NAME, build
+from fused_models import Kernels
 from modes import MODES as MODES_BY_NAME
 from pictures import with_pictures, with_recordings
 from rank_models import DIVIDED, SHOWN
@@ -72,19 +75,21 @@ from hf_paged.continuous.manager import EngineBatchingManager
 from hf_paged.engine import Engine, RankError
 from hf_paged.engine.adapters import EngineAdapters
 from hf_paged.engine.in_flight import InFlightStep
-from hf_paged.engine.parallel import Ranks, follower
+from hf_paged.engine.parallel import Ranks, follower, ranks
 from hf_paged.engine.parallel.message import MessageKind
 from hf_paged.engine.runner import Runner
 from hf_paged.engine.support import Unservable
 from hf_paged.generate.ranks import check_ranks
-from hf_paged.kv import HostBlocks, budget, group
-from hf_paged.model import rank_votes, tensor_parallel
+from hf_paged.kv import HostBlocks, Ops, budget, group
+from hf_paged.model import rank_votes, symmetric_memory, tensor_parallel
 from hf_paged.model.adapters.loading import load_adapter
 from hf_paged.model.capture import pool
+from hf_paged.model.capture.products import joined_of
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.replay import captures_of
 from hf_paged.model.dispatch import has_foreign_code
-from hf_paged.model.tensor_parallel import mesh_of
+from hf_paged.model.symmetric_memory import MOST_BYTES, MOST_FUSED, LazySum, SymmetricMemory
+from hf_paged.model.tensor_parallel import local_part, mesh_of
 from hf_paged.trainer import SampleCallback
 
 FOLDER = Path(sys.argv[1])
@@ -199,6 +204,86 @@ def captured_steps(rank: int) -> None:
         RECORDERS.pop("cpu", None)
     if rank == 0:
         assert all(stats["graphs"]["replayed"] > 10 for stats in several), several
+
+
+def fused_projections(rank: int) -> None:
+    """Each rank lays its parts side by side, and multiplies with them at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not CUDA:
+            patch.setitem(RECORDERS, "cpu", record)
+            patch.setattr(Ops, "kernels", Kernels())
+        for name in ("llama", "olmo2"):
+            model = loaded(name)
+            for parameter in model.parameters():  # on a CPU a rank's part lies in the memory of the whole
+                part = local_part(parameter)
+                part.data = part.clone()
+
+            def act(engine: Engine, name: str = name) -> int:
+                assert asked(engine, FEW) == [right(name, p, k, NEW) for p, k in FEW]
+                return int(engine.stats()["graphs"]["replayed"])
+
+            replayed = led(rank, model, act, fuse_projections=True)
+            assert rank or replayed > 10
+            attention = model.model.layers[0].self_attn
+            layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+            joined = joined_of([local_part(layer.weight) for layer in layers])
+            assert joined is not None
+            assert torch.equal(joined, torch.cat([layer.weight.to_local() for layer in layers]))
+
+
+class _HostMemory(SymmetricMemory):
+    """Stands for memory that devices share: parts are summed by the ranks' own connections."""
+
+    def __init__(self, group: Any) -> None:
+        self.bytes = torch.zeros(MOST_BYTES + 2 * MOST_FUSED, dtype=torch.uint8)
+        self._group = weakref.ref(group)
+        self._everywhere = []
+        self._pads = [torch.zeros(512, dtype=torch.int32)] * 2
+        self._multiple = 2
+        self.sums = 0
+
+    def sum_now(self, room: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        out = room.clone()
+        dist.all_reduce(out, group=self._group())
+        return out
+
+    def add_norm(self, kernels: Any, room: torch.Tensor, *given: Any, **options: Any) -> Any:
+        return kernels.add_rms_norm(self.sum_now(room), *given, **options)
+
+
+def sums_with_norms(rank: int) -> None:
+    """In captured steps a sum waits for the addition and the norm behind it, but for the last of a forward, and
+    where a layer's code is not Llama's.
+    """
+    together: Counter[str] = Counter()
+    add_norm = LazySum.add_norm
+
+    def counted(lazy: LazySum, *given: Any, **options: Any) -> Any:
+        found = add_norm(lazy, *given, **options)
+        together[family] += found is not None
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LazySum, "add_norm", counted)
+        if not CUDA:
+            patch.setitem(RECORDERS, "cpu", record)
+            patch.setattr(Ops, "kernels", Kernels())
+            known = WeakKeyDictionary()
+            patch.setattr(symmetric_memory, "_known", known)
+            patch.setattr(
+                tensor_parallel,
+                "symmetric_memory_of",
+                lambda group: known.setdefault(group, known.get(group) or _HostMemory(group)),
+            )
+        for family in ("llama", "qwen3", "olmo2"):
+            stats = compare(family, rank, FEW)
+            assert rank or stats["graphs"]["replayed"] > 10, stats
+    forwards, rest = divmod(together["llama"], 2 * whole("llama").config.num_hidden_layers - 1)
+    assert forwards
+    assert not rest
+    assert together["qwen3"]
+    assert not together["olmo2"]
 
 
 def layers_that_compute_with_local_parts(rank: int) -> None:
@@ -1938,6 +2023,28 @@ def a_rank_that_raises(rank: int) -> None:
         raise ValueError("mine")
 
     _broken(rank, act, "rank 1 raised ValueError: mine", 8.0)
+
+
+def a_device_that_waits(rank: int) -> None:
+    """Kernels that wait for a failed rank are let go while a process group's waits are ended, which may wait for
+    them: a communicator is freed when its device is idle.
+    """
+    begin_again(10)
+    let_go = threading.Event()
+    break_waits = ranks.break_waits
+
+    def end(*given: Any) -> None:
+        assert let_go.wait(5)
+        break_waits(*given)
+
+    def act() -> None:
+        raise ValueError("mine")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "end_waits", lambda group: let_go.set())
+        patch.setattr(ranks, "break_waits", end)
+        _broken(rank, act, "rank 1 raised ValueError: mine", 8.0)
+    assert let_go.is_set()
 
 
 def adapters_that_one_rank_has_no_memory_for(rank: int) -> None:

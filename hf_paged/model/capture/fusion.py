@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
 from types import ModuleType
@@ -27,6 +27,8 @@ from ..adapters.apply import read_together
 from ..device_map import runs_class_forward
 from ..lazy import Rotation
 from ..patches import ReplacedForward
+from ..symmetric_memory import LazySum, memory_of
+from ..tensor_parallel import mesh_of
 from .branches import Product, at_once, beside, products_of
 from .products import fused_product
 from .source import STANDS_FOR, reads_like
@@ -47,6 +49,11 @@ class Fusion:
         """An input, and products of it by layers that will be called for them."""
         self.following: dict[nn.Module, nn.Module] = {}
         """The norm that reads what a layer answers."""
+        self._last: set[nn.Module] = set()
+        """Of these norms those behind which a stack ends."""
+        self._mesh = mesh_of(model)
+        self._ranks = None if self._mesh is None else memory_of(self._mesh.get_group())
+        """What the ranks of a divided model sum in."""
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         self.rotaries: set[str] = set()
         """The module files whose rotary embedding is Llama's."""
@@ -81,7 +88,7 @@ class Fusion:
         """Note for each layer of a stack which norm comes next."""
         layers = getattr(module, "layers", None)
         last = getattr(module, "norm", None)
-        if not isinstance(layers, nn.ModuleList) or not is_norm(last):
+        if not isinstance(layers, nn.ModuleList) or not isinstance(last, nn.Module) or not is_norm(last):
             return
         norms = [*(getattr(layer, "input_layernorm", None) for layer in list(layers)[1:]), last]
         self.following.update(
@@ -89,6 +96,7 @@ class Fusion:
             for layer, norm in zip(layers, norms, strict=True)
             if isinstance(norm, nn.Module) and is_norm(norm)
         )
+        self._last.add(last)
 
     def calls(self, rows: int, dtype: torch.dtype) -> list[Callable[[], object]]:
         """A call of each kernel for the modules that are replaced, on tensors [rows, 1, n] without data: it
@@ -116,6 +124,13 @@ class Fusion:
                         (*key, "added"),
                         partial(self.kernels.add_rms_norm, x, x, weight, 0.0, centered=centered),
                     )
+                    if self._mesh is not None and self._mesh.size() == 2:
+                        pad = torch.empty(2 * rows, dtype=torch.int32, device="meta")
+                        given = [x, x], [pad, pad], self._mesh.get_local_rank(), x, weight, 0.0
+                        calls.setdefault(
+                            (*key, "summed"),
+                            partial(self.kernels.reduce_add_rms_norm, *given, centered=centered),
+                        )
             elif isinstance(width := getattr(getattr(module, "gate_proj", None), "out_features", None), int):
                 x = torch.empty(rows, 1, width, dtype=dtype, device="meta")
                 name = activation(module)
@@ -150,11 +165,20 @@ class Fusion:
         self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum, and its norm."""
+        given = residual, module.weight, epsilon(module)
+        centered = is_centered(module)
         with on(x.device):
-            both: tuple[torch.Tensor, torch.Tensor] = self.kernels.add_rms_norm(
-                x, residual, module.weight, epsilon(module), centered=is_centered(module)
-            )
+            if isinstance(x, LazySum):
+                of_ranks = x.add_norm(self.kernels, *given, centered=centered)
+                if of_ranks is not None:
+                    return of_ranks
+                x = x.dense()
+            both: tuple[torch.Tensor, torch.Tensor] = self.kernels.add_rms_norm(x, *given, centered=centered)
         return both
+
+    def _sums_wait(self, place: int) -> AbstractContextManager[None]:
+        """Where a module's answer, a sum over ranks, is only added to something and read by a norm."""
+        return nullcontext() if self._ranks is None else self._ranks.waiting(place)
 
     def product(self, layer: nn.Linear, products: dict[nn.Linear, Product], x: torch.Tensor) -> torch.Tensor:
         """A layer's product of x. products: those of all layers that are given the same input."""
@@ -180,10 +204,13 @@ class Fusion:
         return module.down_proj(gated)
 
     def layer(self, module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
+        normed = module.input_layernorm(hidden_states)
+        with self._sums_wait(0):
+            attended, _ = module.self_attn(hidden_states=normed, **kwargs)
         residual, normed = self.add_norm(module.post_attention_layernorm, attended, hidden_states)
-        fed: torch.Tensor = module.mlp(normed)
         following = self.following.get(module)
+        with nullcontext() if following is None or following in self._last else self._sums_wait(1):
+            fed: torch.Tensor = module.mlp(normed)
         if following is None:
             return residual + fed
         total, normed = self.add_norm(following, fed, residual)
