@@ -365,10 +365,10 @@ class Ranks:
         first = self.reason is None
         self.reason = self.reason or reason
         self._connections.shut()
-        for group in (self.model_group, self._group):
-            _end_waiting(group, self.rank, self.size)
-        if first:  # beside a thread that waits for the device
+        if first:  # beside threads that wait for the device, as one that ends a process group's waits may
             threading.Thread(target=end_waits, args=(self.model_group,)).start()
+        for group in (self.model_group, self._group):
+            break_waits(group, self.rank, self.size)
 
     # ---- the end
 
@@ -433,7 +433,7 @@ class Ranks:
             while not work.is_completed() and not self._alone() and time.monotonic() < end:
                 time.sleep(POLL / 100)
             if not work.is_completed():
-                _end_waiting(self._group, self.rank, self.size)
+                break_waits(self._group, self.rank, self.size)
 
     def _alone(self) -> bool:
         """Whether all other ranks have left."""
@@ -480,7 +480,7 @@ def _at_exit(whose: weakref.ref[Ranks]) -> Callable[[], None]:
     return leave
 
 
-def _end_waiting(group: dist.ProcessGroup, rank: int, size: int) -> None:
+def break_waits(group: dist.ProcessGroup, rank: int, size: int) -> None:
     """Make everything that waits in a process group raise, in this process."""
     for backend in group._device_types:
         own: Any = group._get_backend(backend)
