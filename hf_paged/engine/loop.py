@@ -92,7 +92,7 @@ class StepLoop:
 
     def step(self) -> list[Output]:
         """Plan and launch a step, then apply the tokens of the one before: the requests that have ended."""
-        if not self.scheduler.running:
+        if not self.scheduler.running and self.leader is None:  # ranks' pools move together
             self.pools.expect([*self.scheduler.preempted, *self.scheduler.waiting])
         plan = self.scheduler.schedule()
         if plan.takes_blocks:

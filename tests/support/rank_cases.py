@@ -206,6 +206,17 @@ def captured_steps(rank: int) -> None:
         assert all(stats["graphs"]["replayed"] > 10 for stats in several), several
 
 
+def captured_steps_over_pools_that_grow(rank: int) -> None:
+    """A pool moves on all ranks or on none: captured steps that read it are dropped with it."""
+    if CUDA:
+        return  # there pools have all their memory from the first step on
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RECORDERS, "cpu", record)
+        patch.setattr("hf_paged.engine.pools.SHARE_AT_FIRST", 0.001)
+        stats = compare("llama", rank, ASKED, num_blocks=None, rank_timeout=20.0)
+    assert rank or stats["graphs"]["replayed"] > 10, stats
+
+
 def fused_projections(rank: int) -> None:
     """Each rank lays its parts side by side, and multiplies with them at once."""
     with pytest.MonkeyPatch.context() as patch:

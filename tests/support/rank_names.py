@@ -12,6 +12,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "a_capture_that_fails_on_one_rank", ()),
     (2, "experts_divided", ()),
     (2, "requests_at_random", ()),
+    (2, "captured_steps_over_pools_that_grow", ()),
     (2, "fused_projections", ()),
     (2, "sums_with_norms", ()),
     (2, "layers_that_compute_with_local_parts", ()),
