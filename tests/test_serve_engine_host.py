@@ -183,6 +183,7 @@ def test_an_idle_engine_is_warmed_up(broken: bool, monkeypatch: pytest.MonkeyPat
                 break
         assert found == generated("Once upon", max_new_tokens=3)[0]
         if not broken:
-            connection.sendall(frame(EngineCall(2, "weights_changed", ())))
-            until(lambda: len(looks) == 4)
+            for ticket, name in enumerate(("weights_changed", "resume", "wake_up"), 2):
+                connection.sendall(frame(EngineCall(ticket, name, ())))
+                until(lambda wanted=ticket + 2: len(looks) == wanted)
     assert not any(looks)

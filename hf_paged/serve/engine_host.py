@@ -43,8 +43,8 @@ IDLE = 1.0
 """Seconds after which the writer checks the engine's thread by itself."""
 WARM = 0.25
 """Seconds between two looks whether the engine has nothing to do and may capture steps."""
-DROPPING = frozenset({"wake_up", "weights_changed", "load_weights"})
-"""Calls behind which captured steps are gone."""
+DROPPING = frozenset({"wake_up", "resume", "weights_changed", "load_weights"})
+"""Calls behind which captured steps may be gone: what is paused may have slept."""
 
 
 @dataclass
