@@ -118,7 +118,7 @@ class Worker:
     def __init__(self, job: BatchJob) -> None:
         self._job = job
         model, tokenizer = job.load()
-        self._engine = Engine(model, tokenizer, **job.engine)
+        self._engine = Engine(model, tokenizer, **{"fuse_projections": True, **job.engine})
         self._checkpoint = None if job.checkpoint is None else Checkpoint(job.checkpoint)
 
     async def __call__(self, table: pa.Table) -> pa.Table:

@@ -33,7 +33,7 @@ def run(source: Source, prompts: list[str], chat: bool, as_json: bool, options: 
     """Print the answers: one as it grows, several as lines of JSON. The answer is the exit code."""
     tokenizer = source.load_tokenizer()
     asked: list[Any] = [[{"role": "user", "content": each}] for each in prompts] if chat else list(prompts)
-    with Engine(source.load(), tokenizer) as engine:
+    with Engine(source.load(), tokenizer, fuse_projections=True) as engine:
         if len(asked) == 1 and not as_json:
             return _stream(engine, asked[0], options)
         return _print_lines(engine, asked, prompts, options)
