@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as tf
 from accelerate import Accelerator
 from families import BY_NAME, VOCABULARY, build
 from fused_models import Kernels
 from safetensors.torch import load_file, save_model
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from hf_paged.model.capture.fusion import Fusion, fused
 from hf_paged.model.capture.products import join_products, joined_of, lay_side_by_side
@@ -72,6 +74,29 @@ def test_shared_weights_stay(llama: Any) -> None:
     places = [parameter.data_ptr() for parameter in llama.parameters()]
     assert lay_side_by_side(llama) == 0
     assert places == [parameter.data_ptr() for parameter in llama.parameters()]
+
+
+def test_parts_that_fsdp_keeps_views_of_stay(llama: Any) -> None:
+    """It gathers the weights of a forward from views, which training would no longer reach."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for layer in llama.model.layers:
+            fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
+        places = [parameter.to_local().data_ptr() for parameter in llama.model.layers.parameters()]
+        assert lay_side_by_side(llama) == 0
+        assert places == [parameter.to_local().data_ptr() for parameter in llama.model.layers.parameters()]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_weights_made_in_inference_mode_stay() -> None:
+    """Torch computes outside of that mode with those that it made there, and not with others in their place."""
+    with torch.inference_mode():
+        model = build(BY_NAME["llama"])
+    with torch.no_grad():
+        right = model(IDS, use_cache=False).logits
+        assert lay_side_by_side(model) == 0
+        assert torch.equal(model(IDS, use_cache=False).logits, right)
 
 
 def test_saved_copied_and_trained(llama: Any, tmp_path: Any) -> None:

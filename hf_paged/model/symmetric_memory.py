@@ -37,8 +37,8 @@ LETTING_GO = 2.0
 """Seconds in which kernels that wait for a failed rank are let go."""
 WORD = 16
 """Bytes that the kernel moves at once."""
-_place: ContextVar[int | None] = ContextVar("hf_paged_place_of_a_sum", default=None)
-"""The place for the next part, if its sum may wait for an addition and a norm."""
+_may_wait: ContextVar[bool] = ContextVar("hf_paged_a_sum_may_wait", default=False)
+"""Whether the next sum may wait for an addition and a norm."""
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, SymmetricMemory | None] = weakref.WeakKeyDictionary()
 """What each group of ranks has. It stays as long as the group: captured steps read its addresses."""
 
@@ -63,6 +63,8 @@ class SymmetricMemory:
         self.one_shot = ONE_SHOT.get(group.size(), 0)
         self.sums = 0
         """How many were begun."""
+        self.unmet: int | None = None
+        """Where parts of a sum begin that another rank may still read: the ranks have not met since."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -74,25 +76,30 @@ class SymmetricMemory:
         need = math.prod(shape) * dtype.itemsize
         if need % self._multiple or not 0 < need <= MOST_BYTES:
             return None
-        place = _place.get()
-        _place.set(None)
-        if place is None or need > MOST_FUSED:
-            return self.bytes[:need].view(dtype).view(*shape)
-        begin = MOST_BYTES + place * MOST_FUSED
+        waits = _may_wait.get() and need <= MOST_FUSED
+        _may_wait.set(False)
+        begin = MOST_BYTES + (self.unmet == MOST_BYTES) * MOST_FUSED if waits else 0
         return self.bytes[begin : begin + need].view(dtype).view(*shape)
 
     @contextmanager
-    def waiting(self, place: int) -> Iterator[None]:
+    def forward(self) -> Iterator[None]:
+        """Around a forward in which sums may wait: all ranks begin at one place, and have met at the end."""
+        self.unmet = None  # one of them may have broken off a recording
+        yield
+        if self.unmet is not None:
+            self.sum_now(self.bytes[: WORD * len(self._pads)].view(torch.float32))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
         """Within: the first sum may wait, as a LazySum, for an addition and a norm in one kernel with it.
 
-        The ranks meet once in that kernel, and not behind it: `place` is 0 and 1 in turns, and the last sum
-        of a forward does not wait, so that no part is overwritten before the other rank has read it.
+        The ranks meet once in that kernel, and not behind it. So the next part lies in another place.
         """
-        token = _place.set(place if len(self._pads) == 2 else None)
+        token = _may_wait.set(len(self._pads) == 2)
         try:
             yield
         finally:
-            _place.reset(token)
+            _may_wait.reset(token)
 
     def sum(self, room: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of what they wrote, in a tensor of its own: the same bits on all of them."""
@@ -103,6 +110,7 @@ class SymmetricMemory:
         """The same by one kernel behind which all ranks have read the parts."""
         out = torch.empty_like(room)
         self.sums += 1
+        self.unmet = None
         shots = torch.ops.symm_mem
         few = room.nbytes <= self.one_shot
         all_reduce = shots.one_shot_all_reduce_out if few else shots.two_shot_all_reduce_out
@@ -114,7 +122,7 @@ class SymmetricMemory:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the ranks wrote with a residual, summed, and its norm, as `reduce_add_rms_norm` has it."""
         self.sums += 1
-        begin = room.storage_offset() * room.itemsize
+        self.unmet = begin = int(room.storage_offset()) * room.itemsize
         end = begin + room.nbytes
         parts = [each[begin:end].view(room.dtype).view(room.shape) for each in self._everywhere]
         found: tuple[torch.Tensor, torch.Tensor] = kernels.reduce_add_rms_norm(
@@ -140,17 +148,12 @@ class SymmetricMemory:
 class LazySum(LazyTensor):
     """A sum over ranks whose parts are there: read in any other way than by `add_norm`, it is made."""
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        memory: SymmetricMemory,
-        room: torch.Tensor,
-    ) -> None:
-        self.make = partial(memory.sum_now, room)
-        self._memory = memory
-        self._room = room
+    _memory: SymmetricMemory
+    _room: torch.Tensor
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *given: Any) -> None:
+        self._memory, self._room = given
+        self.make = partial(self._memory.sum_now, self._room)
 
     def add_norm(self, kernels: Any, *given: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The sum with a residual, and its norm; None if it was made alone. Nothing reads it afterwards."""

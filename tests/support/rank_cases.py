@@ -248,31 +248,50 @@ class _HostMemory(SymmetricMemory):
     def __init__(self, group: Any) -> None:
         self.bytes = torch.zeros(MOST_BYTES + 2 * MOST_FUSED, dtype=torch.uint8)
         self._group = weakref.ref(group)
-        self._everywhere = []
+        self._everywhere = [self.bytes] * 2
         self._pads = [torch.zeros(512, dtype=torch.int32)] * 2
+        self._rank = dist.get_rank(group)
         self._multiple = 2
         self.sums = 0
+        self.unmet = None
+        self.read: int | None = None
+        """Where parts lie that were read without a meeting since."""
 
     def sum_now(self, room: torch.Tensor) -> torch.Tensor:
         self.sums += 1
+        self.unmet = self.read = None
+        return self.summed(room)
+
+    def summed(self, room: torch.Tensor) -> torch.Tensor:
         out = room.clone()
         dist.all_reduce(out, group=self._group())
         return out
 
     def add_norm(self, kernels: Any, room: torch.Tensor, *given: Any, **options: Any) -> Any:
-        return kernels.add_rms_norm(self.sum_now(room), *given, **options)
+        assert room.data_ptr() != self.read, "a part is overwritten that another rank may still read"
+        self.read = room.data_ptr()
+
+        def reduce(parts: Any, pads: Any, rank: int, *given: Any, **options: Any) -> Any:
+            return kernels.add_rms_norm(self.summed(parts[rank]), *given, **options)
+
+        return super().add_norm(SimpleNamespace(reduce_add_rms_norm=reduce), room, *given, **options)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        assert self.read is None, "a forward has ended before the ranks have met"
+        with super().forward():
+            yield
 
 
-def sums_with_norms(rank: int) -> None:
-    """In captured steps a sum waits for the addition and the norm behind it, but for the last of a forward, and
-    where a layer's code is not Llama's.
-    """
-    together: Counter[str] = Counter()
+@contextmanager
+def sums_on_the_host() -> Iterator[Counter[str]]:
+    """Captured steps whose ranks sum as those of devices do, and how many sums were made with a norm."""
+    made: Counter[str] = Counter()
     add_norm = LazySum.add_norm
 
     def counted(lazy: LazySum, *given: Any, **options: Any) -> Any:
         found = add_norm(lazy, *given, **options)
-        together[family] += found is not None
+        made["with a norm"] += found is not None
         return found
 
     with pytest.MonkeyPatch.context() as patch:
@@ -287,14 +306,38 @@ def sums_with_norms(rank: int) -> None:
                 "symmetric_memory_of",
                 lambda group: known.setdefault(group, known.get(group) or _HostMemory(group)),
             )
-        for family in ("llama", "qwen3", "olmo2"):
+        yield made
+
+
+def sums_with_norms(rank: int) -> None:
+    """In captured steps a sum waits for the addition and the norm behind it, but for the last of a forward, and
+    where a layer's code is not Llama's.
+    """
+    together = {}
+    for family in ("llama", "qwen3", "olmo2"):
+        with sums_on_the_host() as made:
             stats = compare(family, rank, FEW)
-            assert rank or stats["graphs"]["replayed"] > 10, stats
+        assert rank or stats["graphs"]["replayed"] > 10, stats
+        together[family] = made["with a norm"]
     forwards, rest = divmod(together["llama"], 2 * whole("llama").config.num_hidden_layers - 1)
     assert forwards
     assert not rest
     assert together["qwen3"]
     assert not together["olmo2"]
+
+
+def sums_of_half_a_layer(rank: int) -> None:
+    """Where a plan divides attention alone, or feed-forward layers alone, no part is overwritten before the
+    other rank has read it: all sums in a row wait for norms.
+    """
+    plan: dict[str, str] = tf.LlamaConfig.base_model_tp_plan
+    for part in ("self_attn", "mlp"):
+        with sums_on_the_host() as made, pytest.MonkeyPatch.context() as patch:
+            half = {name: style for name, style in plan.items() if part in name}
+            patch.setattr(tf.LlamaConfig, "base_model_tp_plan", half)
+            stats = compare("llama", rank, FEW)
+        assert rank or stats["graphs"]["replayed"] > 10, stats
+        assert made["with a norm"]
 
 
 def layers_that_compute_with_local_parts(rank: int) -> None:

@@ -15,6 +15,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "captured_steps_over_pools_that_grow", ()),
     (2, "fused_projections", ()),
     (2, "sums_with_norms", ()),
+    (2, "sums_of_half_a_layer", ()),
     (2, "layers_that_compute_with_local_parts", ()),
     (2, "forwards_of_divided_layers", ()),
     (2, "scores_of_prompts", ()),

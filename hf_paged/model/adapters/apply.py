@@ -96,7 +96,7 @@ class AdapterBatch:
         if self.only is not None:
             part = self.only.layers.get(module)
             return y if part is None else (y + low_rank_product(part, x)).to(y.dtype)
-        flat = y.flatten(0, -2)  # a part of a wider product, of which rows lie apart
+        flat = y.reshape(-1, y.shape[-1])  # a part of a wider product, of which rows lie apart
         y = (flat if flat.stride(1) == 1 else flat.contiguous()).view(y.shape)
         if self.table.kernels is None:
             return self._add_in_torch(module, x, y)

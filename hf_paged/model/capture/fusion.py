@@ -52,7 +52,7 @@ class Fusion:
         self._last: set[nn.Module] = set()
         """Of these norms those behind which a stack ends."""
         self._mesh = mesh_of(model)
-        self._ranks = None if self._mesh is None else memory_of(self._mesh.get_group())
+        self.ranks = None if self._mesh is None else memory_of(self._mesh.get_group())
         """What the ranks of a divided model sum in."""
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         self.rotaries: set[str] = set()
@@ -176,9 +176,9 @@ class Fusion:
             both: tuple[torch.Tensor, torch.Tensor] = self.kernels.add_rms_norm(x, *given, centered=centered)
         return both
 
-    def _sums_wait(self, place: int) -> AbstractContextManager[None]:
+    def _sums_wait(self) -> AbstractContextManager[None]:
         """Where a module's answer, a sum over ranks, is only added to something and read by a norm."""
-        return nullcontext() if self._ranks is None else self._ranks.waiting(place)
+        return nullcontext() if self.ranks is None else self.ranks.waiting()
 
     def product(self, layer: nn.Linear, products: dict[nn.Linear, Product], x: torch.Tensor) -> torch.Tensor:
         """A layer's product of x. products: those of all layers that are given the same input."""
@@ -205,11 +205,11 @@ class Fusion:
 
     def layer(self, module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         normed = module.input_layernorm(hidden_states)
-        with self._sums_wait(0):
+        with self._sums_wait():
             attended, _ = module.self_attn(hidden_states=normed, **kwargs)
         residual, normed = self.add_norm(module.post_attention_layernorm, attended, hidden_states)
         following = self.following.get(module)
-        with nullcontext() if following is None or following in self._last else self._sums_wait(1):
+        with nullcontext() if following is None or following in self._last else self._sums_wait():
             fed: torch.Tensor = module.mlp(normed)
         if following is None:
             return residual + fed
@@ -251,7 +251,8 @@ def fused(fusion: Fusion) -> Iterator[None]:
             setattr(place, ROTARY, fusion.substitute(stock))
         token = current_fusion.set(fusion)
         try:
-            yield
+            with nullcontext() if fusion.ranks is None else fusion.ranks.forward():
+                yield
         finally:
             current_fusion.reset(token)
             for each in replaced:

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from torch.utils.dlpack import from_dlpack
 
 from ...kv import is_out_of_memory
-from ..tensor_parallel import local_part
+from ..tensor_parallel import local_part, mesh_of
 from ..weights_digest import PLAIN_TENSORS
 from .branches import layers_of_one_input
 
@@ -47,12 +47,9 @@ def fused_product(x: torch.Tensor, layers: Sequence[nn.Linear]) -> Sequence[torc
     fused = fused_parameters(layers)
     if fused is None:
         return None
-    products: Sequence[torch.Tensor] = linear(x, *fused).split([*map(_width, layers)], -1)
+    widths = [len(local_part(layer.weight)) for layer in layers]
+    products: Sequence[torch.Tensor] = linear(x, *fused).split(widths, -1)
     return products
-
-
-def _width(layer: nn.Linear) -> int:
-    return len(local_part(layer.weight))
 
 
 def fused_parameters(layers: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -148,7 +145,9 @@ def _replace(graph: torch.fx.Graph, nodes: Sequence[torch.fx.Node]) -> None:
 
 def lay_side_by_side(model: nn.Module) -> int:
     """Move the weights of linear layers that get one input next to each other: how many moved."""
-    every = map(local_part, chain(model.parameters(), model.buffers()))
+    every: Iterable[Any] = chain(model.parameters(), model.buffers())
+    if mesh_of(model) is not None:  # what else has parts (FSDP) keeps views of them
+        every = map(local_part, every)
     storages = Counter(_storage(tensor) for tensor in every if type(tensor) in PLAIN_TENSORS)
     moved = 0
     _release()  # or weights lie in the middle of what a pool has left, which no pool can have again
@@ -184,7 +183,7 @@ def _may_move(tensors: Sequence[Any], storages: Counter[tuple[torch.device, int]
         type(tensor) in PLAIN_TENSORS
         and (tensor.dtype, tensor.device, tensor.shape[1:]) == (first.dtype, first.device, first.shape[1:])
         and tensor.is_contiguous()
-        and tensor.device.type != "meta"
+        and not (tensor.is_meta or tensor.is_inference())
         and storages[_storage(tensor)] == 1
         and tensor.untyped_storage().nbytes() == tensor.nbytes
         for tensor in tensors
