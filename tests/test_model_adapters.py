@@ -189,9 +189,33 @@ def test_other_shapes_are_refused() -> None:
     """A layer that is not given the step's tokens cannot know whose they are."""
     model = adapted(lora())
     table, layers = table_of(model, ["one"], False)
-    with applied(layers, AdapterBatch(table, [0, -1, 0])), pytest.raises(Inapplicable, match=r"\[2, 4, "):
-        layers[0](torch.zeros(2, 4, layers[0].in_features))
-    assert table.why_not is not None
+    for shape, words in (((2, 4), r"\[2, 4, "), ((), r"\[\d+\] ")):
+        table.why_not = None
+        with applied(layers, AdapterBatch(table, [0, -1, 0])), pytest.raises(Inapplicable, match=words):
+            layers[0](torch.zeros(*shape, layers[0].in_features))
+        assert table.why_not is not None
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_part_of_a_wider_product(by_kernels: bool, tokens: int) -> None:
+    """Adapters add to an output whose rows lie apart where it lies, and to nothing beside it."""
+    model = adapted(lora()).to(DEVICE)
+    table, layers = table_of(model, ["one"], by_kernels)
+    layer = layers[0]
+    x = torch.randn(3, tokens, layer.in_features, device=DEVICE)
+    whole = torch.randn(3, tokens, layer.out_features + 16, device=DEVICE)
+    before = whole.clone()
+    part = whole[..., 8:-8]
+    batch = AdapterBatch(table, [0, -1, 0])
+    with torch.no_grad():
+        found = batch.add_at_once(layer, x, part)
+        own = layer(x) - layer.base_layer(x)
+    assert found.data_ptr() == part.data_ptr()
+    own[1] = 0
+    torch.testing.assert_close(part, before[..., 8:-8] + own, atol=1e-5, rtol=1e-4)
+    assert torch.equal(whole[..., :8], before[..., :8])
+    assert torch.equal(whole[..., -8:], before[..., -8:])
 
 
 def test_one_adapter_for_everything() -> None:
