@@ -150,11 +150,12 @@ def lay_side_by_side(model: nn.Module) -> int:
         every = map(local_part, every)
     storages = Counter(_storage(tensor) for tensor in every if type(tensor) in PLAIN_TENSORS)
     moved = 0
-    _release()  # or weights lie in the middle of what a pool has left, which no pool can have again
     for layers in chain.from_iterable(map(layers_of_one_input, model.modules())):
         weights, biases = _parameters_of(layers)
         several = [weights, biases] if biases else [weights]
         if len(biases) in (0, len(weights)) and all(_may_move(tensors, storages) for tensors in several):
+            if not moved:
+                _release()  # or they come to lie in what a pool has left, which no pool can have again then
             try:
                 moved += sum(_move(tensors) for tensors in several)
             except Exception as error:
