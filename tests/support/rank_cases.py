@@ -340,6 +340,24 @@ def sums_of_half_a_layer(rank: int) -> None:
         assert made["with a norm"]
 
 
+def ranks_that_run_different_code(rank: int) -> None:
+    """A forward that was replaced on one of them: sums would be of different things, so no step is captured."""
+
+    def act(engine: Engine) -> dict[str, Any]:
+        assert asked(engine, FEW) == [right("llama", p, k, NEW) for p, k in FEW]
+        return engine.stats()["graphs"]
+
+    with sums_on_the_host() as made:
+        model = loaded("llama")
+        if rank == 0:
+            norm = model.model.norm
+            own = norm.forward
+            norm.forward = lambda x: own(x)
+        graphs = led(rank, model, act)
+        assert not made["with a norm"]
+    assert rank or (graphs["refused"] and not graphs["replayed"]), graphs
+
+
 def layers_that_compute_with_local_parts(rank: int) -> None:
     """Where the plan divides linear layers and embeddings no step makes a DTensor."""
 

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -97,6 +98,14 @@ class Fusion:
             if isinstance(norm, nn.Module) and is_norm(norm)
         )
         self._last.add(last)
+
+    def digest(self, model: nn.Module) -> int:
+        """A number for which modules of the model are replaced by what."""
+        ours: dict[nn.Module, Any] = self.forwards
+        names = [
+            (name, ours[module].func.__name__) for name, module in model.named_modules() if module in ours
+        ]
+        return crc32(repr([names, sorted(self.rotaries)]).encode())
 
     def calls(self, rows: int, dtype: torch.dtype) -> list[Callable[[], object]]:
         """A call of each kernel for the modules that are replaced, on tensors [rows, 1, n] without data: it

@@ -429,19 +429,30 @@ class CapturePool:
         """Capture a step that has its answer already, on all ranks: none replays what another lacks."""
         found: list[Any] = []
 
+        def replace() -> int:
+            found.append(Fusion(source.model, source.groups[0].captured_ops.kernels))
+            return DONE
+
         def prepare() -> int:
-            found.append(self._prepare(key, source))
+            found.append(self._prepare(key, source, found[0]))
             return DONE
 
         def record() -> int:
-            found.append(self._record_prepared(key, source, found[0]))
+            found.append(self._record_prepared(key, source, found[1]))
             return DONE
 
         with self._in_turn():
+            self._alike(replace, computed=False)
+            self._require_one_code(found[0].digest(source.model))
             self._alike(prepare)
             self._alike(record, computed=False)
-        step: CapturedStep = found[1]
+        step: CapturedStep = found[2]
         return step
+
+    def _require_one_code(self, digest: int) -> None:
+        """Ranks that replace the code of other modules than others do would meet them in other sums."""
+        if self._least is not None and self._least(digest, False) != -self._least(-digest, False):
+            raise NotCapturable("a forward was replaced on some of the ranks, or other ones than on others")
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -457,7 +468,7 @@ class CapturePool:
             if taken:
                 changing.release()
 
-    def _prepare(self, key: _Key, source: StepSource[Any]) -> _Prepared:
+    def _prepare(self, key: _Key, source: StepSource[Any], fusion: Fusion) -> _Prepared:
         """Compute all that must be computed before a step is recorded."""
         snapshot = source.snapshot()
         if not snapshot.steady:
@@ -466,7 +477,6 @@ class CapturePool:
         step: CapturedStep = source.prepare()
         step.size = key.size
         step.groups = source.groups
-        fusion = Fusion(model, source.groups[0].captured_ops.kernels)
         source.load(step)
         code: Hashable = (key.state, source.code)
         if runs_unknown_code(model):
