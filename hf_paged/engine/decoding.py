@@ -17,6 +17,7 @@ import torch
 
 from ..kv import LayerGroup, LayerKind, StaticBatch, StaticSpans
 from ..kv.budget import free_bytes
+from ..kv.ordinary import ordinary_tensors
 from ..kv.upload import upload
 from ..model.adapters import AdapterBatch
 from ..model.attention import Forward, running
@@ -397,7 +398,7 @@ class Decoding:
         device = self.eager.device
         mixed = size.form != "single"
         batches = {kind: self._batch(size, group) for kind, group in self.eager.pools.own.items()}
-        with torch.inference_mode(False):
+        with ordinary_tensors():
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
             places = torch.zeros(self._most, dtype=torch.long, device=device) if mixed else None
             rope_delta = torch.zeros(rows, dtype=torch.long, device=device) if self.has_rope_deltas else None

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..kv.ordinary import ordinary_tensors
 from ..kv.upload import upload
 from ..scheduling import ScheduledBatch, TokenSequence
 from .multimodal.cross import CrossInputs, CrossMedia
@@ -30,7 +31,7 @@ class LastTokens:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        with torch.inference_mode(False):
+        with ordinary_tensors():
             self.tokens = torch.zeros(rows, dtype=torch.long, device=device)
             """[rows]"""
         self._index: tuple[array[int], slice | torch.Tensor] = (array("i"), slice(0))
@@ -39,7 +40,7 @@ class LastTokens:
     def move(self, device: torch.device) -> None:
         """Keep the tokens on a device from now on."""
         self._index = (array("i"), slice(0))
-        with torch.inference_mode(False):
+        with ordinary_tensors():
             self.tokens = self.tokens.to(device)
 
     def index_of(self, row_ids: array[int]) -> slice | torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from ..blocks import BlockPool, Copy
 from .layout import LayerKind, Layout
+from .ordinary import ordinary_tensors
 from .store import Store
 from .upload import upload
 
@@ -174,7 +175,7 @@ class _HostBuffer:
 
     def have(self, slabs: int) -> None:
         """Take memory until there are `slabs` slabs, and the buffers."""
-        with torch.inference_mode(False):
+        with ordinary_tensors():
             while len(self._staging) < 2:
                 data = torch.empty(self.batch, self.elements, dtype=self.dtype, device=self.device)
                 self._staging.append(_Staging(data, _Event(self.device), _Event(self.device)))

@@ -13,6 +13,7 @@ import torch
 
 from ..blocks import BlockTable, BlockTableArray, Copy
 from .batch import Batch
+from .ordinary import ordinary_tensors
 
 BUFFERS = 2
 """Staging buffers that take turns, so that the host fills one while the device still reads the other."""
@@ -92,7 +93,7 @@ class StaticBatch(Batch):
         self._elsewhere: dict[tuple[torch.device, int], torch.Tensor] = {}
         """What layers on other devices read of the step, by device and the id of the tensor here."""
         self._sizes = self._parts()
-        with torch.inference_mode(False):
+        with ordinary_tensors():
             self._data = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
             self.seen = torch.zeros(rows, dtype=torch.int32, device=device)
             self._targets_of_step = torch.full((rows * new,), -1, dtype=torch.long, device=device)

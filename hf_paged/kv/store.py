@@ -11,6 +11,7 @@ from .batch import Batch, StridedView
 from .layout import Layout
 from .ops import choose
 from .ops_torch import Ops, Pages
+from .ordinary import ordinary_tensors
 from .reference import invariant
 from .upload import upload
 
@@ -151,5 +152,5 @@ def tensors_agree(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def allocate(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # What lives on must be writable outside inference mode too, wherever it was allocated.
-    with torch.inference_mode(False):
+    with ordinary_tensors():
         return torch.empty(elements, dtype=dtype, device=device)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...kv.ordinary import ordinary_tensors
 from ...kv.upload import upload
 from ...scheduling import SequenceGroup, TokenSequence
 from ..job import Job
@@ -89,7 +90,7 @@ class Histories:
             return
         after = before if len(self._free) >= rows else max(2 * before, before + rows, FIRST_ROWS)
         longer = length if length >= tokens else max(2 * length, tokens)
-        with torch.inference_mode(False):  # the next driver may be in another mode
+        with ordinary_tensors():  # the next driver may be in another mode
             grown = torch.zeros(after, longer, dtype=torch.long, device=device)
             grown[:before, :length] = self._ids[:before]
         self._ids = grown

@@ -14,6 +14,7 @@ from transformers.utils.generic import ModelOutput
 
 from ...config import CacheConfig
 from ...kv import LayerGroup, LayerKind, Rows, Sequences, StaticBatch
+from ...kv.ordinary import ordinary_tensors
 from ..adapters.rows import StepAdapters
 from ..cache_name import CACHE
 from .step import CapturedStep, Path, bucket_of, leaves, walk
@@ -106,7 +107,7 @@ class Graph(CapturedStep):
         }
         made = cls(bucket, inputs, batches)
         if step.adapters is not None and step.adapters.table is not None:
-            with torch.inference_mode(False):
+            with ordinary_tensors():
                 made.slots = torch.full((bucket,), -1, dtype=torch.int32, device=step.adapters.table.device)
             made._tables = step.adapters.table.weights.tensors
         return made
@@ -336,6 +337,6 @@ def _static(value: Any, rows: int, bucket: int) -> Any:
         return tuple(_static(part, rows, bucket) for part in value)
     if not isinstance(value, torch.Tensor):
         return value
-    with torch.inference_mode(False):
+    with ordinary_tensors():
         shape = (bucket, *value.shape[1:]) if value.ndim and value.shape[0] == rows else value.shape
         return torch.zeros(shape, dtype=value.dtype, device=value.device)

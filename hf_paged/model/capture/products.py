@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 from torch.utils.dlpack import from_dlpack
 
 from ...kv import is_out_of_memory
+from ...kv.ordinary import ordinary_tensors
 from ..tensor_parallel import local_part, mesh_of
 from ..weights_digest import PLAIN_TENSORS
 from .branches import layers_of_one_input
@@ -196,7 +197,7 @@ def _move(parameters: Sequence[torch.Tensor]) -> int:
     """Move parameters side by side. Each has a storage of its own: who saves a model takes what shares one
     for the same weight.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with ordinary_tensors(), torch.no_grad():
         joined = torch.cat([parameter.detach() for parameter in parameters])
         for parameter, part in zip(parameters, joined.split([*map(len, parameters)]), strict=True):
             parameter.data = from_dlpack(part)
