@@ -1,10 +1,10 @@
-"""A sum over two ranks in captured steps: NCCL, torch's two-shot and one-shot all-reduce over symmetric memory;
-and with an addition and a norm behind it, in two kernels or in one.
+"""A sum over two ranks in captured steps: NCCL, torch's two-shot and one-shot all-reduce over symmetric
+memory; and with an addition and a norm behind it, in two kernels or in one.
 
     PYTHONPATH=.:kernels torchrun --nproc-per-node 2 benchmarks/sums.py     # on two GPUs of one host
 
-Microseconds of a sum of 13B's rows in bfloat16, in a graph of 40 of them. The one kernel's answers are compared
-with those of two.
+Microseconds of a sum of 13B's rows in bfloat16, in a graph of 40 of them. The one kernel's answers are
+compared with those of two.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ MOST_ONE_SHOT = 512
 MOST_FUSED = 1024
 """Rows beyond which one kernel is not tried."""
 SUMS, REPLAYS = 40, 5
+"""Sums of a graph, an even number: two in a row have their parts in different places, also of two replays."""
 COMPARED = 20
 EPS = 1e-5
 
@@ -60,40 +61,32 @@ def in_a_graph(act: Callable[[], object]) -> float:
 
 def with_norm(
     memory: SymmetricMemory,
-    shape: tuple[int, int],
     residual: torch.Tensor,
     weight: torch.Tensor,
-    places: list[int | None],
-    parts: list[torch.Tensor] | None = None,
-) -> list[torch.Tensor]:
-    """Sums with an addition and a norm, whose parts lie at these places; None for the one of two kernels."""
-    found = []
-    for i, place in enumerate(places):
-        with nullcontext() if place is None else memory.waiting(place):
-            room = memory.room(shape, torch.bfloat16)
-            assert room is not None
-            if parts is not None:
-                room.copy_(parts[i])
-            total = memory.sum(room)
-        if isinstance(total, LazySum):
-            both = total.add_norm(kernels, residual, weight, EPS, centered=False)
-            assert both is not None
-            found += both
-        else:
-            found += kernels.add_rms_norm(total, residual, weight, EPS)
-    return found
+    part: torch.Tensor | None = None,
+    *,
+    waits: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sum with an addition and a norm; it waits for them, to be one kernel with them. part: this rank's."""
+    with memory.waiting() if waits else nullcontext():
+        room = memory.room(residual.shape, residual.dtype)
+        assert room is not None
+        if part is not None:
+            room.copy_(part)
+        total = memory.sum(room)
+    assert isinstance(total, LazySum) == waits
+    found = total.add_norm(kernels, residual, weight, EPS, centered=False) if waits else None
+    return found or kernels.add_rms_norm(total, residual, weight, EPS)
 
 
-def compare(
-    memory: SymmetricMemory, shape: tuple[int, int], residual: torch.Tensor, weight: torch.Tensor
-) -> None:
+def compare(memory: SymmetricMemory, residual: torch.Tensor, weight: torch.Tensor) -> None:
     """Many sums in a row by one kernel each, held to those of two."""
     chance = torch.Generator().manual_seed(1 + dist.get_rank())
-    parts = [torch.randn(shape, generator=chance).to(residual) for _ in range(COMPARED)]
-    memory.one_shot = parts[0].nbytes
-    right = with_norm(memory, shape, residual, weight, [None] * COMPARED, parts)
+    parts = [torch.randn(residual.shape, generator=chance).to(residual) for _ in range(COMPARED)]
+    memory.one_shot = residual.nbytes
+    right = [with_norm(memory, residual, weight, part, waits=False) for part in parts]
     for _ in range(3):
-        found = with_norm(memory, shape, residual, weight, [0, 1] * (COMPARED // 2), parts)
+        found = [with_norm(memory, residual, weight, part, waits=True) for part in parts]
         for one, other in zip(found, right, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
         dist.barrier()
@@ -115,8 +108,7 @@ def main() -> None:
     shots = torch.ops.symm_mem
     weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device=device)
     for rows in ROWS:
-        shape = rows, HIDDEN
-        room = memory.room(shape, torch.bfloat16)
+        room = memory.room((rows, HIDDEN), torch.bfloat16)
         assert room is not None
         out = torch.empty_like(room)
         own = torch.zeros_like(out)
@@ -126,15 +118,14 @@ def main() -> None:
         }
         if rows <= MOST_ONE_SHOT:
             found["one shot"] = in_a_graph(partial(shots.one_shot_all_reduce_out, room, "sum", name, out))
-        residual = torch.randn(shape, generator=torch.Generator().manual_seed(rows)).to(room)
+        residual = torch.randn(room.shape, generator=torch.Generator().manual_seed(rows)).to(room)
         for few in (True, False) if rows <= MOST_ONE_SHOT else (False,):
             memory.one_shot = room.nbytes if few else 0
-            apart = partial(with_norm, memory, shape, residual, weight, [None])
+            apart = partial(with_norm, memory, residual, weight, waits=False)
             found[f"{'one shot' if few else 'two shots'} and norm"] = in_a_graph(apart)
         if rows <= MOST_FUSED:
-            together = partial(with_norm, memory, shape, residual, weight, [0, 1])
-            found["one kernel"] = in_a_graph(together) / 2
-            compare(memory, shape, residual, weight)
+            found["one kernel"] = in_a_graph(partial(with_norm, memory, residual, weight, waits=True))
+            compare(memory, residual, weight)
         if rank == 0:
             print(f"{rows:5d} rows: " + ", ".join(f"{kind} {us:.1f} us" for kind, us in found.items()))
     dist.destroy_process_group()
