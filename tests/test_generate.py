@@ -59,13 +59,13 @@ def test_word_in_a_generation_config(llama: Any, ids: torch.Tensor) -> None:
 
 def test_options_are_saved_in_a_generation_config(llama: Any, ids: torch.Tensor, tmp_path: Path) -> None:
     """As a dict or as the object that checks them."""
-    options = {"block_size": 4, "prefix_caching": True, "salt": "mine"}
-    for given in (options, hf_paged.CacheConfig(**options)):  # type: ignore[arg-type]
+    options: dict[str, Any] = {"block_size": 4, "prefix_caching": True, "salt": "mine"}
+    for given in (options, hf_paged.CacheConfig(**options)):
         llama.generation_config.update(cache_implementation="paged", cache_config=given)
         llama.save_pretrained(tmp_path)
         llama.generation_config = GenerationConfig.from_pretrained(tmp_path)
         answer = llama.generate(**call(ids), return_dict_in_generate=True)
-        assert answer.past_key_values.config == hf_paged.CacheConfig(**options)  # type: ignore[arg-type]
+        assert answer.past_key_values.config == hf_paged.CacheConfig(**options)
         assert answer.past_key_values.config.salt == "mine"
 
 

@@ -1,4 +1,4 @@
-"""A sum over two ranks with an addition and a norm: both parts in one process, whose flags are set by hand."""
+"""A sum over two ranks with an addition and a norm: both parts in one process, flags set by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flags(programs: int, rank: int) -> list[torch.Tensor]:
 def test_as_one_after_the_other(
     shape: tuple[int, ...], programs: int, dtype: torch.dtype, centered: bool
 ) -> None:
-    """On both ranks the bits of a sum, an addition and a norm; the other's flags are taken, and own ones put."""
+    """On both ranks the bits of a sum, an addition and a norm; the other's flags are taken, own ones put."""
     parts = [noise(*shape, dtype=dtype, seed=seed) for seed in (1, 2)]
     residual = noise(*shape, dtype=dtype, seed=3)
     weight = noise(shape[-1], dtype=dtype, seed=4)

@@ -32,8 +32,8 @@ def test_ordinary_in_every_mode() -> None:
 
 
 def test_an_interrupt_leaves_no_guard_behind() -> None:
-    """At every place of our code and of torch's modes: gradients are computed afterwards, and when all that the
-    interrupt held is collected.
+    """At every place of our code and of torch's modes: gradients are computed afterwards, and when all that
+    the interrupt held is collected.
     """
 
     def act() -> None:

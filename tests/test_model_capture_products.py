@@ -90,7 +90,7 @@ def test_parts_that_fsdp_keeps_views_of_stay(llama: Any) -> None:
 
 
 def test_weights_made_in_inference_mode_stay() -> None:
-    """Torch computes outside of that mode with those that it made there, and not with others in their place."""
+    """Torch computes outside of that mode with those that it made there, not with others in their place."""
     with torch.inference_mode():
         model = build(BY_NAME["llama"])
     with torch.no_grad():

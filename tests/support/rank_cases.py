@@ -35,7 +35,6 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import engine_answers
 import peft
@@ -299,7 +298,7 @@ def sums_on_the_host() -> Iterator[Counter[str]]:
         if not CUDA:
             patch.setitem(RECORDERS, "cpu", record)
             patch.setattr(Ops, "kernels", Kernels())
-            known = WeakKeyDictionary()
+            known = weakref.WeakKeyDictionary()
             patch.setattr(symmetric_memory, "_known", known)
             patch.setattr(
                 tensor_parallel,
@@ -310,8 +309,8 @@ def sums_on_the_host() -> Iterator[Counter[str]]:
 
 
 def sums_with_norms(rank: int) -> None:
-    """In captured steps a sum waits for the addition and the norm behind it, but for the last of a forward, and
-    where a layer's code is not Llama's.
+    """In captured steps a sum waits for the addition and the norm behind it, but for the last of a forward,
+    and where a layer's code is not Llama's.
     """
     together = {}
     for family in ("llama", "qwen3", "olmo2"):
@@ -341,7 +340,7 @@ def sums_of_half_a_layer(rank: int) -> None:
 
 
 def ranks_that_run_different_code(rank: int) -> None:
-    """A forward that was replaced on one of them: sums would be of different things, so no step is captured."""
+    """A forward was replaced on one of them: sums would be of different things, so no step is captured."""
 
     def act(engine: Engine) -> dict[str, Any]:
         assert asked(engine, FEW) == [right("llama", p, k, NEW) for p, k in FEW]
@@ -2098,8 +2097,8 @@ def a_rank_that_raises(rank: int) -> None:
 
 
 def a_device_that_waits(rank: int) -> None:
-    """Kernels that wait for a failed rank are let go while a process group's waits are ended, which may wait for
-    them: a communicator is freed when its device is idle.
+    """Kernels that wait for a failed rank are let go while a process group's waits are ended, which may wait
+    for them: a communicator is freed when its device is idle.
     """
     begin_again(10)
     let_go = threading.Event()

@@ -362,11 +362,11 @@ class Ranks:
 
     def _break_off(self, reason: str) -> None:
         """Let no thread of this process wait for another rank any more."""
-        first, self.reason = self.reason is None, self.reason or reason
-        self._connections.shut()
-        if first:  # beside threads that wait for the device, as one that ends a process group's waits may
+        if self.reason is None:
+            self.reason = reason
             with suppress(RuntimeError):  # an interpreter that ends starts no thread
-                threading.Thread(target=end_waits, args=(self.model_group,)).start()
+                threading.Thread(target=end_waits, args=(self.model_group,)).start()  # what follows may wait
+        self._connections.shut()
         for group in (self.model_group, self._group):
             break_waits(group, self.rank, self.size)
 
