@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -40,3 +42,47 @@ def test_ranks_keep_their_memory_beside_other_ranks(monkeypatch: pytest.MonkeyPa
     del one, other
     gc.collect()
     assert symmetric_memory.symmetric_memories() == []
+
+
+class _LetGo(Exception):
+    """No kernel waits any more."""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_kernels_that_wait_for_a_failed_rank_come_to_their_end(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """A sum signals to all ranks, its own among them, and waits for the signals of all: a rank that fails takes
+    none and gives none. Sums that follow in the same queue end as well.
+    """
+    monkeypatch.setattr(symmetric_memory, "LETTING_GO", 30.0)
+    pads = [torch.zeros(2 * ranks, dtype=torch.int32) for _ in range(ranks)]
+    over = threading.Event()
+
+    def turn(pad: torch.Tensor, place: int, found: int, left: int) -> None:
+        while not over.is_set() and int(pad[place]) != found:
+            time.sleep(0)
+        pad[place] = left
+
+    def program(number: int) -> None:
+        for _ in range(8):
+            for other in range(ranks):
+                turn(pads[other], number * ranks, 0, 1)
+                turn(pads[0], number * ranks + other, 1, 0)
+
+    kernels = [threading.Thread(target=program, args=(number,)) for number in range(2)]
+    for each in kernels:
+        each.start()
+
+    def settle() -> None:
+        time.sleep(1e-4)
+        if not any(each.is_alive() for each in kernels):
+            raise _LetGo
+
+    try:
+        with pytest.raises(_LetGo):
+            symmetric_memory.let_go(pads, settle)
+    finally:
+        over.set()
+        for each in kernels:
+            each.join()

@@ -45,7 +45,7 @@ from .multimodal.media import Media
 from .outputs.handle import Handle
 from .outputs.output import Increment, Output, with_errors_noticed
 from .outputs.queue import Wake
-from .parallel import Follower, Leader, Ranks, made_alike, ranks_of, tried_alike
+from .parallel import Follower, Leader, RankError, Ranks, made_alike, ranks_of, tried_alike
 from .pools import Pools
 from .preemption import Preemption
 from .protocol import in_turn
@@ -657,7 +657,11 @@ class Engine:
         if self._follower is None:
             raise RuntimeError("only ranks other than 0 of a tensor-parallel engine follow; this one leads")
         self._require_open()
-        paused = self._follower.follow(receive)
+        try:
+            paused = self._follower.follow(receive)
+        except RankError:
+            self.runner.close()  # as in `_recover`
+            raise
         if not paused:
             self.close()
         return paused
@@ -839,6 +843,8 @@ class Engine:
         with self.pools.memory.lock:
             self.runner.eager.unplug()
             self._loop.start_over(error)
+            if isinstance(error, RankError):
+                self.runner.close()  # process groups end when no captured step has collectives
         self._broken_off = False
 
     def _finish_broken_off(self) -> None:

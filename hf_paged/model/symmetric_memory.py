@@ -12,7 +12,7 @@ import math
 import socket
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -41,6 +41,8 @@ _may_wait: ContextVar[bool] = ContextVar("hf_paged_a_sum_may_wait", default=Fals
 """Whether the next sum may wait for an addition and a norm."""
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, SymmetricMemory | None] = weakref.WeakKeyDictionary()
 """What each group of ranks has. It stays as long as the group: captured steps read its addresses."""
+_failed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""The groups of which a rank has failed."""
 
 
 class SymmetricMemory:
@@ -55,7 +57,7 @@ class SymmetricMemory:
         handle: Any = symmetric.rendezvous(self.bytes, group.group_name)
         ranks = range(group.size())
         self._pads = [handle.get_signal_pad(rank).view(torch.int32) for rank in ranks]
-        self._pads[group.rank()].fill_(False)  # `end_waits` cannot load this kernel while others wait
+        self._pads[group.rank()].fill_(0)  # `let_go` cannot load this kernel while others wait
         self._everywhere = [handle.get_buffer(rank, (size,), torch.uint8) for rank in ranks]
         self._rank = group.rank()
         self._name = group.group_name
@@ -65,6 +67,7 @@ class SymmetricMemory:
         """How many were begun."""
         self.unmet: int | None = None
         """Where parts of a sum begin that another rank may still read: the ranks have not met since."""
+        self._group = weakref.ref(group)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -108,6 +111,7 @@ class SymmetricMemory:
 
     def sum_now(self, room: torch.Tensor) -> torch.Tensor:
         """The same by one kernel behind which all ranks have read the parts."""
+        require_whole(self._group())
         out = torch.empty_like(room)
         self.sums += 1
         self.unmet = None
@@ -121,6 +125,7 @@ class SymmetricMemory:
         self, kernels: Any, room: torch.Tensor, *given: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the ranks wrote with a residual, summed, and its norm, as `reduce_add_rms_norm` has it."""
+        require_whole(self._group())
         self.sums += 1
         self.unmet = begin = int(room.storage_offset()) * room.itemsize
         end = begin + room.nbytes
@@ -131,18 +136,10 @@ class SymmetricMemory:
         return found
 
     def end_waits(self) -> None:
-        """A rank has failed: let no kernel of this device wait for it. What they answer is never read.
-
-        A kernel waits until another rank writes a one in this rank's pad, or takes one out of its own.
-        """
+        """A rank has failed: let no kernel of this device wait for it. What they answer is never read."""
         stream = torch.cuda.Stream(self.bytes.device)  # others may be waiting
-        end = time.monotonic() + LETTING_GO
         with torch.cuda.stream(stream):
-            while time.monotonic() < end:
-                for rank, pad in enumerate(self._pads):
-                    pad.fill_(rank == self._rank)
-                stream.synchronize()
-                time.sleep(LETTING_GO / 1000)
+            let_go(self._pads, stream.synchronize)
 
 
 class LazySum(LazyTensor):
@@ -163,15 +160,36 @@ class LazySum(LazyTensor):
         return self._memory.add_norm(kernels, self._room, *given, **options)
 
 
+def let_go(pads: Sequence[torch.Tensor], settle: Callable[[], object]) -> None:
+    """End the waits of kernels: each turns a zero into a one in a rank's pad, its own or another's, or a one
+    of its own pad into a zero. So all flags are ones and zeros in turn. settle: waits until they are written.
+    """
+    end = time.monotonic() + LETTING_GO
+    while time.monotonic() < end:
+        for flag in (1, 0):
+            for pad in pads:
+                pad.fill_(flag)
+            settle()
+
+
 def _overwritten() -> torch.Tensor:
     raise NotCapturable("a sum of ranks is read behind the norm with which it was computed")
 
 
 def end_waits(group: dist.ProcessGroup) -> None:
-    """Let the kernels of this process that wait for the ranks of a group come to their end."""
+    """A rank of a group has failed: let the kernels of this process that wait for it come to their end, and
+    begin no more of them.
+    """
+    _failed.add(group)
     memory = memory_of(group)
     if memory is not None:
         memory.end_waits()
+
+
+def require_whole(group: dist.ProcessGroup | None) -> None:
+    """Raise if a rank of a group has failed: what begins now would wait for it for ever."""
+    if group in _failed:
+        raise RuntimeError("a rank has failed, for which this would wait; end the processes, and start again")
 
 
 def memory_of(group: dist.ProcessGroup) -> SymmetricMemory | None:

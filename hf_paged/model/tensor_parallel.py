@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from .patches import ReplacedForward, is_of_transformers, mark_wrapper
-from .symmetric_memory import SymmetricMemory, symmetric_memory_of
+from .symmetric_memory import SymmetricMemory, require_whole, symmetric_memory_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -189,6 +189,7 @@ class RankGroup(NamedTuple):
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of x over the ranks, in its place."""
+        require_whole(self.group)
         dist.all_reduce(x, group=self.group)
         return x
 
@@ -255,6 +256,7 @@ def _gathered(module: nn.Module, ranks: RankGroup) -> Forward:
     def forward(x: torch.Tensor) -> torch.Tensor:
         own = part(x)
         flat = own.reshape(-1, own.shape[-1])
+        require_whole(ranks.group)
         parts = torch.empty(size * len(flat), flat.shape[1], dtype=own.dtype, device=own.device)
         gather(parts, flat.contiguous(), group=ranks.group)
         whole = parts.view(size, len(flat), -1).transpose(0, 1)

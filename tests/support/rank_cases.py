@@ -2096,26 +2096,32 @@ def a_rank_that_raises(rank: int) -> None:
     _broken(rank, act, "rank 1 raised ValueError: mine", 8.0)
 
 
-def a_device_that_waits(rank: int) -> None:
-    """Kernels that wait for a failed rank are let go while a process group's waits are ended, which may wait
-    for them: a communicator is freed when its device is idle.
+def captured_steps_of_a_rank_that_raises(rank: int) -> None:
+    """NCCL ends the waits of a group only when no captured step has its collectives: the engine drops them, also
+    if nobody closes it, and no thread of the user's waits for that.
     """
     begin_again(10)
-    let_go = threading.Event()
-    break_waits = ranks.break_waits
+    dropped, broken = threading.Event(), threading.Event()
+    break_waits, close = ranks.break_waits, Runner.close
 
     def end(*given: Any) -> None:
-        assert let_go.wait(5)
         break_waits(*given)
+        if dropped.wait(5):
+            broken.set()
+
+    def drop(runner: Runner) -> None:
+        close(runner)
+        dropped.set()
 
     def act() -> None:
         raise ValueError("mine")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "end_waits", lambda group: let_go.set())
         patch.setattr(ranks, "break_waits", end)
-        _broken(rank, act, "rank 1 raised ValueError: mine", 8.0)
-    assert let_go.is_set()
+        patch.setattr(Runner, "close", drop)
+        patch.setattr(Engine, "close", lambda engine: None)
+        _broken(rank, act, "rank 1 raised ValueError: mine", 4.0)
+        assert broken.wait(2)
 
 
 def adapters_that_one_rank_has_no_memory_for(rank: int) -> None:
@@ -2246,7 +2252,9 @@ def an_engine_that_one_rank_cannot_make(rank: int) -> None:
 
 def a_rank_that_hangs(rank: int) -> None:
     begin_again(1)
-    _broken(rank, lambda: time.sleep(4), "rank_timeout=1 seconds: rank 1 hangs", 8.0, rank_timeout=1)
+    seconds = 6 if CUDA else 1  # kernels are loaded, and devices connected, in the first step
+    words = f"rank_timeout={seconds} seconds: rank 1 hangs"
+    _broken(rank, lambda: time.sleep(4 * seconds), words, 7.0 * seconds, rank_timeout=seconds)
 
 
 def a_rank_that_dies(rank: int) -> None:

@@ -78,7 +78,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (3, "peft_models", ()),
     (3, "a_call_that_begins_again", ()),
     (3, "a_rank_that_raises", ()),
-    (3, "a_device_that_waits", ()),
+    (3, "captured_steps_of_a_rank_that_raises", ()),
     (3, "a_rank_without_memory", ()),
     (3, "errors_at_different_places", ()),
     (3, "a_rank_that_closes_early", ()),

@@ -37,7 +37,7 @@ POLL = 0.2
 GRACE = 2.0
 """Seconds within which an error of all ranks alike reaches all of them."""
 GOODBYE = 5.0
-"""Seconds that rank 0 waits for the others to take its last message."""
+"""Seconds that rank 0 waits for the others to take its last message, and a rank for its waits to end."""
 FAULT = "fault"
 CLOSED = "closed"
 _abandoned: set[Any] = set()
@@ -88,6 +88,8 @@ class Ranks:
         dist.distributed_c10d._set_pg_timeout(EVER, self._group)
         self._left_early: dict[int, str] = {}
         """The ranks that have closed their engine before rank 0 has, and why."""
+        self._breaking: threading.Thread | None = None
+        """Ends waits for a rank that has failed."""
         self.ended_in_order = self.leads
         """Whether rank 0 has closed, or this is it."""
         self._over = threading.Event()
@@ -170,6 +172,7 @@ class Ranks:
 
     def broadcast_on_device(self, tensor: torch.Tensor) -> None:
         """Copy rank 0's tensor to all ranks, in the order of the device's work."""
+        self.require_whole()
         dist.broadcast(tensor, self._first, group=self.model_group)
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
@@ -362,13 +365,27 @@ class Ranks:
 
     def _break_off(self, reason: str) -> None:
         """Let no thread of this process wait for another rank any more."""
-        if self.reason is None:
-            self.reason = reason
-            with suppress(RuntimeError):  # an interpreter that ends starts no thread
-                threading.Thread(target=end_waits, args=(self.model_group,)).start()  # what follows may wait
         self._connections.shut()
+        if self.reason is not None:
+            return
+        self.reason = reason
+        breaking = threading.Thread(target=self._break_waits, daemon=True)
+        try:
+            threading.Thread(target=end_waits, args=(self.model_group,), daemon=False).start()
+            breaking.start()
+            self._breaking = breaking
+        except RuntimeError:  # an interpreter that ends starts no thread
+            self._break_waits()
+
+    def _break_waits(self) -> None:
+        """Let no thread wait for a collective. For NCCL this takes until no captured step has collectives."""
         for group in (self.model_group, self._group):
             break_waits(group, self.rank, self.size)
+
+    def _end_breaking(self) -> None:
+        """Wait until the process groups may be destroyed."""
+        if self._breaking is not None:
+            self._breaking.join(GOODBYE)
 
     # ---- the end
 
@@ -385,6 +402,7 @@ class Ranks:
         atexit.unregister(self._leave_at_exit)
         if threading.current_thread() is not self._watch:
             self._watch.join()
+        self._end_breaking()
         self._connections.close()
         if self.reason is None and all(work.is_completed() for work in self._sending):
             with suppress(ValueError, RuntimeError):  # it has gone already, with all others
@@ -476,6 +494,7 @@ def _at_exit(whose: weakref.ref[Ranks]) -> Callable[[], None]:
         ranks = whose()
         if ranks is not None:
             ranks._over.set()
+            ranks._end_breaking()
 
     return leave
 
