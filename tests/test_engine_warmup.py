@@ -5,6 +5,7 @@ and nobody's trouble.
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 import threading
 import time
@@ -192,6 +193,21 @@ def test_threads_compile_and_end(compiler: Compiler, monkeypatch: pytest.MonkeyP
     join(engine)
     compiler.params.clear()
     assert first_steps(engine, compiler, 21) <= before[0]
+
+
+ENDING = """
+import time, torch
+from hf_paged.kv.warmup import Warming
+later = [(label, [lambda: time.sleep(0.2)] * 50) for label in range(3)]
+Warming(torch.device("cpu"), list, list, lambda: later).wait()
+print(time.time())
+"""
+
+
+def test_a_process_ends_without_compiling_what_is_left() -> None:
+    """A script that leaves its engine open would wait at its end for kernels that nothing launches."""
+    ran = subprocess.run([sys.executable, "-c", ENDING], stdout=subprocess.PIPE, text=True, check=True)
+    assert time.time() - float(ran.stdout) < 6  # all of them take 10 seconds on three threads
 
 
 def test_turns_of_threads_are_short_while_any_compile() -> None:

@@ -7,6 +7,7 @@ PYTHONPATH=.:tests python -m pytest tests/test_gpu.py
 from __future__ import annotations
 
 import random
+import time
 from functools import partial
 from typing import Any
 
@@ -281,11 +282,12 @@ def test_fused_projections_lie_side_by_side_after_sleep() -> None:
     assert fused_parameters(layers) is None
     with Engine(model, block_size=4, num_blocks=400, fuse_projections=True) as engine:
         for level in (1, 2):
-            for _ in range(3):
+            end, replayed = time.monotonic() + 60, counts(engine).get("replayed", 0)
+            while counts(engine).get("replayed", 0) <= replayed + 5:  # kernels of such steps compile beside
                 found = [handle.result() for handle in [engine.submit(prompt, **options) for _ in range(3)]]
                 assert [output.sequences[0].token_ids for output in found] == [right] * 3
+                assert time.monotonic() < end, reasons(engine)
             assert fused_parameters(layers) is not None
-            assert counts(engine)["replayed"] > 5, reasons(engine)
             engine.sleep(level)
             engine.wake_up()
         assert fused_parameters(layers) is not None

@@ -8,8 +8,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from .static import StaticBatch
 
 logger = logging.getLogger("hf_paged")
 
-MOST_THREADS = 16
+MOST_THREADS = 6
 MOST_LATER = 3
 """Threads that compile beside requests that are served."""
 TURN = 0.0002
@@ -141,11 +141,25 @@ class Warming:
         return later
 
     def _run_later(self, later: Sequence[tuple[Hashable, Sequence[Job]]]) -> None:
-        with ThreadPoolExecutor(min(MOST_LATER, os.cpu_count() or 1), "hf_paged warming") as threads:
-            begun = [(label, [threads.submit(self._do, job) for job in jobs]) for label, jobs in later]
-            for label, jobs in begun:
-                wait(jobs)
+        """Do jobs in their order, a few at a time: at its end a process waits for those that have begun."""
+        count = min(MOST_LATER, os.cpu_count() or 1)
+        room = threading.Semaphore(count)
+
+        def note(label: Hashable, missing: list[Job], job: Future[None]) -> None:
+            missing.pop()
+            if not missing:
                 self.ready.add(label)
+            room.release()
+
+        with ThreadPoolExecutor(count, "hf_paged warming") as threads, suppress(RuntimeError):
+            for label, jobs in later:
+                missing = list(jobs)
+                if not missing:
+                    self.ready.add(label)
+                for job in jobs:
+                    room.acquire()
+                    begun = threads.submit(self._do, job)  # raises at the process's end
+                    begun.add_done_callback(partial(note, label, missing))
 
     def _do(self, job: Callable[[], Any]) -> Any:
         if self._stopped:

@@ -11,7 +11,7 @@ from .decode import Plan, decode
 from .digest import GOLDEN, digest
 from .gather import gather
 from .invariant import Invariant, NoFixedOrder
-from .launching import find_driver, know_triton
+from .launching import find_driver, know_kernels, know_triton
 from .lora import AdapterPlan, LoraWeights, fits, lora_expand, lora_shrink
 from .norm import add_rms_norm, rms_norm
 from .prefill import Spans, prefill
@@ -22,6 +22,8 @@ from .rows import mapped, rows
 from .sampling import draw, logsumexp
 from .swiglu import swiglu
 from .write import write
+
+know_kernels()
 
 __all__ = [
     "GOLDEN",

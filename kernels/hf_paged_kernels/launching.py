@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import triton
@@ -47,3 +48,16 @@ def know_triton() -> None:
         digest is not None
     ):  # elsewhere in other versions, which then takes that moment when the first kernel is compiled
         digest()
+
+
+def know_kernels() -> None:
+    """Have the digests of these kernels' code, by which Triton finds them in its cache on disk.
+
+    Threads that compile kernels with a function in common compute other digests from run to run: Triton asks
+    which global values that function uses while another thread is about to find out.
+    """
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith(__package__ + "."):
+            for each in vars(module).values():
+                if isinstance(each, triton.JITFunction):
+                    _ = each.cache_key
