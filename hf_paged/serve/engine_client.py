@@ -89,7 +89,7 @@ class EngineClient(asyncio.Protocol):
         """Whether the other side has closed the connection."""
         self._connection = connection
         self._transport: asyncio.Transport | None = None
-        self._frames = wire.Frames()
+        self._received = bytearray()
         self._tickets = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._requests: dict[int, EngineRequest] = {}
@@ -163,7 +163,8 @@ class EngineClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take what the engine's side has written."""
-        for message in self._frames.add(data):
+        self._received += data
+        for message in wire.take_messages(self._received):
             assert isinstance(message, wire.News)
             self._take(message)
 

@@ -122,22 +122,15 @@ def frame(message: Any) -> bytes:
     return len(body).to_bytes(HEAD, "big") + body
 
 
-class Frames:
-    """Cuts what arrives into messages."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def add(self, data: bytes) -> Iterator[Any]:
-        """The messages that are complete with further bytes."""
-        self._buffer += data
-        while len(self._buffer) >= HEAD:
-            end = HEAD + int.from_bytes(self._buffer[:HEAD], "big")
-            if len(self._buffer) < end:
-                return
-            message = bytes(self._buffer[HEAD:end])
-            del self._buffer[:end]
-            yield pickle.loads(message)
+def take_messages(received: bytearray) -> Iterator[Any]:
+    """The messages that are complete, cut off the front of the bytes that have arrived."""
+    while len(received) >= HEAD:
+        end = HEAD + int.from_bytes(received[:HEAD], "big")
+        if len(received) < end:
+            return
+        message = bytes(received[HEAD:end])
+        del received[:end]
+        yield pickle.loads(message)
 
 
 def messages(connection: socket.socket) -> Iterator[Any]:
@@ -146,7 +139,7 @@ def messages(connection: socket.socket) -> Iterator[Any]:
     A signal that the system gives to another thread does not end this one's wait, and its handler in Python
     runs in the main thread alone: so no wait is long.
     """
-    frames = Frames()
+    received = bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         try:
@@ -158,7 +151,8 @@ def messages(connection: socket.socket) -> Iterator[Any]:
                 data = connection.recv(PIECE)
                 if not data:
                     return
-                yield from frames.add(data)
+                received += data
+                yield from take_messages(received)
         except ConnectionError:  # the other process was killed
             return
 
