@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,13 +28,17 @@ def tokenizer() -> Any:
     return bytes_tokenizer()
 
 
+def reader_of(tokenizer: Any) -> Detokeniser:
+    return Detokeniser(partial(tokenizer.decode, skip_special_tokens=True))
+
+
 @settings(max_examples=80, deadline=None)
 @given(text=st.text(max_size=30), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=8))
 def test_pieces_of_any_text(tokenizer: Any, text: str, sizes: list[int]) -> None:
     """One token at a time or several: characters come whole."""
     text = text.replace("\0", "").replace(BROKEN, "")
     ids = tokenizer(text)["input_ids"]
-    reader, pieces = Detokeniser(tokenizer), []
+    reader, pieces = reader_of(tokenizer), []
     while ids:
         size = sizes[len(pieces) % len(sizes)]
         pieces.append(reader.add(ids[:size], last=len(ids) <= size))
@@ -46,7 +51,7 @@ def test_pieces_of_any_text(tokenizer: Any, text: str, sizes: list[int]) -> None
 @given(ids=st.lists(st.integers(0, 255), min_size=1, max_size=30))
 def test_bytes_that_are_no_text(tokenizer: Any, ids: list[int]) -> None:
     """Whatever a model says, the pieces joined are what the tokenizer says about all of it."""
-    reader = Detokeniser(tokenizer)
+    reader = reader_of(tokenizer)
     pieces = [reader.add([token], last=i == len(ids) - 1) for i, token in enumerate(ids)]
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -57,15 +62,15 @@ def test_the_demo_tokenizer() -> None:
     ids = tokenizer("The tailor and the heron met. They talked until dark!")["input_ids"] + [
         tokenizer.eos_token_id
     ]
-    reader = Detokeniser(tokenizer)
+    reader = reader_of(tokenizer)
     pieces = [reader.add([token], last=token == tokenizer.eos_token_id) for token in ids]
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
     assert sum(bool(piece) for piece in pieces) > 5
 
 
 def test_a_character_waits_for_its_end(tokenizer: Any) -> None:
-    reader = Detokeniser(tokenizer)
+    reader = reader_of(tokenizer)
     ids = tokenizer("a€b")["input_ids"]
     assert [reader.add([token]) for token in ids] == ["a", "", "", "€", "b"]
-    reader = Detokeniser(tokenizer)
+    reader = reader_of(tokenizer)
     assert [reader.add(ids[1:2]), reader.add([], last=True)] == ["", BROKEN]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from serving import tokenizer
 
 from hf_paged import demo
-from hf_paged.serve.text import AnswerText, Decoder
+from hf_paged.serve.text import AnswerText, decode_of
 
 TOKENS = st.lists(st.integers(3, 847), min_size=1, max_size=30)
 
@@ -35,7 +35,7 @@ class Letters:
 @given(st.text("ab", max_size=24), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3), st.booleans())
 def test_nothing_behind_the_first_stop_string_is_shown(full: str, stops: list[str], keep: bool) -> None:
     """The string whose beginning comes first wins among those that are complete when one is."""
-    text = AnswerText(Decoder(Letters()), stops, keep, frozenset())
+    text = AnswerText(decode_of(Letters()), stops, keep, frozenset())
     shown = ""
     for i, letter in enumerate(full):
         shown += text.add([ord(letter)], last=i == len(full) - 1)
@@ -59,7 +59,7 @@ def test_a_stop_string_ends_nothing_within_the_first_tokens(
     full: str, stops: list[str], least: int, size: int
 ) -> None:
     """It may begin there. `size`: how many tokens come at once."""
-    text = AnswerText(Decoder(Letters()), stops, False, frozenset(), least)
+    text = AnswerText(decode_of(Letters()), stops, False, frozenset(), least)
     shown = ""
     for i in range(0, len(full), size):
         shown += text.add([ord(letter) for letter in full[i : i + size]], last=i + size >= len(full))
@@ -74,7 +74,7 @@ def test_a_stop_string_ends_nothing_within_the_first_tokens(
 @settings(max_examples=100, deadline=None)
 @given(TOKENS, st.booleans())
 def test_pieces_join_to_the_text(tokens: list[int], special: bool) -> None:
-    decoder = Decoder(tokenizer(), skip_special_tokens=not special)
+    decoder = decode_of(tokenizer(), skip_special_tokens=not special)
     text = AnswerText(decoder, (), False, frozenset())
     pieces = [text.add([token], i == len(tokens) - 1) for i, token in enumerate(tokens)]
     assert "".join(pieces) == tokenizer().decode(tokens, skip_special_tokens=not special)
@@ -91,12 +91,12 @@ def test_a_decoder_of_the_tokenizers_own_is_asked() -> None:
     loud = demo.tokenizer()
     loud.__class__ = Loud
     ids = tokenizer()("The fox", add_special_tokens=False)["input_ids"]
-    assert Decoder(tokenizer()).decode(ids) == "The fox"
-    assert Decoder(loud).decode(ids) == "THE FOX"
+    assert decode_of(tokenizer())(ids) == "The fox"
+    assert decode_of(loud)(ids) == "THE FOX"
 
 
 def test_a_hidden_last_token_is_not_shown() -> None:
-    text = AnswerText(Decoder(Letters()), (), False, frozenset({ord("b")}))
+    text = AnswerText(decode_of(Letters()), (), False, frozenset({ord("b")}))
     assert [text.add([ord("b")], False), text.add([ord("a")], False), text.add([ord("b")], True)] == [
         "b",
         "a",

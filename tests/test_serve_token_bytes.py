@@ -12,7 +12,7 @@ from serving import ids, serving, tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from hf_paged.serve.text import Decoder
+from hf_paged.serve.text import decode_of
 from hf_paged.serve.token_bytes import TokenBytes, text_of
 
 CHARACTERS = {"▁": 0, "the": 1, "▁the": 2, "x": 3, "<0xE6>": 4}
@@ -22,7 +22,7 @@ def read(vocabulary: dict[str, int], decoder: Any, **options: Any) -> list[bytes
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], **options))
     made.decoder = decoder
     found = PreTrainedTokenizerFast(tokenizer_object=made)
-    return list(map(TokenBytes(found, Decoder(found, skip_special_tokens=False)).of, vocabulary.values()))
+    return list(map(TokenBytes(found, decode_of(found, skip_special_tokens=False)).of, vocabulary.values()))
 
 
 def test_a_vocabulary_of_characters_with_bytes() -> None:
@@ -44,7 +44,7 @@ def test_one_without_a_known_decoder_is_decoded() -> None:
 
 def test_the_bytes_of_a_texts_tokens_are_the_texts() -> None:
     text = "The fox — 漢字 \U0001f98a"
-    found = TokenBytes(tokenizer(), Decoder(tokenizer(), skip_special_tokens=False))
+    found = TokenBytes(tokenizer(), decode_of(tokenizer(), skip_special_tokens=False))
     assert b"".join(map(found.of, ids(text)[1:])) == text.encode()
 
 

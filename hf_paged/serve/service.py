@@ -139,14 +139,14 @@ class Service:
         """The texts of the answers to one prompt."""
         read = isinstance(request, ChatRequest) and self.replies.reads(request)
         whole = read or request.skip_special_tokens is False
-        decoder = self.tokenizer.whole if whole else self.tokenizer.shown
+        decode = self.tokenizer.whole if whole else self.tokenizer.shown
         keep = bool(request.include_stop_str_in_output)
         hidden = frozenset(() if keep else request.stop_token_ids or ())
         if read:
             hidden |= frozenset(self.sampling.ends)
         stops = request.stop or ()
         least = request.min_tokens or 0
-        return [AnswerText(decoder, stops, keep, hidden, least) for _ in range(request.drawn)]
+        return [AnswerText(decode, stops, keep, hidden, least) for _ in range(request.drawn)]
 
 
 def _spans(endpoint: str | None) -> RequestSpans | None:

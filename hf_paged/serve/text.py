@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from ..engine.outputs.text import Detokeniser
 
+Decode = Callable[[Sequence[int]], str]
+"""Makes the text of tokens."""
 
-class Decoder:
+
+def decode_of(tokenizer: Any, skip_special_tokens: bool = True) -> Decode:
     """A tokenizer's decode() with `skip_special_tokens` fixed, without the detour through Python where that
     changes nothing.
     """
-
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        tidies = getattr(tokenizer, "clean_up_tokenization_spaces", True)
-        self._fast = (
-            backend.decode if backend is not None and not tidies and _decodes_as_stock(tokenizer) else None
-        )
-
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of tokens; the argument is there for the sake of Detokeniser."""
-        if self._fast is not None:
-            return str(self._fast(tokens, skip_special_tokens=self._skip))
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skip))
+    decoder = tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    tidies = getattr(tokenizer, "clean_up_tokenization_spaces", True)
+    if backend is not None and not tidies and _decodes_as_stock(tokenizer):
+        decoder = backend
+    return partial(decoder.decode, skip_special_tokens=skip_special_tokens)
 
 
 def _decodes_as_stock(tokenizer: Any) -> bool:
@@ -45,12 +40,12 @@ class AnswerText:
     """
 
     def __init__(
-        self, decoder: Decoder, stops: Sequence[str], keep_stop: bool, hidden: frozenset[int], least: int = 0
+        self, decode: Decode, stops: Sequence[str], keep_stop: bool, hidden: frozenset[int], least: int = 0
     ) -> None:
         """hidden: tokens at which the answer ends and which are not shown there. least: how many tokens come
         before one in which a stop string can end.
         """
-        self._detokeniser = Detokeniser(decoder)
+        self._detokeniser = Detokeniser(decode)
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._keep_stop = keep_stop

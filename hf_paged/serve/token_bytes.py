@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from .text import Decoder
+from .text import Decode
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
@@ -19,7 +19,7 @@ FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 class TokenBytes:
     """What each token of a tokenizer stands for, by its entry in the vocabulary and the kind of decoder."""
 
-    def __init__(self, tokenizer: Any, whole: Decoder) -> None:
+    def __init__(self, tokenizer: Any, whole: Decode) -> None:
         """whole: decodes what follows no known rule."""
         self._whole = whole
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -40,7 +40,7 @@ class TokenBytes:
         """The bytes of a token."""
         entry = None if self._backend is None else self._backend.id_to_token(token)
         if entry is None:
-            return self._whole.decode([token]).encode()
+            return self._whole([token]).encode()
         if token in self._added:
             return str(entry).encode()
         if self._byte_level and all(each in BYTES for each in entry):
@@ -49,7 +49,7 @@ class TokenBytes:
         if byte is not None:
             return bytes([int(byte[1], 16)])
         if not self._blanks:
-            return self._whole.decode([token]).encode()
+            return self._whole([token]).encode()
         for each in self._blanks:
             entry = entry.replace(each, " ")
         return str(entry).encode()

@@ -15,7 +15,7 @@ from .errors import invalid, too_large
 from .images import ChatPrompt, Images
 from .protocol import ChatFields, ImagePart, Message, TextPart
 from .replies import shown_tools
-from .text import Decoder
+from .text import decode_of
 from .token_bytes import TokenBytes, text_of
 from .turns import aside
 
@@ -62,8 +62,8 @@ class Tokenizer:
         self._template = template or _default(getattr(images.processor, "chat_template", None))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_paged tokenizer")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="hf_paged tokenizer of long texts")
-        self.shown = Decoder(tokenizer)
-        self.whole = Decoder(tokenizer, skip_special_tokens=False)
+        self.shown = decode_of(tokenizer)
+        self.whole = decode_of(tokenizer, skip_special_tokens=False)
         self.bytes = cache(TokenBytes(tokenizer, self.whole).of)
         """The bytes of a token: kept, at most one for each entry of the vocabulary."""
 
@@ -137,7 +137,7 @@ class Tokenizer:
     def text(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """The text of ids."""
         self._known(tuple(ids), "tokens")
-        return (self.shown if skip_special_tokens else self.whole).decode(ids)
+        return (self.shown if skip_special_tokens else self.whole)(ids)
 
     async def decoded(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of ids that a client has sent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from .output import FinishReason, Increment, NewTokens, SequenceOutput, TokenLogprob, TokenLogprobs
@@ -39,8 +40,8 @@ class Stream:
         self._read = 0
         self._closed = False
         """Whether the last increment has been read."""
-        self._tokenizer = tokenizer
-        self._text = None if tokenizer is None else Detokeniser(tokenizer)
+        self._decode = None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=True)
+        self._text = None if self._decode is None else Detokeniser(self._decode)
 
     @property
     def tokens(self) -> list[int]:
@@ -125,9 +126,9 @@ class Stream:
         assert self._end is not None
         tokens, reason, _ = self._end
         text = None
-        if self._tokenizer is not None:
+        if self._decode is not None:
             try:
-                text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+                text = self._decode(tokens)
             except BaseException as error:
                 self.trouble = self.trouble or error
                 text = ""

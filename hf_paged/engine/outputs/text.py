@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 BROKEN = "\ufffd"
 """What a decoder writes for bytes that are no character, or not one yet."""
@@ -15,8 +15,9 @@ class Detokeniser:
     where the text was last final, to `_read`, up to which it has been returned.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """decode: the text of tokens, without those that are not to be shown."""
+        self._decode = decode
         self._tokens: list[int] = []
         self._begin = self._read = 0
 
@@ -27,8 +28,8 @@ class Detokeniser:
         known = len(self._tokens)
         self._tokens += tokens
         try:
-            before = self._text(self._begin, self._read)
-            now = self._text(self._begin, len(self._tokens))
+            before = self._decode(self._tokens[self._begin : self._read])
+            now = self._decode(self._tokens[self._begin :])
         except BaseException:  # the tokenizer is the user's: what it has not decoded is decoded again
             del self._tokens[known:]
             raise
@@ -37,7 +38,3 @@ class Detokeniser:
         self._begin = self._read
         self._read = len(self._tokens)
         return now[len(before) :]
-
-    def _text(self, begin: int, end: int) -> str:
-        text: str = self._tokenizer.decode(self._tokens[begin:end], skip_special_tokens=True)
-        return text
