@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from hf_paged.engine import Engine, TokenLogprob
 from hf_paged.engine.outputs.output import TokenLogprobs
-from hf_paged.engine.random_numbers import RowNumbers
+from hf_paged.engine.random_numbers import row_states
 from hf_paged.engine.sampling.scores import chosen_numbers_of
 from hf_paged.engine.sampling.warp import draw
 
@@ -191,7 +191,7 @@ def test_kernels_find_what_torch_finds(monkeypatch: pytest.MonkeyPatch, favourit
     keys = [list(range(6)), [0] * 6, list(range(9, 15))]
 
     def found() -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = draw(cut, RowNumbers(*keys[:2]), keys[2])
+        tokens = draw(cut, row_states(*keys[:2]), keys[2])
         return tokens, chosen_numbers_of(logits, tokens, favourites, cut, logits)
 
     tokens, numbers = found()

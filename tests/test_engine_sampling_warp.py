@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from hf_paged.engine.random_numbers import RowNumbers, gumbel, uniform
+from hf_paged.engine.random_numbers import gumbel, row_numbers, row_states, uniform
 from hf_paged.engine.sampling.warp import Warp, cut, draw, greedy_tokens, mend, penalised, scaled, warp_of
 from hf_paged.scheduling import UNKNOWN
 
@@ -90,7 +90,7 @@ def test_draws_follow_the_scores() -> None:
     scores = torch.randn(1, 12) * 1.5
     scores[0, 4] = -torch.inf
     count = 20_000
-    tokens = draw(scores.expand(count, -1), RowNumbers([1] * count, [0] * count), range(count))
+    tokens = draw(scores.expand(count, -1), row_states([1] * count, [0] * count), range(count))
     found = torch.bincount(tokens, minlength=12) / count
     assert found[4] == 0
     torch.testing.assert_close(found.double(), scores[0].softmax(-1).double(), atol=0.012, rtol=0)
@@ -102,16 +102,16 @@ def test_a_draw_is_the_requests_own() -> None:
     scores = torch.randn(30, 50)
     keys = [(i % 4, i % 3, i) for i in range(30)]
     seeds, samples, positions = zip(*keys, strict=True)
-    together = draw(scores, RowNumbers(seeds, samples), positions).tolist()
+    together = draw(scores, row_states(seeds, samples), positions).tolist()
     alone = [
-        int(draw(scores[i : i + 1], RowNumbers(*([key] for key in keys[i][:2])), [i])) for i in range(30)
+        int(draw(scores[i : i + 1], row_states(*([key] for key in keys[i][:2])), [i])) for i in range(30)
     ]
     assert together == alone
     same = scores[:1].expand(200, -1)
     for place in range(3):
         varied = [[5] * 200, [0] * 200, [9] * 200]
         varied[place] = list(range(200))
-        assert len(set(draw(same, RowNumbers(*varied[:2]), varied[2]).tolist())) > 10
+        assert len(set(draw(same, row_states(*varied[:2]), varied[2]).tolist())) > 10
 
 
 def test_numbers_are_even_and_unlike() -> None:
@@ -132,10 +132,11 @@ def test_the_host_makes_the_same_numbers() -> None:
     """C35: bit by bit those of torch, at the ends of what seeds and positions may be, too."""
     seeds = [0, 1, 5, 2**31, 2**62 + 1, 2**63 - 1]
     indices, positions = [0, 7, 1, 0, 3, 127], [0, 1, 2**20, 31, 9, 512]
-    numbers = RowNumbers(seeds, indices)
+    states = row_states(seeds, indices)
     for more in range(3):
         places = [each + more for each in positions]
-        assert numbers.at(places).tolist() == uniform(*map(torch.tensor, (seeds, indices, places))).tolist()
+        numbers = uniform(*map(torch.tensor, (seeds, indices, places)))
+        assert row_numbers(states, places).tolist() == numbers.tolist()
 
 
 def test_noise_draws_without_putting_back() -> None:

@@ -25,19 +25,19 @@ def uniform(*keys: torch.Tensor) -> torch.Tensor:
     return _shift(state, 64 - BITS).double() * 2.0**-BITS
 
 
-class RowNumbers:
-    """The random numbers of rows, each with a seed and the number of a sample: those of `uniform(seeds,
-    indices, positions)`. The host makes them: to a device every operation would be given by itself.
+def row_states(seeds: Sequence[int], indices: Sequence[int]) -> np.ndarray:
+    """What `row_numbers` needs of rows [rows], each with a seed and the number of a sample: the same in every
+    step.
     """
+    return _stirred(_stirred(np.zeros(len(seeds), np.uint64), seeds), indices)
 
-    def __init__(self, seeds: Sequence[int], indices: Sequence[int]) -> None:
-        self._state = _stirred(_stirred(np.zeros(len(seeds), np.uint64), seeds), indices)
-        """[rows], of what does not change from step to step."""
 
-    def at(self, positions: Sequence[int]) -> np.ndarray:
-        """Numbers [rows] in fp64, each at a position of its own."""
-        bits: np.ndarray = _stirred(self._state, positions) >> np.uint64(64 - BITS)
-        return bits * 2.0**-BITS
+def row_numbers(states: np.ndarray, positions: Sequence[int]) -> np.ndarray:
+    """The numbers [rows] of `uniform(seeds, indices, positions)`, made by the host: to a device every
+    operation would be given by itself.
+    """
+    bits: np.ndarray = _stirred(states, positions) >> np.uint64(64 - BITS)
+    return bits * 2.0**-BITS
 
 
 def _stirred(state: np.ndarray, keys: Sequence[int]) -> np.ndarray:

@@ -9,7 +9,7 @@ import torch
 from ...kv.upload import upload
 from ...scheduling import UNKNOWN, SequenceGroup, TokenSequence
 from ..job import Job
-from ..random_numbers import RowNumbers
+from ..random_numbers import row_states
 from .histories import Histories, Owner
 from .rules import Recipe, Rule, processed
 from .warp import Warp, cut, draw, greedy_tokens_now, mend, penalised, scaled
@@ -61,7 +61,7 @@ class InputBatch:
             place: (each.warp or Warp()).repetition for place, each in enumerate(params) if each.penalised
         }
         seeds = [params[place].seed for place in self._drawn]
-        self._numbers = RowNumbers(seeds, [sequences[place].index for place in self._drawn])
+        self._states = row_states(seeds, [sequences[place].index for place in self._drawn])
         self._warps = [params[place].warp or Warp() for place in self._drawn]
         self._warped = any(each._replace(repetition=1.0) != Warp() for each in self._warps)
         """Whether drawn rows are scaled or cut."""
@@ -167,7 +167,7 @@ class InputBatch:
             self.scores = own if places is None else scores.index_copy(0, places, own)
             if own is not whole:
                 self.uncut = whole if places is None else scores.index_copy(0, places, whole)
-        chosen[0, slice(None) if places is None else places] = draw(own, self._numbers, where)
+        chosen[0, slice(None) if places is None else places] = draw(own, self._states, where)
         return mend(chosen, scores.shape[1])
 
     def _processed(

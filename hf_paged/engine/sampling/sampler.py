@@ -13,7 +13,7 @@ from ...scheduling import UNKNOWN, Scheduler, SequenceGroup, TokenSequence
 from ..forward_batch import download
 from ..job import Job
 from ..outputs.output import TokenLogprob, TokenLogprobs
-from ..random_numbers import RowNumbers
+from ..random_numbers import row_states
 from ..requests.callables import require_known
 from .beams import BeamCandidates, BeamSearch, BeamStep, Continuations, step
 from .candidates import BeamScorer, top_continuations
@@ -278,8 +278,8 @@ def _drawn(request: SamplingRows, scores: torch.Tensor) -> torch.Tensor:
     assert request.job.group is not None
     sequences = request.job.group.sequences
     seeds = [request.job.params.seed] * len(sequences)
-    numbers = RowNumbers(seeds, [sequence.index for sequence in sequences])
-    return draw(scores, numbers, [len(sequence.tokens) for sequence in sequences])
+    states = row_states(seeds, [sequence.index for sequence in sequences])
+    return draw(scores, states, [len(sequence.tokens) for sequence in sequences])
 
 
 def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -17,7 +18,7 @@ from transformers.generation.logits_process import (
 from ...kv.ops import on, triton_package
 from ...kv.upload import upload
 from ...scheduling import UNKNOWN
-from ..random_numbers import RowNumbers
+from ..random_numbers import row_numbers
 
 
 class Warp(NamedTuple):
@@ -127,13 +128,13 @@ def cut(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
     return scores
 
 
-def draw(scores: torch.Tensor, numbers: RowNumbers, positions: Sequence[int]) -> torch.Tensor:
-    """A token [rows] for every row of scores [rows, vocabulary], drawn by its softmax.
+def draw(scores: torch.Tensor, states: np.ndarray, positions: Sequence[int]) -> torch.Tensor:
+    """A token [rows] for every row of scores [rows, vocabulary], drawn by its softmax. states: `row_states`.
 
     The draw depends on the seed of the row's request, the number of its sample and the position of the token,
     and on nothing else (C35).
     """
-    chance = upload(numbers.at(positions), scores.device, torch.float64)
+    chance = upload(row_numbers(states, positions), scores.device, torch.float64)
     kernels = triton_package("auto", scores.device, scores.dtype)
     if kernels is not None:
         with on(scores.device):
