@@ -202,16 +202,16 @@ def test_a_broken_tokenizer_is_an_error_of_its_request(monkeypatch: pytest.Monke
 def test_a_request_that_fails_is_500_and_no_other_is() -> None:
     """A NaN in the logits of one request is that request's error."""
     import torch
-    from transformers import LogitsProcessor
 
     from hf_paged.serve import processors
 
-    class Nan(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            return scores * float("nan")
+    def broken(
+        prompt: int, presence: float, frequency: float, input_ids: torch.Tensor, scores: torch.Tensor
+    ) -> torch.Tensor:
+        return scores * float("nan")
 
     with serving() as served, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processors, "Penalties", lambda *_: Nan())
+        patch.setattr(processors, "penalised", broken)
         body = {"prompt": "The fox", "max_tokens": 4, "presence_penalty": 1.0, "temperature": 0}
         found = served.post("/v1/completions", body)
         assert found.status_code == 500

@@ -234,11 +234,11 @@ def test_presence_and_frequency_are_openais(served: Served) -> None:
     """score - frequency * count - presence * (count > 0), over the answer alone."""
     import torch
 
-    from hf_paged.serve.processors import Penalties
+    from hf_paged.serve.processors import penalised
 
     scores = torch.zeros(1, 6)
     ids = torch.tensor([[5, 5, 1, 2, 2]])
-    found = Penalties(2, presence=0.5, frequency=1.0)(ids, scores)
+    found = penalised(2, 0.5, 1.0, ids, scores)
     assert found.tolist() == [[0, -1.5, -2.5, 0, 0, 0]]
     assert scores.eq(0).all()
 

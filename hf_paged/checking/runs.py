@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from ..model.cache_name import NAMES
 from ..model.registry import base_model
@@ -44,28 +44,6 @@ class CallAnswer(NamedTuple):
     """Of beams [rows]; else empty."""
     begin: int
     """Columns before the first new token."""
-
-
-class Width(LogitsProcessor):
-    """Note how many columns the first step saw."""
-
-    def __init__(self) -> None:
-        self.columns = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.columns = self.columns or input_ids.shape[1]
-        return scores
-
-
-class Enough(StoppingCriteria):
-    """Stop after a number of steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.left = steps
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.left -= 1
-        return torch.full((input_ids.shape[0],), self.left <= 0, device=input_ids.device, dtype=torch.bool)
 
 
 class Runs:
@@ -130,15 +108,20 @@ class Runs:
 
     def answer(self, paged: bool, scores: bool) -> CallAnswer:
         """What the user's call answers."""
-        width = Width()
-        found = self.generate(paged, width, output_scores=scores)
+        widths: list[int] = []
+
+        def note_width(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            widths.append(input_ids.shape[1])
+            return scores
+
+        found = self.generate(paged, note_width, output_scores=scores)
         sequences = found["sequences"]
         own = (
             found["sequences_scores"].float().cpu()
             if scores
             else torch.empty(0, dtype=torch.float32, device="cpu")
         )
-        return CallAnswer(sequences, own, 0 if "inputs_embeds" in self.inputs else width.columns)
+        return CallAnswer(sequences, own, 0 if "inputs_embeds" in self.inputs else next(iter(widths), 0))
 
     def follow(self, tokens: torch.Tensor, places: Mapping[int, int], paged: bool) -> dict[int, torch.Tensor]:
         """The logits [vocabulary] of each row at its place, if its answer so far is `tokens` [rows,
@@ -146,14 +129,18 @@ class Runs:
         """
         follow = Follow(tokens, places)
         last = max(places.values()) + 1
-        self.generate(paged, follow, Enough(last), alone=True)
+
+        def stop(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.full((len(input_ids),), follow.said >= last, device=input_ids.device)
+
+        self.generate(paged, follow, stop, alone=True)
         return follow.kept
 
     def generate(
         self,
         paged: bool,
-        processor: LogitsProcessor,
-        stop: StoppingCriteria | None = None,
+        processor: Callable[..., torch.Tensor],
+        stop: Callable[..., torch.Tensor] | None = None,
         *,
         alone: bool = False,
         **more: Any,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import hf_paged
 
@@ -85,29 +85,23 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{q}": 1e3 * ordered[min(len(ordered) * q // 100, len(ordered) - 1)] for q in (50, 99)}
 
 
-class Clock(LogitsProcessor):
-    """Notes when each step of generate() has its scores."""
-
-    def __init__(self) -> None:
-        self.begin = time.perf_counter()
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if scores.is_cuda:
-            torch.cuda.synchronize(scores.device)
-        self.times.append(time.perf_counter() - self.begin)
-        return scores
-
-
 def stock_times(model: Any, requests: list[tuple[list[int], int]], batch: int) -> list[list[float]]:
     """Batch after batch, as a script with generate() does it; a batch takes as long as its longest answer."""
     found: list[list[float]] = []
     begin = time.perf_counter()
+    times: list[float] = []
+
+    def note_time(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Note when a step of generate() has its scores."""
+        if scores.is_cuda:
+            torch.cuda.synchronize(scores.device)
+        times.append(time.perf_counter() - begin)
+        return scores
+
     for first in tqdm(range(0, len(requests), batch), desc="generate()", unit="batch", leave=False):
         some = requests[first : first + batch]
         ids = torch.tensor([prompt for prompt, _ in some], device=model.device)
-        clock = Clock()
-        clock.begin = begin
+        times.clear()
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -116,9 +110,9 @@ def stock_times(model: Any, requests: list[tuple[list[int], int]], batch: int) -
             num_beams=1,
             eos_token_id=NO_END,
             pad_token_id=0,
-            logits_processor=LogitsProcessorList([clock]),
+            logits_processor=LogitsProcessorList([note_time]),
         )
-        found += [clock.times[:length] for _, length in some]
+        found += [times[:length] for _, length in some]
     return found
 
 

@@ -2,49 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
 
 from ..engine.requests.stops import StopLists, StopStrings
 from ..engine.sampling.grammar import Grammars
 
 
-class Penalties(LogitsProcessor):
-    """OpenAI's penalties: `presence` off the score of every token of the answer so far, `frequency` off for
-    each time that it came.
+def penalised(
+    prompt: int, presence: float, frequency: float, input_ids: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """Scores under OpenAI's penalties: `presence` off the score of every token of the answer so far,
+    `frequency` off for each time that it came. The first `prompt` tokens cost nothing.
     """
-
-    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
-        """prompt: its length; its tokens cost nothing."""
-        self._prompt = prompt
-        self._presence = presence
-        self._frequency = frequency
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        answer = input_ids[:, self._prompt :]
-        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
-        return scores - self._frequency * counts - self._presence * (counts > 0).to(scores.dtype)
+    answer = input_ids[:, prompt:]
+    counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+    return scores - frequency * counts - presence * (counts > 0).to(scores.dtype)
 
 
-class AnswerStops(StoppingCriteria):
-    """Stop strings in the answer alone: one that begins in the prompt, or ends within the `least` first
-    tokens, ends nothing.
+def answer_stopped(
+    prompt: int, least: int, strings: StopStrings, input_ids: torch.Tensor, scores: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Whether a stop string ends the answer behind `prompt` tokens: one that begins in the prompt, or ends
+    within the `least` first tokens of the answer, does not.
     """
-
-    def __init__(self, prompt: int, least: int, strings: StopStrings) -> None:
-        self._prompt = prompt
-        self._least = least
-        self._strings = strings
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        answer = input_ids[:, self._prompt :]
-        if answer.shape[1] <= self._least:
-            return torch.zeros(answer.shape[0], dtype=torch.bool, device=answer.device)
-        stopped: torch.Tensor = self._strings(answer, scores)
-        return stopped
+    answer = input_ids[:, prompt:]
+    if answer.shape[1] <= least:
+        return torch.zeros(answer.shape[0], dtype=torch.bool, device=answer.device)
+    stopped: torch.Tensor = strings(answer, scores)
+    return stopped
 
 
 class NotCompiled(RuntimeError):
@@ -79,10 +69,10 @@ class Processors:
         found = dict(given)
         media = found.pop("media", {})
         found.update({name: self._tensor(value) for name, value in media.items()})
-        processors: list[LogitsProcessor] = []
+        processors: list[Callable[..., torch.Tensor]] = []
         penalties = found.pop("penalties", None)
         if penalties is not None:
-            processors.append(Penalties(prompt, *penalties))
+            processors.append(partial(penalised, prompt, *penalties))
         grammar = found.pop("grammar", None)
         if grammar is not None:
             compiled = self._grammars.kept(grammar)
@@ -94,7 +84,8 @@ class Processors:
         stop = found.pop("stop", None)
         if stop:
             strings = self._stops.criterion(self._tokenizer, stop)
-            found["stopping_criteria"] = [AnswerStops(prompt, found.get("min_new_tokens", 0), strings)]
+            least = found.get("min_new_tokens", 0)
+            found["stopping_criteria"] = [partial(answer_stopped, prompt, least, strings)]
         return found
 
     def _tensor(self, value: Any) -> Any:
