@@ -140,7 +140,7 @@ class InvariantFunctions:
         keys = _dense(keys)
         values = _dense(values)
         kind = 0
-        strides = (0, 0, 0, 0)
+        strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
             kind = 1 if mask.dtype == torch.bool else 2
             mask = mask if kind == 1 else mask.float()

@@ -26,10 +26,8 @@ class _StepStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _StridesStruct(ctypes.Structure):
-    """`Strides` of paged.cpp."""
-
-    _fields_ = [(name, c_int64) for name in ("row", "head", "token")]
+_Strides = c_int64 * 3
+"""`Strides` of paged.cpp: of a row, a head and a token."""
 
 
 class Library:
@@ -51,14 +49,12 @@ class Library:
         self.attend_dense = library.hf_paged_attend_dense
         self.rows = library.hf_paged_rows
         self.map = library.hf_paged_map
-        for function, arguments in (
-            (self.product, [c_void_p]),
-            (self.attend_dense, [c_void_p]),
-            (self.rows, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
-            (self.map, [c_int64, c_void_p, c_void_p, c_int64, c_float, c_int64]),
-        ):
+        self.product.argtypes = [c_void_p]
+        self.attend_dense.argtypes = [c_void_p]
+        self.rows.argtypes = [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64]
+        self.map.argtypes = [c_int64, c_void_p, c_void_p, c_int64, c_float, c_int64]
+        for function in (self.product, self.attend_dense, self.rows, self.map):
             function.restype = None
-            function.argtypes = arguments
         library.hf_paged_threads.restype = None
         library.hf_paged_threads.argtypes = [c_void_p, c_void_p]
         library.hf_paged_threads(*_threads_of_torch())
@@ -142,7 +138,7 @@ class Write(_Launch):
         block_size: int,
     ) -> None:
         super().__init__(library, key_pool, value_pool, block_size, keys.shape[2])
-        self._strides = _StridesStruct(*keys.stride()[:3]), _StridesStruct(*values.stride()[:3])
+        self._strides = _Strides(*keys.stride()[:3]), _Strides(*values.stride()[:3])
         self._of_keys, self._of_values = (ctypes.addressof(strides) for strides in self._strides)
 
     def run(
@@ -182,7 +178,7 @@ class Attend(_Launch):
         self.step.window = window or 0
         self.step.causal = causal
         self.scale = query.shape[3] ** -0.5
-        self._strides = _StridesStruct(*query.stride()[:3])
+        self._strides = _Strides(*query.stride()[:3])
         self._of_query = ctypes.addressof(self._strides)
         rows, query_heads, tokens, _ = query.shape
         # An answer like it takes half the time of one by its shape, dtype and device.
