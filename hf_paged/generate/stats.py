@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -14,8 +14,7 @@ from ..kv import LayerGroup
 from ..model.registry import base_model, known_memory
 
 
-@dataclass(frozen=True)
-class PoolStats:
+class PoolStats(NamedTuple):
     """The blocks of one kind of layer. free + held + cached = blocks, at any time."""
 
     kind: str
@@ -117,13 +116,9 @@ class Stats:
 
 def _table(pools: tuple[PoolStats, ...]) -> list[str]:
     """Pools as columns under headings."""
-    names = [field.name for field in fields(PoolStats)]
-    rows = [[name.replace("_", " ") for name in names]]
-    rows += [
-        [f"{cell:,}" if isinstance(cell, int) else cell for cell in (getattr(pool, name) for name in names)]
-        for pool in pools
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
+    rows = [[name.replace("_", " ") for name in PoolStats._fields]]
+    rows += [[f"{cell:,}" if isinstance(cell, int) else cell for cell in pool] for pool in pools]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     titles = ["pools", *[""] * len(pools)]
     return [
         f"{title:<9}{row[0]:<{widths[0]}}"
