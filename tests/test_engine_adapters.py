@@ -289,7 +289,7 @@ def test_removing_waits_or_is_refused(model: Any) -> None:
         assert tokens(handle) == alone(model, prompt(8), "one")
         engine.step()
         assert engine.adapters() == {}
-        with pytest.raises(ValueError, match="there is no adapter 'x'; there is none"):
+        with pytest.raises(ValueError, match="there is no adapter 'x'; give it to the engine by add_adapter"):
             engine.submit(prompt(9), adapter="x")
         assert engine.stats()["adapters"]["on_device"] == 0
 

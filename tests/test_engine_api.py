@@ -150,6 +150,10 @@ def test_what_names_no_tenant_or_holds_several_prompts_is_refused(model: Any) ->
             engine.submit(PROMPTS[0], tenant=3, **GREEDY)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"got list .*; engine.generate\(\) takes a list of prompts"):
             engine.submit(PROMPTS[:2], **GREEDY)
+        with pytest.raises(TypeError, match=r"got Tensor tensor\(\[\[.*; engine.generate\(\) takes a list"):
+            engine.submit(torch.tensor([[5, 6], [7, 8]]), **GREEDY)
+        with pytest.raises(ValueError, match=r"the token id 100000 .*; use the tokenizer of this model"):
+            engine.submit([5, 100_000], **GREEDY)
         engine.check()
 
 
@@ -337,6 +341,7 @@ def test_a_request_that_draws_nothing_leaves_torchs_generator(model: Any, kind: 
     ("options", "error", "match"),
     [
         ({"block_sise": 4}, ValueError, "did you mean 'block_size'"),
+        ({"tensor_parallel_size": 4}, ValueError, "ranks are those of the loaded model"),
         ({"block_size": 3}, ValueError, "power of two"),
         ({"num_blocks": 4, "memory_fraction": 0.5}, ValueError, "give one of them"),
         ({"max_batch_tokens": 4, "max_batch_sequences": 5}, ValueError, "one token of each of 5"),
@@ -394,7 +399,7 @@ def compiled(llama: Any) -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("made", "match"),
     [
-        (lambda llama: None, "expected a model, got NoneType"),
+        (lambda llama: None, "expected a model, got NoneType; load one by from_pretrained"),
         (lambda llama: "name", "expected a model, got str"),
         (lambda llama: llama.model, "LlamaModel cannot generate"),
         (lambda llama: torch.nn.Linear(2, 2), "Linear cannot generate"),

@@ -245,8 +245,10 @@ def test_an_unknown_option(engine: Engine) -> None:
 
 
 def test_what_generate_refuses(engine: Engine) -> None:
-    with pytest.raises(ValueError, match="leaves none to generate"):
+    with pytest.raises(ValueError, match="leaves none to generate; give max_new_tokens instead"):
         engine.submit(PROMPTS[3], max_length=30)
+    with pytest.raises(ValueError, match="leaves none to generate; shorten it: the model is made for"):
+        engine.submit(PROMPTS[3] * 1000, max_length=30)
     with pytest.raises(ValueError, match="num_return_sequences"):
         engine.submit(PROMPTS[3], num_return_sequences=2, do_sample=False)
     with pytest.raises(ValueError, match="seed=-1"):

@@ -336,6 +336,9 @@ def test_weights_of_another_model_are_refused(model: Any, engine: Engine) -> Non
     for dtype in (torch.int8, torch.float8_e4m3fn):
         with pytest.raises(ValueError, match=f"in {dtype}, expected torch.float32"):
             engine.load_weights([(name, tensor.to(dtype))])
+    for wrong in ("model.safetensors", Path("model.safetensors"), None):
+        with pytest.raises(TypeError, match=r"load_weights got .*; give a state dict"):
+            engine.load_weights(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="as ndarray, expected a tensor"):
         engine.load_weights([(name, tensor.detach().numpy())])
     assert answers(engine.submit(PROMPTS[1], **SHORT).result()) == alone(model, PROMPTS[1], **SHORT)

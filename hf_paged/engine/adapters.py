@@ -310,7 +310,8 @@ class EngineAdapters:
     def _unknown(self, name: object) -> str:
         known = sorted({*self._own, *self.in_model.names})
         close = difflib.get_close_matches(str(name), known, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {known}" if known else "there is none"
+        others = f"there are {known}" if known else "give it to the engine by add_adapter()"
+        hint = f"did you mean {close[0]!r}?" if close else others
         return f"there is no adapter {name!r}; {hint}"
 
     # ---- content

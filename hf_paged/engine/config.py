@@ -12,6 +12,7 @@ from ..config import CacheConfig, check_keep_pools
 from ..scheduling import ADMISSIONS, POLICIES, Limits
 
 MOST_SEQUENCES = 256
+MODELS_OWN = "type, device and ranks are those of the loaded model"
 Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 Admission = Literal["watermark", "future"]
@@ -194,8 +195,8 @@ class EngineConfig:
             for name in options:
                 if name not in known:
                     close = difflib.get_close_matches(name, known, 1)
-                    hint = f"; did you mean {close[0]!r}?" if close else ""
-                    raise ValueError(f"unknown option {name!r} of the engine, expected one of {known}{hint}")
+                    hint = f"did you mean {close[0]!r}?" if close else MODELS_OWN
+                    raise ValueError(f"unknown option {name!r} of the engine, which takes {known}; {hint}")
             return cls(**options)
         if not isinstance(config, cls):
             raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}")

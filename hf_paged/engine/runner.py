@@ -298,11 +298,9 @@ class Runner:
             if is_out_of_memory(error):
                 raise
             return f"{name} fails with embeddings instead of token ids ({type(error).__name__}: {error})"
-        return (
-            None
-            if off is None
-            else f"{name} answers its own embeddings differently from their ids (by {off:.1e} of its logits)"
-        )
+        if off is None:
+            return None
+        return f"{name} answers its own embeddings differently from their ids (by {off:.1e} of its logits)"
 
     def _why_not_flat(self, rows: list[list[int]], right: torch.Tensor, cuts: list[list[int]]) -> str | None:
         try:
@@ -314,11 +312,9 @@ class Runner:
         if self.eager.cache.paths != {"paged"}:
             return "its attention does not read the pages"
         off = self._apart(rows, right, together)
-        return (
-            None
-            if off is None
-            else f"in one row with others its sequences get other logits (by {off:.1e} of their size)"
-        )
+        if off is None:
+            return None
+        return f"in one row with others its sequences get other logits (by {off:.1e} of their size)"
 
     def _without_cache(
         self, rows: list[list[int]], embedded: bool = False, across: CrossInputs | None = None

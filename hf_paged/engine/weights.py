@@ -35,6 +35,8 @@ def load_into(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> 
     ValueError for a name, a shape or a kind of numbers that the model does not have; what came before it is
     copied already.
     """
+    if isinstance(weights, str) or not isinstance(weights, Iterable):
+        raise TypeError(f"load_weights got {weights!r:.50}; give a state dict or pairs of name and tensor")
     tensors: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
     tensors |= dict(model.named_parameters(remove_duplicate=False))
     own = {name.replace(COMPILED, ""): (name, tensor) for name, tensor in tensors.items()}

@@ -22,7 +22,7 @@ def base_model(model: nn.Module) -> nn.Module:
     if type(model).__module__ == "peft.mixed_model":
         base = cast(Any, model).base_model.model
     if not isinstance(base, nn.Module):
-        raise TypeError(f"expected a model, got {type(model).__name__}")
+        raise TypeError(f"expected a model, got {type(model).__name__}; load one by from_pretrained()")
     return base
 
 

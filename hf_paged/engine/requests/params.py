@@ -25,6 +25,7 @@ from ..multimodal.media import Media, marks_of, media_arguments
 from ..sampling.grammar import GrammarProcessor
 from ..sampling.rules import Recipe, recipe_of
 from ..sampling.warp import Warp
+from ..support import longest
 from .options import Options, ends_of
 from .prompts import checked_ids, prompt_tokens, short, tokenize_prompt, words_of
 
@@ -433,9 +434,12 @@ def _with_lengths(model: Any, config: Any, defaults: tuple[bool, bool], given: P
     config = model._prepare_generated_length(config, *defaults, given.name, len(given.tokens), given.inputs)
     if len(given.tokens) >= config.max_length:
         count = len(given.tokens) if given.embeds is None else len(given.embeds)
+        limit = longest(model)
+        fits = limit is None or count < limit
+        advice = "give max_new_tokens instead" if fits else f"shorten it: the model is made for {limit}"
         raise ValueError(
-            f"the prompt has {count} tokens and max_length={config.max_length} leaves none to generate; give "
-            "max_new_tokens instead"
+            f"the prompt has {count} tokens and max_length={config.max_length} leaves none to generate; "
+            f"{advice}"
         )
     return config
 

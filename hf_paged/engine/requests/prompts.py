@@ -93,7 +93,8 @@ def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
     found = _ids_of(ids)
     if found is None:
         hint = '; give its "input_ids"' if isinstance(prompt, Mapping) and "input_ids" in prompt else ""
-        hint = "; engine.generate() takes a list of prompts" if isinstance(prompt, list | tuple) else hint
+        several = isinstance(ids, Sequence) and not isinstance(prompt, Mapping)
+        hint = "; engine.generate() takes a list of prompts" if several else hint
         raise TypeError(
             f"a prompt is a text, chat messages or the token ids of one sequence, got {short(prompt)}{hint}"
         )
@@ -117,14 +118,14 @@ def checked_ids(tokens: tuple[int, ...], module: Any) -> tuple[int, ...]:
         wrong = next(token for token in tokens if not 0 <= token < rows)
         raise ValueError(
             f"the prompt has the token id {wrong} and {type(module).__name__} knows those from 0 to "
-            f"{rows - 1}"
+            f"{rows - 1}; use the tokenizer of this model"
         )
     return tokens
 
 
 def short(value: object) -> str:
     """A value for an error message."""
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"
 
 
