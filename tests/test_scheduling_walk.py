@@ -98,7 +98,7 @@ def test_a_soak_leaks_nothing(window: int | None, tenants: tuple[str, ...], host
     world = Simulated.of(total=24, size=4, window=window, tokens=12, sequences=5, watermark=0.05, host=host)
     world.tenants = tenants
     rng, counts = random.Random(f"{window} {host}"), world.scheduler.counts
-    while counts["steps"] < 20_000 / 6:
+    while counts["steps"] < 20_000 / 9:
         walk(world, rng, 200, audit=5)
     world.fails = lambda group: False
     world.run()
