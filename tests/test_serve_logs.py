@@ -25,7 +25,7 @@ class Stuck(io.StringIO):
         return super().write(text)
 
 
-def test_a_stuck_reader_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_reader_holds_up_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit into the queue is dropped, the rest comes in order when it is read."""
     pipe = Stuck()
     monkeypatch.setattr(sys, "stderr", pipe)

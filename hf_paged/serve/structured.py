@@ -20,7 +20,7 @@ from .turns import aside
 WHITESPACE = r"[ \n\r\t]{0,32}"
 """Between the words of JSON. Without a bound a model may write blanks to the end of its answer."""
 AT_ONCE = 2
-"""Grammars of one tenant that are compiled at once: it holds up its own others, and nobody else's."""
+"""Grammars of one tenant that are compiled at once: more of its own wait, and no other tenant's."""
 MOST_CALLS = 16
 """Calls of tools in one answer, where calls are required."""
 VALUES = frozenset({"const", "default", "enum", "examples"})

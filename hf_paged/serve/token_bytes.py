@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from .text import Decode
@@ -16,43 +17,42 @@ FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 """A byte in a vocabulary of characters."""
 
 
-class TokenBytes:
-    """What each token of a tokenizer stands for, by its entry in the vocabulary and the kind of decoder."""
+def bytes_of(tokenizer: Any, whole: Decode) -> Callable[[int], bytes]:
+    """The function from a token to the bytes that it stands for, by its entry in the vocabulary and the kind
+    of decoder. whole: decodes what follows no known rule.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    rules = {} if decoder is None else json.loads(decoder.__getstate__())
+    steps = rules.get("decoders", [rules] if rules else [])
+    kinds = {each["type"] for each in steps}
+    byte_level = "ByteLevel" in kinds
+    falls_back = "ByteFallback" in kinds
+    blanks = [
+        each.get("replacement") or each["pattern"].get("String", " ")
+        for each in steps
+        if each["type"] == "Metaspace" or (each["type"] == "Replace" and each.get("content") == " ")
+    ]
+    added = set(getattr(tokenizer, "added_tokens_decoder", ()))
 
-    def __init__(self, tokenizer: Any, whole: Decode) -> None:
-        """whole: decodes what follows no known rule."""
-        self._whole = whole
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        decoder = getattr(self._backend, "decoder", None)
-        rules = {} if decoder is None else json.loads(decoder.__getstate__())
-        steps = rules.get("decoders", [rules] if rules else [])
-        kinds = {each["type"] for each in steps}
-        self._byte_level = "ByteLevel" in kinds
-        self._falls_back = "ByteFallback" in kinds
-        self._blanks = [
-            each.get("replacement") or each["pattern"].get("String", " ")
-            for each in steps
-            if each["type"] == "Metaspace" or (each["type"] == "Replace" and each.get("content") == " ")
-        ]
-        self._added = set(getattr(tokenizer, "added_tokens_decoder", ()))
-
-    def of(self, token: int) -> bytes:
-        """The bytes of a token."""
-        entry = None if self._backend is None else self._backend.id_to_token(token)
+    def bytes_of_token(token: int) -> bytes:
+        entry = None if backend is None else backend.id_to_token(token)
         if entry is None:
-            return self._whole([token]).encode()
-        if token in self._added:
+            return whole([token]).encode()
+        if token in added:
             return str(entry).encode()
-        if self._byte_level and all(each in BYTES for each in entry):
+        if byte_level and all(each in BYTES for each in entry):
             return bytes(BYTES[each] for each in entry)
-        byte = FALLBACK.fullmatch(entry) if self._falls_back else None
+        byte = FALLBACK.fullmatch(entry) if falls_back else None
         if byte is not None:
             return bytes([int(byte[1], 16)])
-        if not self._blanks:
-            return self._whole([token]).encode()
-        for each in self._blanks:
+        if not blanks:
+            return whole([token]).encode()
+        for each in blanks:
             entry = entry.replace(each, " ")
         return str(entry).encode()
+
+    return bytes_of_token
 
 
 def text_of(found: bytes) -> str:

@@ -16,7 +16,7 @@ from .images import ChatPrompt, Images
 from .protocol import ChatFields, ImagePart, Message, TextPart
 from .replies import shown_tools
 from .text import decode_of
-from .token_bytes import TokenBytes, text_of
+from .token_bytes import bytes_of, text_of
 from .turns import aside
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Tokenizer:
         self._long = ThreadPoolExecutor(1, thread_name_prefix="hf_paged tokenizer of long texts")
         self.shown = decode_of(tokenizer)
         self.whole = decode_of(tokenizer, skip_special_tokens=False)
-        self.bytes = cache(TokenBytes(tokenizer, self.whole).of)
+        self.bytes = cache(bytes_of(tokenizer, self.whole))
         """The bytes of a token: kept, at most one for each entry of the vocabulary."""
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ class Invariant:
         heads, columns, dim]: [batches, heads, tokens, value_dim].
 
         mask: [batches or 1, 1, tokens, columns], boolean or added: causal, of a window or not, over the
-        tokens of each sequence; several sequences may lie in a row, and columns that nobody sees anywhere.
+        tokens of each sequence; several sequences may lie in a row, and columns that no token sees anywhere.
         Each query's sums run over the tokens of its sequence, from the first on. A token that is not there
         gives 0.
         """
@@ -161,7 +161,7 @@ class Invariant:
 
     def _view(self, mask: torch.Tensor, batches: int, tokens: int, columns: int) -> _View:
         """The view of a mask, kept while layers are given the same one."""
-        if mask.is_inference():  # nobody counts what is written to it
+        if mask.is_inference():  # writes to it are not counted
             return _read(mask, batches, tokens, columns)
         key = (mask.data_ptr(), mask.shape, mask.stride(), mask._version, batches, tokens, columns)
         owner = mask._base if mask._base is not None else mask
@@ -279,7 +279,7 @@ def _read(mask: torch.Tensor, batches: int, tokens: int, columns: int) -> _View:
     last = columns - 1 - shown.flip(-1).int().argmax(-1)
     there = shown.any(1)
     asks = counts > 0
-    if tokens == columns:  # a token that nobody sees is padding, whatever it sees itself
+    if tokens == columns:  # a token that no other sees is padding, whatever it sees itself
         asks &= there
         trouble |= (asks & (last != column)).any()
     else:  # the new tokens are the last ones of their rows
@@ -287,7 +287,7 @@ def _read(mask: torch.Tensor, batches: int, tokens: int, columns: int) -> _View:
         trouble |= (asks[:, 1:] & (last[:, 1:] <= before)).any()
     rank = there.cumsum(-1) - 1
     begins = there & (rank == 0)
-    if tokens == columns:  # who sees nobody else begins a sequence
+    if tokens == columns:  # a token that sees no other begins a sequence
         begins |= asks & (counts == 1)
     start = torch.where(begins, rank, -1).cummax(1).values
     own_rank = rank.gather(1, last)
