@@ -286,8 +286,11 @@ def _errors(kind: type[BaseModel], body: dict[str, Any]) -> int:
         ({"prompt": "a", **{f"x{i}": 1 for i in range(300)}}, 400, "301 fields"),
         ({"prompt": "a", "y" * 100_000: 1}, 400, "y" * 80 + "'"),
         ({"prompt": [[5]] * 10_001}, 400, "prompt: 10001 prompts are given"),
+        ({"prompt": 5}, 400, "a list of such lists, got another int"),
+        ({"prompt": []}, 400, "a list of such lists, got an empty list"),
+        ({"prompt": ["a", 5]}, 400, "a list of such lists, got another list"),
     ],
-    ids=range(3),
+    ids=range(6),
 )
 def test_large_and_odd_objects(body: dict[str, Any], status: int, named: str) -> None:
     with pytest.raises(ApiError) as caught:

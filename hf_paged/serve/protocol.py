@@ -87,7 +87,9 @@ def _prompts(value: Any) -> Any:
         ids = all(isinstance(each, list) and each and all(type(i) is int for i in each) for each in value)
         if ids or all(isinstance(each, str) for each in value):
             return value
-    raise ValueError("a prompt is a text, a list of texts, a list of token ids, or a list of such lists")
+    kinds = "a text, a list of texts, a list of token ids, or a list of such lists"
+    got = "an empty list" if value == [] else f"another {type(value).__name__}"
+    raise ValueError(f"a prompt is {kinds}, got {got}")
 
 
 def _finite(value: dict[str, Any]) -> dict[str, Any]:
