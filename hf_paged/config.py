@@ -71,7 +71,7 @@ class CacheConfig:
         if self.memory_fraction is not None:
             _check_number("memory_fraction", self.memory_fraction, (int, float))
             if not 0 < self.memory_fraction <= 1:
-                raise ValueError(f"memory_fraction={self.memory_fraction} is not in (0, 1]; 0.5 is a half")
+                raise ValueError(f"memory_fraction={self.memory_fraction} is not in (0, 1] of free memory")
 
     @property
     def fixed(self) -> bool:
