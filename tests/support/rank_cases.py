@@ -859,6 +859,10 @@ def wrong_uses(rank: int) -> None:
             assert received[4].tolist() == [0, 1, 2]
             raises(RuntimeError, "closed", engine.follow)
     raises(ValueError, "different options", lambda: Engine(model, block_size=4 << rank))
+    other = loaded(("llama", "qwen3")[rank])
+    raises(ValueError, "different models: .*LlamaFor.*Qwen3For", lambda: Engine(other, **SMALL))
+    other = loaded("llama").to((torch.float32, torch.float64)[rank])
+    raises(ValueError, "different models: .*float32.*float64", lambda: Engine(other, **SMALL))
     raises(ValueError, "compile=True", lambda: Engine(model, compile=True))
     raises(ValueError, "lm_head_fp32=True is for one", lambda: Engine(model, lm_head_fp32=True))
 
@@ -2248,6 +2252,19 @@ def an_engine_that_one_rank_cannot_make(rank: int) -> None:
     begin = time.monotonic()
     raises(RankError, "rank 1 raised RuntimeError: .*dropout", lambda: Engine(model, **SMALL))
     assert time.monotonic() - begin < 8
+
+
+def an_engine_that_one_rank_does_not_make(rank: int) -> None:
+    begin_again(11)
+    model = loaded("llama-3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_paged.model.rank_votes.MEETING", 1.0)
+        if rank != 1:
+            raises(
+                RankError,
+                "ranks do not meet: .*every rank makes an engine",
+                lambda: Engine(model, rank_timeout=1.0),
+            )
 
 
 def a_rank_that_hangs(rank: int) -> None:

@@ -6,12 +6,5 @@ from .leader import Leader
 from .ranks import RankError, Ranks
 
 __all__ = [
-    "Follower",
-    "Leader",
-    "RankError",
-    "Ranks",
-    "made_alike",
-    "ranks_of",
-    "tried_alike",
-    "why_not_on_ranks",
-]
+    "Follower", "Leader", "RankError", "Ranks", "made_alike", "ranks_of", "tried_alike", "why_not_on_ranks",
+]  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ...model.adapters.peft_layers import why_no_adapters_on_ranks
 from ...model.tensor_parallel import mesh_of, why_not_divided
@@ -15,7 +16,7 @@ from ..config import EngineConfig
 from ..pools import Pools
 from ..runner import Runner
 from ..support import Unservable
-from .ranks import Ranks
+from .ranks import RankError, Ranks
 
 
 def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
@@ -23,32 +24,38 @@ def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
 
     Raises Unservable for models that the engine's ranks cannot compute, on all ranks alike.
     """
-    mesh = mesh_of(model)
-    if mesh is None:
+    if mesh_of(model) is None:
         return None
     reason = why_not_on_ranks(model, config)
     if reason is not None:
         raise Unservable(reason)
-    ranks = Ranks(model, config.rank_timeout)
+    try:
+        ranks = Ranks(model, config.rank_timeout)
+    except RuntimeError as error:
+        raise RankError(f"ranks do not meet: {error}; every rank makes an engine of the model") from error
     with made_alike(ranks):
         # Rank 0 alone has books; the names of its tenants are secrets of its process.
-        several = ranks.gather(repr(replace(config, cache_shares={})))
-        if len(set(several)) > 1:
-            raise ValueError(
-                f"ranks have different options of the engine: {sorted(set(several))}; give all of them the "
-                "same"
-            )
+        own = {"options of the engine": repr(replace(config, cache_shares={})), "models": _described(model)}
+        for what, words in own.items():
+            several = sorted(set(ranks.gather(words)))
+            if len(several) > 1:
+                raise ValueError(f"ranks have different {what}: {several}; give all of them the same")
     return ranks
+
+
+def _described(model: nn.Module) -> str:
+    """What ranks must have alike, whatever adapters they have. Parts that are no DTensor may differ."""
+    weights = [weight for name, weight in model.named_parameters() if ".lora_" not in name]
+    numbers = sum(weight.numel() for weight in weights if isinstance(weight, DTensor))
+    types = ", ".join(sorted({str(weight.dtype) for weight in weights}))
+    return f"{type(model).__name__} of {len(weights)} weights in {types}, {numbers} numbers in divided ones"
 
 
 def why_not_on_ranks(model: Any, config: EngineConfig) -> str | None:
     """Why the engine's ranks cannot compute a model that is divided; None if they can, or if it is not."""
-    mesh = mesh_of(model)
-    if mesh is None:
+    if (mesh := mesh_of(model)) is None:
         return None
-    size = mesh.size()
-    name = type(model).__name__
-    whole = model._device_mesh.size()
+    name, size, whole = type(model).__name__, mesh.size(), model._device_mesh.size()
     if whole != size:
         return (
             f"{name} is divided over {whole} ranks, {size} of them by tensor parallelism; the engine takes "

@@ -329,7 +329,7 @@ class Ranks:
             if self._store.check([FAULT]):
                 self._break_off(self._store.get(FAULT).decode())
         except RuntimeError:
-            self._break_off("the process with the store of the process group has ended")
+            self._break_off("rank 0 has ended, or the process with the store of the process group")
         for rank in self._connections.closed():
             with suppress(RuntimeError):  # the store's process may be gone
                 if self._store.check([f"left/{rank}"]):
