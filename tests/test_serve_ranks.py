@@ -89,3 +89,22 @@ def test_a_server_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert len(gone) == 2, left
     finally:
         process.kill()
+
+
+def test_a_first_rank_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command says so, in few lines, and fails; no rank is left behind."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    process = Command("serve", "demo", "--tensor-parallel-size", "2", "--port", "0", "--log-format", "json")
+    try:
+        assert any('"ready"' in line for line in iter(process.stderr.readline, ""))
+        ranks = psutil.Process(process.pid).children()
+        next(each for each in ranks if each.environ()["RANK"] == "0").kill()
+        assert process.wait(30) == 1
+        said = process.stderr.read()
+        assert "hf-paged serve: rank 0 has ended with -9" in said
+        assert "c10" not in said  # torch's own stacks of a store that is gone
+        gone, left = psutil.wait_procs(ranks, timeout=5)
+        assert len(gone) == 2, left
+    finally:
+        process.kill()

@@ -46,7 +46,7 @@ def start(size: int, arguments: Sequence[str]) -> int:
     with _started(size, arguments) as ranks:
         while True:
             codes = [process.poll() for process in ranks]
-            if codes[0] is not None:
+            if codes[0] is not None and codes[0] >= 0:  # else a signal has ended it
                 return codes[0]
             failed = [rank for rank, code in enumerate(codes) if code]  # 0: the first is about to end, too
             if failed:
@@ -93,7 +93,9 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
     threads = str(max(1, (os.cpu_count() or 1) // size))
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port, STARTED: 1}
     given = {name: str(value) for name, value in own.items()}
-    return {"OMP_NUM_THREADS": threads, **os.environ, **given, "MASTER_ADDR": "127.0.0.1"}
+    # Of a store that is gone torch writes a C++ stack for each question, before the one error that counts.
+    unless = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return {**unless, **os.environ, **given, "MASTER_ADDR": "127.0.0.1"}
 
 
 def _free_port() -> int:
