@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("ray", reason="ray is an extra: pip install 'hf_paged[ray]'")
 
+import pyarrow as pa
 import ray
 import torch
 from ray import serve
@@ -23,6 +24,7 @@ from ray_serving import DEMO, NAME, Application, free_port, kill_worker, local_r
 
 from hf_paged import demo
 from hf_paged.ray import map_batches
+from hf_paged.ray.batches import BatchJob, Worker
 from hf_paged.ray.gateway import Gateway
 from hf_paged.ray.replica import Replica
 
@@ -267,6 +269,13 @@ def test_batches_take_no_live_model(served: Application) -> None:
         data, lambda: (demo.model(), demo.tokenizer()), output="said", max_new_tokens=2, num_cpus=1
     )
     assert made.take_all()[0]["finish_reason"] == "length"
+
+
+def test_a_column_that_exists_is_refused_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_paged.ray.batches.answered", None)
+    worker = Worker(BatchJob("demo", "prompt", "said", {}, {}))
+    with pytest.raises(ValueError, match="the data set has a column 'said' already; rename it"):
+        asyncio.run(worker(pa.table({"prompt": ["The fox"], "said": [""]})))
 
 
 def _gateway(options: dict[str, Any]) -> None:

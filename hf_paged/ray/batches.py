@@ -123,6 +123,8 @@ class Worker:
 
     async def __call__(self, table: pa.Table) -> pa.Table:
         """A batch with its answers."""
+        for name in {self._job.output, "finish_reason", "error"}.intersection(table.column_names):
+            raise ValueError(f"the data set has a column {name!r} already; rename it")
         prompts = self._column(table, self._job.prompt)
         if self._checkpoint is None:
             return self._with(table, await self._answered(prompts))
@@ -150,7 +152,5 @@ class Worker:
             "error": [each.error for each in answers],
         }
         for name, values in columns.items():
-            if name in table.column_names:
-                raise ValueError(f"the data set has a column {name!r} already; rename it")
             table = table.append_column(name, pa.array(values, pa.string()))
         return table
