@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -1410,6 +1411,13 @@ class _Notes:
 
     def end(self) -> None:
         pass
+
+
+def a_benchmark_of_votes(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+        found = importlib.import_module("tensor_parallel").vote(loaded("llama"))
+    assert found["ms"] > 0
 
 
 def a_streamer_on_one_rank(rank: int) -> None:
