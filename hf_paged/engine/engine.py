@@ -22,6 +22,7 @@ from ..blocks import check_salt, extra_key
 from ..kv import fork_safe_lock, in_forked_process
 from ..model.adapters.loading import HostAdapter
 from ..model.adapters.lora import LowRank
+from ..model.capture.replay import drop_captures
 from ..model.invariant.mode import batch_invariant, require_invariant
 from ..model.offloaded import input_device
 from ..model.patches import note_restless
@@ -660,7 +661,7 @@ class Engine:
         try:
             paused = self._follower.follow(receive)
         except RankError:
-            self.runner.close()  # as in `_recover`
+            self._drop_captures()
             raise
         if not paused:
             self.close()
@@ -844,8 +845,13 @@ class Engine:
             self.runner.eager.unplug()
             self._loop.start_over(error)
             if isinstance(error, RankError):
-                self.runner.close()  # process groups end when no captured step has collectives
+                self._drop_captures()
         self._broken_off = False
+
+    def _drop_captures(self) -> None:
+        """A rank has failed: process groups end when no captured step has their collectives."""
+        self.runner.close()
+        drop_captures(self.model)
 
     def _finish_broken_off(self) -> None:
         if self._stepping:

@@ -75,7 +75,7 @@ from hf_paged.continuous.manager import EngineBatchingManager
 from hf_paged.engine import Engine, RankError
 from hf_paged.engine.adapters import EngineAdapters
 from hf_paged.engine.in_flight import InFlightStep
-from hf_paged.engine.parallel import Ranks, follower, ranks
+from hf_paged.engine.parallel import Ranks, follower, joining, ranks
 from hf_paged.engine.parallel.message import MessageKind
 from hf_paged.engine.runner import Runner
 from hf_paged.engine.support import Unservable
@@ -864,6 +864,16 @@ def wrong_uses(rank: int) -> None:
     raises(ValueError, "different models: .*LlamaFor.*Qwen3For", lambda: Engine(other, **SMALL))
     other = loaded("llama").to((torch.float32, torch.float64)[rank])
     raises(ValueError, "different models: .*float32.*float64", lambda: Engine(other, **SMALL))
+    other = loaded("llama")
+    with torch.no_grad():
+        other.model.norm.weight[3] += rank
+    with pytest.MonkeyPatch.context() as patch:
+        words: list[str] = []
+        patch.setattr(joining.logger, "warning", words.append)
+        Engine(model, **SMALL).close()
+        assert not words
+        Engine(other, **SMALL).close()
+        assert "load one checkpoint" in words[0]
     raises(ValueError, "compile=True", lambda: Engine(model, compile=True))
     raises(ValueError, "lm_head_fp32=True is for one", lambda: Engine(model, lm_head_fp32=True))
 
@@ -2115,14 +2125,15 @@ def captured_steps_of_a_rank_that_raises(rank: int) -> None:
     begin_again(10)
     dropped, broken = threading.Event(), threading.Event()
     break_waits, close = ranks.break_waits, Runner.close
+    closed: list[None] = []
 
     def end(*given: Any) -> None:
         break_waits(*given)
         if dropped.wait(5):
             broken.set()
 
-    def drop(runner: Runner) -> None:
-        close(runner)
+    def drop(model: Any) -> None:
+        assert model.config.model_type == "llama"
         dropped.set()
 
     def act() -> None:
@@ -2130,10 +2141,12 @@ def captured_steps_of_a_rank_that_raises(rank: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "break_waits", end)
-        patch.setattr(Runner, "close", drop)
+        patch.setattr(Runner, "close", lambda runner: closed.append(close(runner)))
+        patch.setattr("hf_paged.engine.engine.drop_captures", drop)  # those of generate() on the same ranks
         patch.setattr(Engine, "close", lambda engine: None)
         _broken(rank, act, "rank 1 raised ValueError: mine", 4.0)
         assert broken.wait(2)
+        assert closed
 
 
 def adapters_that_one_rank_has_no_memory_for(rank: int) -> None:

@@ -6,5 +6,12 @@ from .leader import Leader
 from .ranks import RankError, Ranks
 
 __all__ = [
-    "Follower", "Leader", "RankError", "Ranks", "made_alike", "ranks_of", "tried_alike", "why_not_on_ranks",
-]  # fmt: skip
+    "Follower",
+    "Leader",
+    "RankError",
+    "Ranks",
+    "made_alike",
+    "ranks_of",
+    "tried_alike",
+    "why_not_on_ranks",
+]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +20,8 @@ from ..pools import Pools
 from ..runner import Runner
 from ..support import Unservable
 from .ranks import RankError, Ranks
+
+logger = logging.getLogger("hf_paged")
 
 
 def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
@@ -40,6 +45,11 @@ def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
             several = sorted(set(ranks.gather(words)))
             if len(several) > 1:
                 raise ValueError(f"ranks have different {what}: {several}; give all of them the same")
+        if len(set(ranks.gather(_digest_of_norms(model)))) > 1:
+            logger.warning(
+                "the models of the ranks have different weights: norms, which each has whole, are not alike. "
+                "Answers will be those of no model; load one checkpoint on all ranks"
+            )
     return ranks
 
 
@@ -51,11 +61,25 @@ def _described(model: nn.Module) -> str:
     return f"{type(model).__name__} of {len(weights)} weights in {types}, {numbers} numbers in divided ones"
 
 
+def _digest_of_norms(model: nn.Module) -> int:
+    """Of weights that no plan divides: norms as wide as the model's states."""
+    width = model.config.get_text_config(decoder=True).hidden_size  # type: ignore[operator, union-attr]
+    digest = 0
+    for name, weight in model.named_parameters():
+        whole = type(weight.data) is torch.Tensor and weight.shape == (width,) and not weight.is_meta
+        if whole and name.endswith("norm.weight") and not name.endswith(("q_norm.weight", "k_norm.weight")):
+            digest = crc32(weight.detach().float().cpu().numpy().tobytes(), digest)
+    return digest
+
+
 def why_not_on_ranks(model: Any, config: EngineConfig) -> str | None:
     """Why the engine's ranks cannot compute a model that is divided; None if they can, or if it is not."""
-    if (mesh := mesh_of(model)) is None:
+    mesh = mesh_of(model)
+    if mesh is None:
         return None
-    name, size, whole = type(model).__name__, mesh.size(), model._device_mesh.size()
+    size = mesh.size()
+    name = type(model).__name__
+    whole = model._device_mesh.size()
     if whole != size:
         return (
             f"{name} is divided over {whole} ranks, {size} of them by tensor parallelism; the engine takes "

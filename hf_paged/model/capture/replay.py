@@ -240,7 +240,8 @@ def captures_of(model: nn.Module) -> GenerateSteps:
     return _steps[model]
 
 
-def drop_captures() -> None:
-    """Drop the captured steps of all models in generate()."""
-    for steps in list(_steps.values()):
-        steps.pool.drop()
+def drop_captures(model: nn.Module | None = None) -> None:
+    """Drop the captured steps of a model, or of all models, in generate()."""
+    for each, steps in list(_steps.items()):
+        if model is None or each is model:
+            steps.pool.drop()
