@@ -53,7 +53,7 @@ BUDGETS = {
     "hf_paged/engine/sampling": 1945,
     "hf_paged/generate": 2345,
     "hf_paged/kv": 4230,
-    "hf_paged/model": 4730,
+    "hf_paged/model": 4735,
     "hf_paged/model/adapters": 1510,
     "hf_paged/model/capture": 2765,
     "hf_paged/model/invariant": 895,

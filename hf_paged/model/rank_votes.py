@@ -17,6 +17,7 @@ from .symmetric_memory import sums_of
 MEETING = 60.0
 """Seconds that ranks wait for each other at least."""
 AGAIN = "look for the first error of another rank, and start all of them again"
+TOGETHER = "each of them has to make the engine, or to call generate(), of a divided model"
 before_groups: list[Callable[[], None]] = []
 """What is done before a process group is made: that waits for other ranks, and no thread of this process runs
 meanwhile.
@@ -36,15 +37,18 @@ def host_group(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
     members = dist.get_process_group_ranks(group)
     name = f"hf_paged/{'-'.join(map(str, members))}/{group.group_name}"
     c10d: Any = dist.distributed_c10d
-    made: dist.ProcessGroup = c10d._new_process_group_helper(
-        len(members),
-        dist.get_rank(group),
-        members,
-        "gloo",
-        c10d._get_default_store().clone(),  # threads that wait at one connection keep each other waiting
-        f"{name}/{_made[name]}",
-        timeout=timedelta(seconds=max(seconds, MEETING)),
-    )[0]
+    try:
+        made: dist.ProcessGroup = c10d._new_process_group_helper(
+            len(members),
+            dist.get_rank(group),
+            members,
+            "gloo",
+            c10d._get_default_store().clone(),  # threads that wait at one connection keep each other waiting
+            f"{name}/{_made[name]}",
+            timeout=timedelta(seconds=max(seconds, MEETING)),
+        )[0]
+    except RuntimeError as error:
+        raise RuntimeError(f"ranks do not meet: {error}; {TOGETHER}") from error
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(members)}
     _made[name] += 1
     return made

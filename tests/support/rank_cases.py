@@ -2278,17 +2278,17 @@ def an_engine_that_one_rank_cannot_make(rank: int) -> None:
     assert time.monotonic() - begin < 8
 
 
-def an_engine_that_one_rank_does_not_make(rank: int) -> None:
+def a_rank_that_neither_makes_an_engine_nor_generates(rank: int) -> None:
     begin_again(11)
     model = loaded("llama-3")
+    words = "ranks do not meet: .*each of them has to make"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_paged.model.rank_votes.MEETING", 1.0)
+        patch.setattr(rank_votes, "MEETING", 1.0)
+        patch.setattr(rank_votes, "_patience", lambda group: 1.0)
         if rank != 1:
-            raises(
-                RankError,
-                "ranks do not meet: .*every rank makes an engine",
-                lambda: Engine(model, rank_timeout=1.0),
-            )
+            raises(RankError, words, lambda: Engine(model, rank_timeout=1.0))
+            ids = torch.tensor([PROMPTS[0]], device=model.device)
+            raises(RuntimeError, words, lambda: model.generate(ids, cache_implementation="paged"))
 
 
 def a_rank_that_hangs(rank: int) -> None:

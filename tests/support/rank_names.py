@@ -85,7 +85,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (3, "a_rank_that_closes_early", ()),
     (3, "an_interrupt_of_a_rank_that_waits", ()),
     (3, "an_engine_that_one_rank_cannot_make", ()),
-    (3, "an_engine_that_one_rank_does_not_make", ()),
+    (3, "a_rank_that_neither_makes_an_engine_nor_generates", ()),
     (3, "a_rank_that_hangs", ()),
     (3, "a_rank_that_dies", (1,)),
 ]

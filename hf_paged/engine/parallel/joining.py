@@ -37,7 +37,7 @@ def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
     try:
         ranks = Ranks(model, config.rank_timeout)
     except RuntimeError as error:
-        raise RankError(f"ranks do not meet: {error}; every rank makes an engine of the model") from error
+        raise RankError(str(error)) from error
     with made_alike(ranks):
         # Rank 0 alone has books; the names of its tenants are secrets of its process.
         own = {"options of the engine": repr(replace(config, cache_shares={})), "models": _described(model)}
