@@ -6,9 +6,13 @@ PYTHONPATH=.:tests python -m pytest tests/test_gpu.py
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -268,6 +272,33 @@ def test_compiled_layers_answer_as_generate(name: str, dtype: torch.dtype, kerne
         if dtype == torch.float32:
             ids = torch.tensor([prompt], device="cuda")
             assert output.sequences[0].token_ids == model.generate(ids, **options)[0, len(prompt) :].tolist()
+
+
+ENDING = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from hf_paged import Engine
+
+sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
+config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+engine = Engine(model)
+engine.submit(list(range(5, 40)), max_new_tokens=12, min_new_tokens=12).result()
+if CLOSES:
+    engine.close()
+print("answered", flush=True)
+"""
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "left open"])
+def test_a_process_ends_in_order_while_kernels_compile(closes: bool, tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = ENDING.replace("CLOSES", str(closes))
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert "answered" in ran.stdout, ran.stderr[-2000:]
+    assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 def test_fused_projections_lie_side_by_side_after_sleep() -> None:
