@@ -230,6 +230,14 @@ def test_rows_that_differ_from_a_later_chunk_on(llama: Any, padded: bool) -> Non
         assert seen[0] == 1, "all chunks of all rows are found"
 
 
+def test_drafts_after_a_prompt_in_chunks(llama: Any) -> None:
+    """Drafts that are refused are no part of the prompt."""
+    ids = words(1, 12, seed=1)
+    assistant = build(BY_NAME["qwen2"])
+    answer, _ = ask(llama, ids, 1, assistant_model=assistant, prefill_chunk_size=50, max_new_tokens=30)
+    ask(llama, torch.cat([answer, words(1, 3)], 1), 1, return_dict_in_generate=True, output_scores=True)
+
+
 @pytest.mark.parametrize(
     ("name", "block_size"),
     [("llama", 16), ("mistral-window", 4), ("gemma3", 4), ("gpt-oss", 2), ("bloom", 16)],

@@ -219,10 +219,12 @@ class Reuse:
         before = self.history.columns
         first = self._origin is None
         self._origin = origin
+        # Drafts that were taken back are among the tokens known so far: then the prompt has ended.
+        known = self._tokens is not None and len(self._tokens[0]) == before
         if (
             not first
             and before
-            and (self._tokens is None or not cache.prompt_in_chunks or ids is None or ids.shape[1] == 1)
+            and (not known or not cache.prompt_in_chunks or ids is None or ids.shape[1] == 1)
         ):
             if ids is None:
                 raise NotShareable("a step was fed something else than token ids")
