@@ -336,9 +336,10 @@ def test_weights_of_another_model_are_refused(model: Any, engine: Engine) -> Non
     for dtype in (torch.int8, torch.float8_e4m3fn):
         with pytest.raises(ValueError, match=f"in {dtype}, expected torch.float32"):
             engine.load_weights([(name, tensor.to(dtype))])
-    for wrong in ("model.safetensors", Path("model.safetensors"), None):
+    no_weights: list[Any] = ["model.safetensors", Path("model.safetensors"), None]
+    for wrong in no_weights:
         with pytest.raises(TypeError, match=r"load_weights got .*; give a state dict"):
-            engine.load_weights(wrong)  # type: ignore[arg-type]
+            engine.load_weights(wrong)
     with pytest.raises(TypeError, match="as ndarray, expected a tensor"):
         engine.load_weights([(name, tensor.detach().numpy())])
     assert answers(engine.submit(PROMPTS[1], **SHORT).result()) == alone(model, PROMPTS[1], **SHORT)

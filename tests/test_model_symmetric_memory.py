@@ -52,8 +52,8 @@ class _LetGo(Exception):
 def test_kernels_that_wait_for_a_failed_rank_come_to_their_end(
     monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """A sum signals to all ranks, its own among them, and waits for the signals of all: a rank that fails takes
-    none and gives none. Sums that follow in the same queue end as well.
+    """A sum signals to all ranks, its own among them, and waits for the signals of all: a rank that fails
+    takes none and gives none. Sums that follow in the same queue end as well.
     """
     monkeypatch.setattr(symmetric_memory, "LETTING_GO", 30.0)
     pads = [torch.zeros(2 * ranks, dtype=torch.int32) for _ in range(ranks)]

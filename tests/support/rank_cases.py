@@ -2119,12 +2119,14 @@ def a_rank_that_raises(rank: int) -> None:
 
 
 def captured_steps_of_a_rank_that_raises(rank: int) -> None:
-    """NCCL ends the waits of a group only when no captured step has its collectives: the engine drops them, also
-    if nobody closes it, and no thread of the user's waits for that.
+    """NCCL ends the waits of a group only when no captured step has its collectives: the engine drops them,
+    also if it is left open, and no thread of the user's waits for that.
     """
     begin_again(10)
-    dropped, broken = threading.Event(), threading.Event()
-    break_waits, close = ranks.break_waits, Runner.close
+    dropped = threading.Event()
+    broken = threading.Event()
+    break_waits = ranks.break_waits
+    close = Runner.close
     closed: list[None] = []
 
     def end(*given: Any) -> None:

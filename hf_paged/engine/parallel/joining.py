@@ -40,12 +40,12 @@ def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
         raise RankError(str(error)) from error
     with made_alike(ranks):
         # Rank 0 alone has books; the names of its tenants are secrets of its process.
-        own = {"options of the engine": repr(replace(config, cache_shares={})), "models": _described(model)}
-        for what, words in own.items():
-            several = sorted(set(ranks.gather(words)))
+        own = repr(replace(config, cache_shares={})), _described(model), _digest_of_norms(model)
+        options, models, norms = map(set, zip(*ranks.gather(own), strict=True))
+        for what, several in (("options of the engine", options), ("models", models)):
             if len(several) > 1:
-                raise ValueError(f"ranks have different {what}: {several}; give all of them the same")
-        if len(set(ranks.gather(_digest_of_norms(model)))) > 1:
+                raise ValueError(f"ranks have different {what}: {sorted(several)}; give all of them the same")
+        if len(norms) > 1:
             logger.warning(
                 "the models of the ranks have different weights: norms, which each has whole, are not alike. "
                 "Answers will be those of no model; load one checkpoint on all ranks"
@@ -61,9 +61,9 @@ def _described(model: nn.Module) -> str:
     return f"{type(model).__name__} of {len(weights)} weights in {types}, {numbers} numbers in divided ones"
 
 
-def _digest_of_norms(model: nn.Module) -> int:
+def _digest_of_norms(model: Any) -> int:
     """Of weights that no plan divides: norms as wide as the model's states."""
-    width = model.config.get_text_config(decoder=True).hidden_size  # type: ignore[operator, union-attr]
+    width = model.config.get_text_config(decoder=True).hidden_size
     digest = 0
     for name, weight in model.named_parameters():
         whole = type(weight.data) is torch.Tensor and weight.shape == (width,) and not weight.is_meta
