@@ -4,11 +4,13 @@ and nobody's trouble.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -198,16 +200,45 @@ def test_threads_compile_and_end(compiler: Compiler, monkeypatch: pytest.MonkeyP
 ENDING = """
 import time, torch
 from hf_paged.kv.warmup import Warming
-later = [(label, [lambda: time.sleep(0.2)] * 50) for label in range(3)]
-Warming(torch.device("cpu"), list, list, lambda: later).wait()
+
+def main():
+    weights = [torch.zeros(1) for _ in range(100_000)]
+    later = [(label, [lambda: time.sleep(0.2)] * 50) for label in range(3)]
+    Warming(torch.device("cpu"), list, lambda: [lambda: None for _ in weights[:2]], lambda: later).wait()
+
+main()
 print(time.time())
 """
 
 
 def test_a_process_ends_without_compiling_what_is_left() -> None:
-    """A script that leaves its engine open would wait at its end for kernels that nothing launches."""
+    """A script that leaves its engine open would wait at its end for kernels that nothing launches, or be
+    aborted where a thread frees the model while the interpreter ends.
+    """
     ran = subprocess.run([sys.executable, "-c", ENDING], stdout=subprocess.PIPE, text=True, check=True)
     assert time.time() - float(ran.stdout) < 6  # all of them take 10 seconds on three threads
+
+
+def test_an_engine_that_is_dropped_leaves_nothing(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its model nor threads that compile for it."""
+    monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})
+    begun: list[int] = []
+
+    def job() -> None:
+        begun.append(1)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(warming, "later_jobs", lambda eager: [(label, [job]) for label in range(1000)])
+    engine = Engine(make("Llama"), block_size=4, num_blocks=200)
+    thread, model = engine.runner.warming, weakref.ref(engine.model)
+    assert thread is not None
+    del engine
+    gc.collect()
+    assert model() is None
+    thread.join()
+    assert len(begun) < 500
 
 
 def test_turns_of_threads_are_short_while_any_compile() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -217,8 +218,10 @@ class Runner:
         try:
             warm = warming(self.eager, self.decoding is not None, self.why_rows is None)
             with warm as self.warming, without_plans(self.eager.device):
-                if self.warming is not None and self.decoding is not None:
-                    load_products(self.eager.model, self.decoding.expected_rows())
+                if self.warming is not None:
+                    weakref.finalize(self, self.warming.stop).atexit = False
+                    if self.decoding is not None:
+                        load_products(self.eager.model, self.decoding.expected_rows())
                 self._try_out()
         finally:
             self.eager.unplug()

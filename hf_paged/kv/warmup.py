@@ -93,9 +93,8 @@ class Warming:
         those are done. later: makes the further ones by what needs them, in the order in which they are done.
         """
         self._device = device
-        self._first = first
-        self._jobs = jobs
-        self._later = later
+        self._makers = [first, jobs, later]
+        """Until they are called: what they were made from, a model for example, may go before the thread."""
         self._compiled = threading.Event()
         self._stopped = False
         self._context = copy_context()  # it says which arithmetic is wanted
@@ -103,7 +102,8 @@ class Warming:
         """What the later jobs have been done for."""
         self.done = False
         """Whether all later jobs are done."""
-        self._thread = threading.Thread(target=self._run, name="hf_paged warming", daemon=True)
+        # No daemon: one that frees a tensor of its jobs while the process ends aborts it.
+        self._thread = threading.Thread(target=self._run, name="hf_paged warming", daemon=False)
         self._thread.start()
 
     def wait(self) -> None:
@@ -119,10 +119,11 @@ class Warming:
         self._thread.join()
 
     def _run(self) -> None:
-        with short_turns():
+        with short_turns(), suppress(RuntimeError):  # no thread begins anything at the process's end
             try:
                 later = self._run_first()
             finally:
+                self._makers.clear()
                 self._compiled.set()
             try:
                 self._run_later(later)
@@ -131,12 +132,13 @@ class Warming:
 
     def _run_first(self) -> Sequence[tuple[Hashable, Sequence[Job]]]:
         """Do the jobs that are waited for: the later ones."""
+        make_first, make_jobs, make_later = self._makers
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "hf_paged warming") as threads:
-            begun = [threads.submit(self._do, job) for job in self._do(self._first) or []]
-            jobs = self._do(self._jobs) or []
+            begun = [threads.submit(self._do, job) for job in self._do(make_first) or []]
+            jobs = self._do(make_jobs) or []
             wait(begun)
             begun = [threads.submit(self._do, job) for job in jobs]
-            later = self._do(self._later) or []
+            later = self._do(make_later) or []
             wait(begun)
         return later
 
@@ -151,14 +153,14 @@ class Warming:
                 self.ready.add(label)
             room.release()
 
-        with ThreadPoolExecutor(count, "hf_paged warming") as threads, suppress(RuntimeError):
+        with ThreadPoolExecutor(count, "hf_paged warming") as threads:
             for label, jobs in later:
                 missing = list(jobs)
                 if not missing:
                     self.ready.add(label)
                 for job in jobs:
                     room.acquire()
-                    begun = threads.submit(self._do, job)  # raises at the process's end
+                    begun = threads.submit(self._do, job)
                     begun.add_done_callback(partial(note, label, missing))
 
     def _do(self, job: Callable[[], Any]) -> Any:

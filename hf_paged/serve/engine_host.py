@@ -123,6 +123,8 @@ class EngineHost:
             for each in callers.values():
                 each.shutdown(wait=False, cancel_futures=True)
             self._engine.close()
+            if warm_up.is_alive():  # a thread that frees tensors while the process ends is an abort
+                warm_up.join(timeout=5)
             self._connection.close()
 
     def pass_signal(self, number: int) -> None:
