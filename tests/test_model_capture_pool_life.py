@@ -699,7 +699,7 @@ def test_ranks_trust_a_size_together() -> None:
     pools = [_Captured(Memory()) for _ in range(2)]
     votes: list[int] = []
     for pool in pools:
-        pool.join(lambda number, computed: min(number, *votes))
+        pool.join(lambda number, computed: min(number, *votes), lambda value, place: True)
     state: Any = object()
 
     def step(*sources: _Source) -> list[bool]:

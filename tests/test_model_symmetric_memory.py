@@ -30,7 +30,7 @@ def test_ranks_keep_their_memory_beside_other_ranks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(symmetric_memory, "_made", lambda group, device: Memory())
+    monkeypatch.setattr(symmetric_memory, "made_together", lambda group, device: Memory())
     one: Any = Group()
     other: Any = Group()
     first = symmetric_memory.symmetric_memory_of(one)
@@ -42,6 +42,33 @@ def test_ranks_keep_their_memory_beside_other_ranks(monkeypatch: pytest.MonkeyPa
     del one, other
     gc.collect()
     assert symmetric_memory.symmetric_memories() == []
+
+
+@pytest.mark.parametrize("fails", ["", "links", "kernels"])
+def test_ranks_whose_devices_cannot_sum_there_use_nccl(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """Without links between devices, or with 3 of them, which no kernel of torch's sums."""
+    tried: list[str] = []
+
+    class Memory:
+        def __init__(self, group: Any, device: torch.device) -> None:
+            self._act("links")
+
+        def meet(self) -> None:
+            self._act("kernels")
+
+        def _act(self, what: str) -> None:
+            tried.append(what)
+            if what == fails:
+                raise RuntimeError("Not implemented for world_size=3")
+
+    monkeypatch.setattr(symmetric_memory, "SymmetricMemory", Memory)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        made = symmetric_memory.made_together(dist.group.WORLD, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert (made is None) == bool(fails)
+    assert tried == ["links", "kernels"][: 1 if fails == "links" else 2]
 
 
 class _LetGo(Exception):

@@ -32,6 +32,8 @@ class CheckPolicy:
         """Steps begun since the last check; 0 in a step that checks."""
         self.foreign_forward = True
         """Whether the model's forward runs code of the user's, as of the last check."""
+        self.foreign_on_a_rank = False
+        """Whether it does on any rank, as of their last check together."""
         self.skips_autograd = False
         """Whether the model's forward needs nothing of autograd, as of the last check."""
         self.clock = clock
@@ -45,7 +47,7 @@ class CheckPolicy:
 
     def mark_forward(self) -> None:
         """The model's forward is about to run, operation by operation."""
-        self._dirty |= self.foreign_forward
+        self._dirty |= self.foreign_forward or self.foreign_on_a_rank
 
     def mark_clean(self) -> None:
         """The model was checked and is clean until it is marked dirty."""

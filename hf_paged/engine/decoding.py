@@ -180,14 +180,17 @@ class Decoding:
         size = self._shape(batch)
         if size is None:
             return None
-        state = self._state or self._check()
+        checks = not self.eager.checks.unseen
+        state = self._state
+        if state is None or (checks and self.eager.checks.foreign_on_a_rank):
+            state, checks = self._check(), False
         step = self.captures.find(state, size, HOLDERS[size.form])
         if not isinstance(step, _DecodeStep):
             return None
         self._load(step, batch)
         step.replay()
         # Where the model must be checked in this step, it is checked while the device works.
-        if not self.eager.checks.unseen and self._check() is not state:
+        if checks and self._check() is not state:
             return None
         self.captures.counts["replayed"] += 1
         self._size = size
@@ -292,24 +295,21 @@ class Decoding:
 
     def check_captures(self) -> None:
         """Read the model's state anew, if there are captured steps: they read the memory that it had then."""
-        if len(self.captures):
+        if len(self.captures) and not self.eager.checks.foreign_on_a_rank:  # else in the next step, together
             self._check()
 
     def _check(self) -> StateKey:
         """The model's state as it is now."""
-        snapshot = self.current()
-        if self._state is None:
-            self._state = self.captures.known(snapshot.graph_key)
+        state = self.captures.known(self.current().graph_key)
+        together = self.eager.checks.foreign_on_a_rank  # what that code has from elsewhere may differ
+        self._state = self.captures.agree_on(state) if together else state
         return self._state
 
     def current(self) -> ModelSnapshot:
         """The model as it is now."""
         known = self._snapshot
-        now = ModelSnapshot(self.eager.model, watch=True) if known is None else known.current()
-        if now is not known:
-            self._snapshot = now
-            self._state = None
-        return now
+        self._snapshot = ModelSnapshot(self.eager.model, watch=True) if known is None else known.current()
+        return self._snapshot
 
     # ---- one step
 

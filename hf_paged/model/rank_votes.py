@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,6 +23,10 @@ before_groups: list[Callable[[], None]] = []
 """What is done before a process group is made: that waits for other ranks, and no thread of this process runs
 meanwhile.
 """
+before_groups_end: list[Callable[[], None]] = []
+"""What is done before process groups with devices are destroyed: while a captured step has its collectives,
+NCCL would wait for ever.
+"""
 _made: Counter[str] = Counter()
 """How many groups for numbers on the host were made beside each group: as many on each of its ranks."""
 
@@ -32,6 +37,7 @@ def host_group(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
     Not by `dist.new_group`: without all other ranks it names a group after how many a rank has, which differs
     where the user's own groups (rank 0 alone, say) have some of them only.
     """
+    _watch_ends()
     for act in before_groups:
         act()
     members = dist.get_process_group_ranks(group)
@@ -52,6 +58,23 @@ def host_group(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(members)}
     _made[name] += 1
     return made
+
+
+@functools.cache
+def _watch_ends() -> None:
+    """Have torch do `before_groups_end`."""
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        with_devices = isinstance(group, dist.ProcessGroup) and "nccl" in dist.get_backend_config(group)
+        if group is None or with_devices:
+            for act in before_groups_end:
+                act()
+        destroy(group)
+
+    for module in (dist, dist.distributed_c10d):
+        vars(module).update(destroy_process_group=destroy_process_group)
 
 
 def smallest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:

@@ -90,7 +90,11 @@ class SymmetricMemory:
         self.unmet = None  # one of them may have broken off a recording
         yield
         if self.unmet is not None:
-            self.sum_now(self.bytes[: WORD * len(self._pads)].view(torch.float32))
+            self.meet()
+
+    def meet(self) -> None:
+        """Sum a few bytes, behind which all ranks have read the parts before."""
+        self.sum_now(self.bytes[: WORD * len(self._pads)].view(torch.float32))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -208,7 +212,7 @@ def symmetric_memory_of(group: dist.ProcessGroup) -> SymmetricMemory | None:
     if not torch.cuda.is_available() or "nccl" not in dist.get_backend_config(group):
         return None
     if group not in _known:
-        _known[group] = _made(group, torch.device("cuda", torch.cuda.current_device()))
+        _known[group] = made_together(group, torch.device("cuda", torch.cuda.current_device()))
     return _known[group]
 
 
@@ -217,16 +221,26 @@ def symmetric_memories() -> list[torch.Tensor]:
     return [each for memory in list(_known.values()) if memory is not None for each in memory.tensors]
 
 
-def _made(group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory | None:
+def made_together(group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory | None:
     hosts: list[Any] = [None] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     if len(set(hosts)) > 1:
         return None
-    memory = None
-    try:
-        memory = SymmetricMemory(group, device)
-    except (ImportError, AttributeError, RuntimeError) as error:  # devices without a link, or an older torch
-        logger.info("ranks sum by NCCL alone: %s", error)
-    everywhere = torch.tensor([memory is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
-    return memory if everywhere.item() else None
+    found: list[SymmetricMemory] = []
+
+    def make() -> None:
+        found.append(SymmetricMemory(group, device))
+
+    # It fails without links between devices; with 3 ranks, as torch's kernels sum over 2, 4 and 8.
+    for act in (make, lambda: found[0].meet()):
+        works = True
+        try:
+            act()
+        except (ImportError, AttributeError, RuntimeError) as error:
+            logger.info("ranks sum by NCCL alone: %s", error)
+            works = False
+        everywhere = torch.tensor([works], dtype=torch.int32, device=device)
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
+        if not everywhere.item():
+            return None
+    return found[0]

@@ -217,6 +217,37 @@ def captured_steps_over_pools_that_grow(rank: int) -> None:
     assert rank or stats["graphs"]["replayed"] > 10, stats
 
 
+def captured_steps_of_code_that_changes_on_one_rank(rank: int) -> None:
+    """What a replaced forward has from where it was made is part of a captured step: all begin anew."""
+    model = loaded("llama")
+    forward = model.model.layers[1].mlp.forward
+    noted = [0]
+
+    def noting(states: torch.Tensor) -> torch.Tensor:
+        assert noted[0] >= 0
+        return forward(states)
+
+    model.model.layers[1].mlp.forward = noting
+    with pytest.MonkeyPatch.context() as patch, Engine(model, **SMALL) as engine:
+        patch.setitem(RECORDERS, "cpu", record)
+        if rank:
+            assert not engine.follow(lambda value: noted.__setitem__(0, value))
+            return
+        right = alone(whole("llama"), PROMPTS[1], **GREEDY)
+        for change in (1, None, 2, None):
+            before = engine.stats()["graphs"]["replayed"]
+            handle = engine.submit(PROMPTS[1], **GREEDY)
+            for _ in range(5):
+                engine.step()
+            if change == 1:
+                engine.broadcast(change)
+            elif change == 2:
+                noted[0] = change
+            assert answers(handle.result()) == right
+            assert answers(engine.submit(PROMPTS[1], **GREEDY).result()) == right
+            assert engine.stats()["graphs"]["replayed"] > before + 5, engine.stats()["graphs"]
+
+
 def fused_projections(rank: int) -> None:
     """Each rank lays its parts side by side, and multiplies with them at once."""
     with pytest.MonkeyPatch.context() as patch:
@@ -922,7 +953,8 @@ def broadcasts_from_within_a_step(rank: int) -> None:
         return scores
 
     model.model.layers[1].mlp.forward = interrupted  # on all ranks alike
-    with Engine(model, **SMALL) as engine:
+    with pytest.MonkeyPatch.context() as patch, Engine(model, **SMALL) as engine:
+        patch.setitem(RECORDERS, "cpu", record)
         if rank:
             received: list[int] = []
             assert not engine.follow(received.append)
@@ -2306,12 +2338,21 @@ def a_rank_that_dies(rank: int) -> None:
 
 
 def rank_0_that_ends_at_once(rank: int) -> None:
-    """A process that has closed its engine may end, and the process groups' store with it."""
+    """A process that has closed its engine may end, and the process groups' store with it. NCCL's groups are
+    not destroyed while a captured step has their collectives.
+    """
+    model = loaded("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RECORDERS, "cpu", record)
+        for _ in range(3):
+            generated(model, MODES[0], cache_implementation="paged")
+        assert captures_of(model).pool.sizes()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = [probe.getsockname()[1]]
     dist.broadcast_object_list(port, 0)
     dist.destroy_process_group()
+    assert not captures_of(model).pool.sizes()
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's: rank 0 is to have the store here
     dist.init_process_group(
         BACKEND,

@@ -9,6 +9,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "windows", ()),
     (2, "other_families", ()),
     (2, "captured_steps", ()),
+    (2, "captured_steps_of_code_that_changes_on_one_rank", ()),
     (2, "a_capture_that_fails_on_one_rank", ()),
     (2, "experts_divided", ()),
     (2, "requests_at_random", ()),

@@ -15,6 +15,7 @@ from ..forward_batch import LastTokens, PromptInputs
 from ..model_check import ModelCheck
 from ..multimodal.media import Media
 from ..runner import Runner
+from .joining import compare_models
 from .message import AdapterNews, MessageKind, Received, StepDecoder
 from .prompt_inputs import on_device
 from .ranks import RankError, Ranks
@@ -121,7 +122,7 @@ class Follower:
     def _check(self) -> None:
         """No request runs: check the model, and know of the other ranks whether theirs has changed."""
         changed = self._adapters.look_as_follower() | self._model_check.changed()
-        if not self.ranks.any(changed, self._adapters.agreement()):
+        if not compare_models(self.ranks, changed, self.runner.eager.checks, self._adapters):
             return
         self.free()
         self._forget()

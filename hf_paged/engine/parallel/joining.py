@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from ...model.adapters.peft_layers import why_no_adapters_on_ranks
 from ...model.tensor_parallel import mesh_of, why_not_divided
+from ..adapters import EngineAdapters
+from ..check_policy import CheckPolicy
 from ..config import EngineConfig
 from ..pools import Pools
 from ..runner import Runner
@@ -118,7 +120,14 @@ def tried_alike(ranks: Ranks | None, pools: Pools, runner: Runner) -> Iterator[N
         group.kept = bool(group.kept)  # whether pools fit beside training is a question of each rank's memory
     yield
     if runner.decoding is not None:
-        runner.decoding.captures.join(ranks.least)
+        runner.decoding.captures.join(ranks.least, ranks.same)
     reasons = ranks.gather((runner.why_rows, runner.why_no_embeddings))
     runner.why_rows = next((rows for rows, _ in reasons if rows is not None), None)
     runner.why_no_embeddings = next((why for _, why in reasons if why is not None), None)
+
+
+def compare_models(ranks: Ranks, changed: bool, checks: CheckPolicy, adapters: EngineAdapters) -> bool:
+    """Whether the model has changed on any rank. All note whether it runs code of the user's on any."""
+    foreign = checks.foreign_forward
+    changed, checks.foreign_on_a_rank = ranks.any(changed, foreign, agreed=adapters.agreement())
+    return changed

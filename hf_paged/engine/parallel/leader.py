@@ -19,6 +19,7 @@ from ..forward_batch import Answer, ForwardBatch, LastTokens
 from ..multimodal.media import Media
 from ..pools import Pools
 from ..requests.params import RequestParams
+from .joining import compare_models
 from .message import AdapterNews, MessageKind, Preparation, StepEncoder
 from .packed import Packed
 from .prompt_inputs import SharedInputs, on_host
@@ -204,7 +205,7 @@ class Leader:
         self._give_adapters()
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.CHECK]))
-            return self.ranks.any(look(), self._adapters.agreement())
+            return compare_models(self.ranks, look(), self._checks, self._adapters)
 
     def broadcast(self, value: Any) -> None:
         """Send a value to the callers of the other ranks' `follow()`."""

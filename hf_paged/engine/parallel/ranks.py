@@ -179,6 +179,12 @@ class Ranks:
         """For each number the smallest of all ranks'."""
         return smallest(numbers, self._group)
 
+    def same(self, value: object, place: str) -> bool:
+        """Whether all ranks, which are at one place, have this value."""
+        digest = crc32(f"{place}: {value!r}".encode())
+        least, most = self.smallest([digest, -digest])
+        return least == -most
+
     def least(self, number: int, computed: bool = True) -> int:
         """The smallest of a number on all ranks. computed: whether all have computed the same since they last
         met; if they have not, later sums would be of different things, so the engine ends.
@@ -204,23 +210,25 @@ class Ranks:
             act()
         except Exception as trouble:
             error = trouble
-        if not self.any(error is not None):
+        if not any(self.any(error is not None)):
             return
         words = self.gather(None if error is None else _described(error))
         if error is not None:
             raise error
         raise kind(next(f"rank {rank}: {each}" for rank, each in enumerate(words) if each is not None))
 
-    def any(self, flag: bool, agreed: object = None) -> bool:
-        """Whether it is true on any rank. agreed: what must be the same on all, or all raise RuntimeError."""
+    def any(self, *flags: bool, agreed: object = None) -> list[bool]:
+        """Of each whether it is true on any rank. agreed: what must be the same on all, or all raise
+        RuntimeError.
+        """
         digest = crc32(repr(agreed).encode())
-        none, least, most = self.smallest([not flag, digest, -digest])
+        *none, least, most = self.smallest([*(not flag for flag in flags), digest, -digest])
         if least != -most:
             raise RuntimeError(
                 f"ranks have different adapters in their models (rank {self.rank}: {agreed}); call pause(), "
                 "load, activate or delete the same on all ranks, then resume()"
             )
-        return not none
+        return [not each for each in none]
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks; for what is rare."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from ...kv.reference import invariant
 from ..dispatch import runs_unknown_code
 from ..lazy import NotCapturable
 from ..lengths import LengthsOnDevice, lengths_on_device
+from ..rank_votes import before_groups_end
 from ..snapshot import StateKey
 from ..symmetric_memory import symmetric_memories
 from ..weights_digest import PLAIN_TENSORS, memory_of_parts, wraps
@@ -48,6 +50,10 @@ LATER = 200
 MOST_STATES = 8
 """States of the model whose captured steps are kept."""
 MOST_REASONS = 1000
+
+
+_joined: weakref.WeakSet[CapturePool] = weakref.WeakSet()
+"""Those whose captured steps have collectives."""
 
 
 class _Key(NamedTuple):
@@ -132,9 +138,9 @@ class CapturePool:
         The flag says whether all have computed the same before.
         """
         self._same: Callable[[object, str], bool] | None = None
-        """Whether all ranks have this value at this place, if each decides by itself what it captures and
-        replays.
-        """
+        """Whether all ranks have this value at this place."""
+        self._each_decides = False
+        """Whether each rank decides by itself what it captures and replays, so that they ask in each step."""
         self._steps: OrderedDict[_Key, CapturedStep] = OrderedDict()
         self._seen: Counter[_Key] = Counter()
         self._states: list[StateKey] = []
@@ -273,10 +279,9 @@ class CapturePool:
     def lacks(self, state: StateKey, source: StepSource[Any]) -> bool:
         """Whether a size is not captured and may be, no other having to go for it."""
         key = _Key(state, source.size)
-        alone = self._least is None and self._same is None
         compiles = self.compilation is not None and self.compilation.why_not is None
         known = key in self._steps or key in self.reasons or self._seen[key] < 0
-        if not alone or self.unsteady or compiles or known:
+        if self._least is not None or self.unsteady or compiles or known:
             return False
         return len(self) < MOST and self._room >= max([step.bytes for step in self], default=0)
 
@@ -299,7 +304,7 @@ class CapturePool:
         steady: whether the model may be captured.
         """
         due = steady and self.is_due(state, source, stand_in)
-        if self._same is not None:
+        if self._each_decides:
             step = self._doubtful(state, source)
             due &= self.on_all_ranks((due, None if step is None else step.size.rows), "the end of a step")
         if due:
@@ -309,10 +314,21 @@ class CapturePool:
         """Whether all ranks do the same with a step, if each decides by itself. If not, all drop their
         captured steps: a capture on one of them alone would compute sums that the others do not.
         """
-        same = self._same is None or self._same(choice, place)
+        same = not self._each_decides or self._same is None or self._same(choice, place)
         if not same:
             self.drop()
         return same
+
+    def agree_on(self, state: StateKey) -> StateKey:
+        """The known state, on all ranks together. Where it has changed on some of them only, all drop their
+        captured steps: those would compute sums that the others do not.
+        """
+        assert self._same is not None
+        if not self._same(self._states.index(state), "a look at the model"):
+            self.drop()
+            self.reasons.clear()
+            self._states = [state]
+        return state
 
     def capture_or_compare(
         self,
@@ -357,14 +373,19 @@ class CapturePool:
             self._refuse(key, f"{type(error).__name__}: {error}".split("\n")[0])
 
     def join(
-        self, least: Callable[[int, bool], int], same: Callable[[object, str], bool] | None = None
+        self,
+        least: Callable[[int, bool], int],
+        same: Callable[[object, str], bool],
+        each_decides: bool = False,
     ) -> None:
         """Capture the same steps as the pools of other ranks. least: the smallest of a number on all, and
-        whether all have computed the same before. same: whether a value is the same on all; None if rank 0
-        decides.
+        whether all have computed the same before. same: whether a value is the same on all.
+        each_decides: what is captured and replayed, as rank 0 does not.
         """
+        _joined.add(self)
         self._least = least
         self._same = same
+        self._each_decides = each_decides
         self._ready = lambda size: True  # it compiles what is not ready by then
         if self._most_bytes is not None:
             self._most_bytes = least(self._most_bytes, True)
@@ -443,16 +464,15 @@ class CapturePool:
 
         with self._in_turn():
             self._alike(replace, computed=False)
-            self._require_one_code(found[0].digest(source.model))
+            if self._same is not None and not self._same(found[0].digest(source.model), "a capture"):
+                # They would meet in other sums.
+                raise NotCapturable(
+                    "a forward was replaced on some of the ranks, or other ones than on others"
+                )
             self._alike(prepare)
             self._alike(record, computed=False)
         step: CapturedStep = found[2]
         return step
-
-    def _require_one_code(self, digest: int) -> None:
-        """Ranks that replace the code of other modules than others do would meet them in other sums."""
-        if self._least is not None and self._least(digest, False) != -self._least(-digest, False):
-            raise NotCapturable("a forward was replaced on some of the ranks, or other ones than on others")
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -583,6 +603,14 @@ class CapturePool:
         """The bytes of their own that further steps may have."""
         most = MOST_BYTES if self._most_bytes is None else self._most_bytes
         return most - sum(each.bytes for each in self)
+
+
+def _drop_joined() -> None:
+    for pool in list(_joined):
+        pool.drop()
+
+
+before_groups_end.append(_drop_joined)
 
 
 def _forward(

@@ -48,7 +48,7 @@ class GenerateSteps:
         self.pool = CapturePool(memory)
         self.adapters = RowAdapters()
         if votes is not None:
-            self.pool.join(votes.least, votes.same)
+            self.pool.join(votes.least, votes.same, each_decides=True)
 
     def run(self, model: nn.Module, step: ReplayableStep, forward: Run) -> Any:
         """The answer of `forward` to the step, from a captured one if there is any that is trusted."""
