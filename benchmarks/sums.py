@@ -1,7 +1,7 @@
-"""A sum over two ranks in captured steps: NCCL, torch's two-shot and one-shot all-reduce over symmetric
+"""A sum over ranks in captured steps: NCCL, torch's two-shot and one-shot all-reduce over symmetric
 memory; and with an addition and a norm behind it, in two kernels or in one.
 
-    PYTHONPATH=.:kernels torchrun --nproc-per-node 2 benchmarks/sums.py     # on two GPUs of one host
+    PYTHONPATH=.:kernels torchrun --nproc-per-node 2 benchmarks/sums.py     # on two GPUs of one host, or more
 
 Microseconds of a sum of 13B's rows in bfloat16, in a graph of 40 of them. The one kernel's answers are
 compared with those of two.
@@ -80,13 +80,20 @@ def with_norm(
 
 
 def compare(memory: SymmetricMemory, residual: torch.Tensor, weight: torch.Tensor) -> None:
-    """Many sums in a row by one kernel each, held to those of two."""
-    chance = torch.Generator().manual_seed(1 + dist.get_rank())
-    parts = [torch.randn(residual.shape, generator=chance).to(residual) for _ in range(COMPARED)]
-    memory.one_shot = residual.nbytes
-    right = [with_norm(memory, residual, weight, part, waits=False) for part in parts]
+    """Many sums in a row by one kernel each, held to sums of all parts here."""
+    everywhere = []
+    for rank in range(dist.get_world_size()):
+        chance = torch.Generator().manual_seed(1 + rank)
+        everywhere.append(
+            [torch.randn(residual.shape, generator=chance).to(residual) for _ in range(COMPARED)]
+        )
+    right = []
+    for parts in zip(*everywhere, strict=True):
+        total = sum((part.float() for part in parts[1:]), start=parts[0].float()).to(residual)
+        right.append(kernels.add_rms_norm(total, residual, weight, EPS))
     for _ in range(3):
-        found = [with_norm(memory, residual, weight, part, waits=True) for part in parts]
+        own = everywhere[dist.get_rank()]
+        found = [with_norm(memory, residual, weight, part, waits=True) for part in own]
         for one, other in zip(found, right, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
         dist.barrier()
@@ -102,7 +109,7 @@ def main() -> None:
     dist.init_process_group("nccl")
     name = dist.group.WORLD.group_name
     symmetric_memory.MOST_BYTES = 2 * max(ROWS) * HIDDEN
-    symmetric_memory.MOST_FUSED = 2 * MOST_FUSED * HIDDEN
+    symmetric_memory.FUSED[dist.get_world_size()] = 2 * MOST_FUSED * HIDDEN
     memory = symmetric_memory_of(dist.group.WORLD)
     assert memory is not None
     shots = torch.ops.symm_mem

@@ -1,6 +1,8 @@
-"""A sum over two ranks with an addition and a norm: both parts in one process, flags set by hand."""
+"""A sum over ranks with an addition and a norm: all parts in one process, flags set by hand."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -15,37 +17,43 @@ def noise(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def flags(programs: int, rank: int) -> list[torch.Tensor]:
-    """Those of two ranks, of which the other has said that its part is there."""
-    pads = [torch.zeros(2 * programs + 1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-    pads[rank][1 - rank : 2 * programs : 2] = 1
+def flags(programs: int, rank: int, ranks: int) -> list[torch.Tensor]:
+    """Those of all ranks, of which the others have said that their parts are there."""
+    pads = [torch.zeros(ranks * programs + 1, dtype=torch.int32, device=DEVICE) for _ in range(ranks)]
+    pads[rank][: ranks * programs] = 1
+    pads[rank][rank : ranks * programs : ranks] = 0
     return pads
 
 
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(
     ("shape", "programs"), [((1, 1, 64), 1), ((5, 1, 300), 5), ((1, 3, 1024), 3), ((7, 1, 96), 3)]
 )
 def test_as_one_after_the_other(
-    shape: tuple[int, ...], programs: int, dtype: torch.dtype, centered: bool
+    shape: tuple[int, ...], programs: int, ranks: int, dtype: torch.dtype, centered: bool
 ) -> None:
-    """On both ranks the bits of a sum, an addition and a norm; the other's flags are taken, own ones put."""
-    parts = [noise(*shape, dtype=dtype, seed=seed) for seed in (1, 2)]
+    """On all ranks the bits of a sum, an addition and a norm; the others' flags are taken, own ones put."""
+    parts = [noise(*shape, dtype=dtype, seed=5 + seed) for seed in range(ranks)]
     residual = noise(*shape, dtype=dtype, seed=3)
     weight = noise(shape[-1], dtype=dtype, seed=4)
-    total, normed = kernels.add_rms_norm(parts[0] + parts[1], residual, weight, EPS, centered=centered)
+    summed = torch.zeros_like(residual, dtype=FP32)
+    for part in parts:
+        summed += part
+    total, normed = kernels.add_rms_norm(summed.to(dtype), residual, weight, EPS, centered=centered)
     found = []
-    for rank in range(2):
-        pads = flags(programs, rank)
+    for rank in range(ranks):
+        pads = flags(programs, rank, ranks)
         got = kernels.reduce_add_rms_norm(parts, pads, rank, residual, weight, EPS, centered=centered)
         found.append(got)
         assert not pads[rank].any()
         put = torch.zeros_like(pads[0])
-        put[rank : 2 * programs : 2] = 1
-        assert torch.equal(pads[1 - rank], put)
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+        put[rank : ranks * programs : ranks] = 1
+        assert all(torch.equal(pads[other], put) for other in range(ranks) if other != rank)
+    for one, other in itertools.pairwise(found):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
     # The interpreter cuts off where bfloat16 should be rounded.
     close = {} if DEVICE == "cuda" or dtype == FP32 else {"rtol": 4e-2, "atol": 4e-2}
     torch.testing.assert_close(found[0][0], total, **(close or {"rtol": 0, "atol": 0}))
@@ -56,10 +64,10 @@ def test_as_one_after_the_other(
     ("change", "match"),
     [
         ({"parts": [torch.ones(2, 8), torch.ones(2, 4)]}, r"parts: .*\[\[2, 8\], \[2, 4\]\]"),
-        ({"parts": [torch.ones(2, 8)] * 3}, "parts: expected two"),
+        ({"parts": [torch.ones(2, 8)]}, "parts: expected several"),
         ({"residual": torch.ones(2, 4)}, r"residual or weight: expected \[2, 8\]"),
         ({"weight": torch.ones(4)}, r"residual or weight: .*\[8\], got"),
-        ({"pads": [torch.zeros(1, dtype=torch.int32)] * 2}, r"two flags or more, got \[1, 1\]"),
+        ({"pads": [torch.zeros(1, dtype=torch.int32)] * 2}, r"2 of 2 flags or more, got \[1, 1\]"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, object], match: str) -> None:

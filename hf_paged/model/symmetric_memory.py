@@ -31,8 +31,10 @@ ONE_SHOT = {2: 1 << 20}
 """Bytes up to which one shot is faster than two, by the number of ranks. Of more than two it would have to be
 measured, and whether all ranks add in one order.
 """
-MOST_FUSED = 4 << 20
-"""Bytes up to which a sum of two ranks is computed in one kernel with an addition and a norm."""
+FUSED = {2: 4 << 20}
+"""Bytes up to which a sum is computed in one kernel with an addition and a norm, by the number of ranks. Of
+more than two, where each reads the parts of all others, it would have to be measured.
+"""
 LETTING_GO = 2.0
 """Seconds in which kernels that wait for a failed rank are let go."""
 WORD = 16
@@ -52,7 +54,8 @@ class SymmetricMemory:
         """All ranks make theirs together."""
         import torch.distributed._symmetric_memory as symmetric
 
-        size = MOST_BYTES + 2 * MOST_FUSED
+        self.most_fused = FUSED.get(group.size(), 0)
+        size = MOST_BYTES + 2 * self.most_fused
         self.bytes: torch.Tensor = symmetric.empty(size, dtype=torch.uint8, device=device)
         handle: Any = symmetric.rendezvous(self.bytes, group.group_name)
         ranks = range(group.size())
@@ -79,9 +82,9 @@ class SymmetricMemory:
         need = math.prod(shape) * dtype.itemsize
         if need % self._multiple or not 0 < need <= MOST_BYTES:
             return None
-        waits = _may_wait.get() and need <= MOST_FUSED
+        waits = _may_wait.get() and need <= self.most_fused
         _may_wait.set(False)
-        begin = MOST_BYTES + (self.unmet == MOST_BYTES) * MOST_FUSED if waits else 0
+        begin = MOST_BYTES + (self.unmet == MOST_BYTES) * self.most_fused if waits else 0
         return self.bytes[begin : begin + need].view(dtype).view(*shape)
 
     @contextmanager
@@ -102,7 +105,7 @@ class SymmetricMemory:
 
         The ranks meet once in that kernel, and not behind it. So the next part lies in another place.
         """
-        token = _may_wait.set(len(self._pads) == 2)
+        token = _may_wait.set(True)
         try:
             yield
         finally:

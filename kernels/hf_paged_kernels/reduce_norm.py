@@ -1,7 +1,7 @@
-"""A sum over two ranks, the residual added to it, and the root-mean-square norm of that, in one launch.
+"""A sum over ranks, the residual added to it, and the root-mean-square norm of that, in one launch.
 
-Each rank reads the other's part where the other has written it. Ranks meet once: parts of sums in a row lie
-in different places, so that none is overwritten while the other rank may still read it.
+Each rank reads the others' parts where these have written them. Ranks meet once: parts of sums in a row lie
+in different places, so that none is overwritten while another rank may still read it.
 """
 
 # ruff: noqa: SIM108 - a branch on a constant must stay a plain if: Triton compiles the other side away
@@ -27,18 +27,19 @@ def reduce_add_rms_norm(
     *,
     centered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(total, rms_norm(total)) with total = residual + (parts[0] + parts[1]), each sum rounded.
+    """(total, rms_norm(total)) with total = residual + (parts[0] + parts[1] + ...), both sums rounded.
 
-    parts: what the ranks add, [..., n] without gaps, n up to 16384, in memory that both reach. pads: int32
-    flags of the ranks there, of which each program has two; all are 0 between launches. residual [..., n];
-    weight [n]. Both ranks launch this for the same shape, and get the same bits.
+    parts: what the ranks add, [..., n] without gaps, n up to 16384, in memory that all reach. pads: int32
+    flags of the ranks there, of which each program has one for every rank; all are 0 between launches.
+    residual [..., n]; weight [n]. All ranks launch this for the same shape, and get the same bits.
     """
-    own, other = parts[rank], parts[1 - rank]
+    own, ranks = parts[rank], len(parts)
     n = own.shape[-1]
     lines = own.numel() // n
-    if len(parts) != 2 or own.shape != other.shape or not own.is_contiguous() or not 1 <= n <= WIDEST:
+    alike = all(part.shape == own.shape for part in parts)
+    if ranks < 2 or not alike or not own.is_contiguous() or not 1 <= n <= WIDEST:
         raise ValueError(
-            f"Invalid shape of parts: expected two of [..., 1 to {WIDEST}] without gaps, got "
+            f"Invalid shape of parts: expected several of [..., 1 to {WIDEST}] without gaps, got "
             f"{[list(part.shape) for part in parts]}"
         )
     if residual.shape != own.shape or residual.dtype != own.dtype or weight.shape != (n,):
@@ -46,9 +47,11 @@ def reduce_add_rms_norm(
             f"Invalid shape of residual or weight: expected {list(own.shape)} of {own.dtype} and [{n}], got "
             f"{list(residual.shape)} of {residual.dtype} and {list(weight.shape)}"
         )
-    programs = min(lines, min(pad.numel() for pad in pads) // 2)
-    if not programs:
-        raise ValueError(f"Invalid shape of pads: expected two flags or more, got {[*map(len, pads)]}")
+    programs = min(lines, min(pad.numel() for pad in pads) // ranks)
+    if not programs or len(pads) != ranks:
+        raise ValueError(
+            f"Invalid shape of pads: expected {ranks} of {ranks} flags or more, got {[*map(len, pads)]}"
+        )
     residual = residual.contiguous()
     total = torch.empty_like(residual)
     dtype = own.dtype if centered else torch.promote_types(own.dtype, weight.dtype)
@@ -56,21 +59,22 @@ def reduce_add_rms_norm(
     padded = triton.next_power_of_2(n)
     launch(
         _reduce_norm, (programs,),
-        own, other, pads[rank], pads[1 - rank], residual, weight, total, out, eps, lines,
-        RANK=rank, N=n, PADDED=padded, CENTERED=centered, num_warps=min(16, max(1, padded // 256)),
+        own, tuple(parts), tuple(pads), residual, weight, total, out, eps, lines,
+        RANK=rank, RANKS=ranks, N=n, PADDED=padded, CENTERED=centered,
+        num_warps=min(16, max(1, padded // 256)),
     )  # fmt: skip
     return total, out
 
 
 @triton.jit(do_not_specialize=["eps", "lines"])
 def _reduce_norm(
-    PART, OTHER, PAD, OTHER_PAD, RESIDUAL, WEIGHT, TOTAL, OUT, eps, lines,
-    RANK: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr, CENTERED: tl.constexpr,
+    PART, PARTS, PADS, RESIDUAL, WEIGHT, TOTAL, OUT, eps, lines,
+    RANK: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """TOTAL = round(RESIDUAL + round(PART + OTHER)), OUT as `norm` has it.
+    """TOTAL = round(RESIDUAL + round(the sum of PARTS, in their order)), OUT as `norm` has it.
 
-    A program puts a 1 into its flag in OTHER_PAD, which says that PART is there, and takes the other's 1 out
-    of PAD. It takes every so many-th line: the same on both ranks.
+    A program puts a 1 into its flag in every other rank's pad, which says that PART is there, and takes the
+    others' out of its own. It takes every so many-th line: the same on all ranks.
     """
     column = tl.arange(0, PADDED)
     real = column < N
@@ -81,13 +85,30 @@ def _reduce_norm(
         part = tl.load(PART + at, mask=real, other=0.0)
         residual = tl.load(RESIDUAL + at, mask=real, other=0.0).to(tl.float32)
         if line == first:
-            while tl.atomic_cas(OTHER_PAD + 2 * first + RANK, 0, 1, sem="release", scope="sys") != 0:
-                pass
-            while tl.atomic_cas(PAD + 2 * first + 1 - RANK, 1, 0, sem="acquire", scope="sys") != 1:
-                pass
-        other = tl.load(OTHER + at, mask=real, other=0.0, volatile=True)
-        both = (part.to(tl.float32) + other.to(tl.float32)).to(part.dtype).to(tl.float32)
-        total = (residual + both).to(part.dtype)
+            for rank in tl.static_range(RANKS):
+                if rank != RANK:
+                    while (
+                        tl.atomic_cas(PADS[rank] + RANKS * first + RANK, 0, 1, sem="release", scope="sys")
+                        != 0
+                    ):
+                        pass
+            for rank in tl.static_range(RANKS):
+                if rank != RANK:
+                    while (
+                        tl.atomic_cas(PADS[RANK] + RANKS * first + rank, 1, 0, sem="acquire", scope="sys")
+                        != 1
+                    ):
+                        pass
+        for rank in tl.static_range(RANKS):
+            if rank == RANK:
+                each = part
+            else:
+                each = tl.load(PARTS[rank] + at, mask=real, other=0.0, volatile=True)
+            if rank == 0:
+                summed = each.to(tl.float32)
+            else:
+                summed += each.to(tl.float32)
+        total = (residual + summed.to(part.dtype).to(tl.float32)).to(part.dtype)
         tl.store(TOTAL + at, total, mask=real)
         h = total.to(tl.float32)
         h = h * tl.rsqrt(tl.sum(h * h, 0) * (1.0 / N) + eps)

@@ -88,7 +88,7 @@ from hf_paged.model.capture.products import joined_of
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.replay import captures_of
 from hf_paged.model.dispatch import has_foreign_code
-from hf_paged.model.symmetric_memory import MOST_BYTES, MOST_FUSED, LazySum, SymmetricMemory
+from hf_paged.model.symmetric_memory import FUSED, MOST_BYTES, LazySum, SymmetricMemory
 from hf_paged.model.tensor_parallel import local_part, mesh_of
 from hf_paged.trainer import SampleCallback
 
@@ -277,10 +277,11 @@ class _HostMemory(SymmetricMemory):
     """Stands for memory that devices share: parts are summed by the ranks' own connections."""
 
     def __init__(self, group: Any) -> None:
-        self.bytes = torch.zeros(MOST_BYTES + 2 * MOST_FUSED, dtype=torch.uint8)
+        self.most_fused = FUSED[2]
+        self.bytes = torch.zeros(MOST_BYTES + 2 * self.most_fused, dtype=torch.uint8)
         self._group = weakref.ref(group)
-        self._everywhere = [self.bytes] * 2
-        self._pads = [torch.zeros(512, dtype=torch.int32)] * 2
+        self._everywhere = [self.bytes] * dist.get_world_size(group)
+        self._pads = [torch.zeros(512, dtype=torch.int32)] * dist.get_world_size(group)
         self._rank = dist.get_rank(group)
         self._multiple = 2
         self.sums = 0

@@ -28,7 +28,7 @@ from ..adapters.apply import read_together
 from ..device_map import runs_class_forward
 from ..lazy import Rotation
 from ..patches import ReplacedForward
-from ..symmetric_memory import LazySum, memory_of
+from ..symmetric_memory import FUSED, LazySum, memory_of
 from ..tensor_parallel import mesh_of
 from .branches import Product, at_once, beside, products_of
 from .products import fused_product
@@ -133,9 +133,9 @@ class Fusion:
                         (*key, "added"),
                         partial(self.kernels.add_rms_norm, x, x, weight, 0.0, centered=centered),
                     )
-                    if self._mesh is not None and self._mesh.size() == 2:
-                        pad = torch.empty(2 * rows, dtype=torch.int32, device="meta")
-                        given = [x, x], [pad, pad], self._mesh.get_local_rank(), x, weight, 0.0
+                    if self._mesh is not None and (ranks := self._mesh.size()) in FUSED:
+                        pad = torch.empty(ranks * rows, dtype=torch.int32, device="meta")
+                        given = [x] * ranks, [pad] * ranks, self._mesh.get_local_rank(), x, weight, 0.0
                         calls.setdefault(
                             (*key, "summed"),
                             partial(self.kernels.reduce_add_rms_norm, *given, centered=centered),
