@@ -1886,14 +1886,21 @@ def a_manager_whose_engine_is_closed(rank: int) -> None:
 
 
 def a_fork_of_a_rank(rank: int) -> None:
-    """It ends, by an error within the engine's block: the ranks go on."""
-    with Engine(loaded("llama"), **SMALL) as engine:
+    """It ends, by an error within the engine's block: the ranks go on. It answers for no rank in generate()."""
+    model = loaded("llama")
+    expected = generated(model, MODES[0], cache_implementation="paged")
+    with Engine(model, **SMALL) as engine:
         for turn in range(2):
             if rank == turn:
                 child = os.fork()
                 if child == 0:
                     words = "in forked subprocess" if CUDA else "forked from"  # CUDA says it first
                     try:
+                        raises(
+                            RuntimeError,
+                            words,
+                            lambda: generated(model, MODES[0], cache_implementation="paged"),
+                        )
                         if rank:
                             raises(RuntimeError, words, engine.follow)
                             os._exit(3)
@@ -1914,6 +1921,7 @@ def a_fork_of_a_rank(rank: int) -> None:
                     engine.resume()
             else:
                 assert engine.follow() is (turn == 0)
+    assert generated(model, MODES[0], cache_implementation="paged") == expected
 
 
 def requests_of_a_processor(rank: int) -> None:

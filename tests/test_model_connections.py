@@ -1,4 +1,4 @@
-"""hf_paged.engine.parallel.connections: messages of rank 0, and the end of a process at once (C42)."""
+"""hf_paged.model.connections: messages of rank 0, and the end of a process at once (C42)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hf_paged.engine.parallel.connections import Connections
+from hf_paged.model.connections import Connections
 
 SIZE = 3
 
@@ -71,10 +71,35 @@ def test_messages_wait_until_they_are_read() -> None:
     for rank in (1, 2):
         assert ranks[rank].closed() == []  # there is something to read
         assert [ranks[rank].receive() for _ in sent] == sent
-        with pytest.raises(ConnectionResetError, match="rank 0"):
+        with pytest.raises(ConnectionResetError, match="the other rank"):
             ranks[rank].receive()
         assert _closed(ranks[rank]) == [0]
         ranks[rank].close()
+
+
+def test_votes_of_all_ranks() -> None:
+    """Each has the smallest of every number; a rank that has ended ends the vote of rank 0, and that all."""
+    ranks = _connected()
+    found: dict[int, Any] = {rank: [] for rank in ranks}
+
+    def vote(rank: int) -> None:
+        try:
+            for turn in range(50):
+                found[rank].append(ranks[rank].smallest([turn * rank, -rank, (turn + rank) % SIZE, 2**40]))
+            if rank != 2:
+                ranks[rank].smallest([1])
+        except OSError as error:
+            found[rank].append(error)
+        ranks[rank].close()
+
+    threads = [threading.Thread(target=vote, args=(rank,)) for rank in ranks]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(20)
+    for rank in ranks:
+        assert found[rank][:50] == [[0, -2, 0, 2**40]] * 50
+        assert [type(each) for each in found[rank][50:]] == [ConnectionResetError] * (rank != 2)
 
 
 @pytest.mark.parametrize("waiting", ["for a message", "for a rank that reads nothing"])
@@ -129,7 +154,7 @@ def test_a_signal_in_the_middle_of_a_message_takes_nothing_of_it() -> None:
 @pytest.mark.parametrize("says", [b"", b"x", bytes(20), None])
 def test_a_stranger_that_connects_first(says: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing, a part, another key, or has gone: the ranks are connected nevertheless."""
-    monkeypatch.setattr("hf_paged.engine.parallel.connections.HELLO", 0.2)
+    monkeypatch.setattr("hf_paged.model.connections.HELLO", 0.2)
     make, strangers = socket.create_server, []
 
     def listen(*given: Any, **options: Any) -> socket.socket:
@@ -160,7 +185,7 @@ def test_a_rank_that_has_reached_somebody_else(monkeypatch: pytest.MonkeyPatch) 
             return connect((address[0], next(places, address[1])), seconds)
 
         monkeypatch.setattr(socket, "create_connection", reach)
-        monkeypatch.setattr("hf_paged.engine.parallel.connections.SECONDS", 0.5)
+        monkeypatch.setattr("hf_paged.model.connections.SECONDS", 0.5)
         ranks = _connected()
         assert not any(each.complete for each in ranks.values())
         for each in ranks.values():

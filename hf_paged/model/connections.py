@@ -1,5 +1,5 @@
-"""Connections between ranks: rank 0's messages travel on them, and they close when a process ends, however it
-ends.
+"""Connections between ranks: rank 0's messages and votes of all travel on them, and they close when a process
+ends, however it ends.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
 SECONDS = 10.0
@@ -19,15 +20,16 @@ LENGTH = 4
 
 
 class Connections:
-    """One from every other rank to rank 0, on which rank 0 sends.
+    """One from every other rank to rank 0, on which rank 0 sends, or all of them vote.
 
     A message lies in the socket's buffer until its rank reads it, so that sending does not block. Where hosts
     cannot reach each other, or a rank has left a copy of itself (fork), a rank that has ended is noticed by
     what waits for it alone.
     """
 
-    def __init__(self, rank: int, gather: Callable[[Any], list[Any]]) -> None:
-        """gather: the values of all ranks, for which they meet."""
+    def __init__(self, rank: int, gather: Callable[[Any], list[Any]], patience: float | None = None) -> None:
+        """gather: the values of all ranks, for which they meet. patience: the seconds that a vote waits."""
+        self._rank = rank
         self._of: dict[int, socket.socket] = {}
         """To each rank that this one is connected to."""
         self._named: set[int] = set()
@@ -51,7 +53,7 @@ class Connections:
         self.complete = gather(len(self._of))[0] == len(connected) - 1
         """Whether all ranks are connected, as rank 0 knows: else none gets messages on them."""
         for own in self._of.values():
-            own.settimeout(None)
+            own.settimeout(patience)
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _accept(self, server: socket.socket, key: bytes, count: int) -> None:
@@ -80,6 +82,19 @@ class Connections:
         """Rank 0's next message, whenever it comes."""
         return _read(self._of[0], int.from_bytes(_read(self._of[0], LENGTH), "big"))
 
+    def smallest(self, numbers: Sequence[int]) -> list[int]:
+        """For each number the smallest of all ranks'."""
+        own = array("q", numbers)
+        size = len(own) * own.itemsize
+        if self._rank:
+            self._of[0].sendall(own)
+            return array("q", _read(self._of[0], size)).tolist()
+        several = [array("q", _read(each, size)) for each in self._of.values()]
+        found = array("q", map(min, own, *several))
+        for each in self._of.values():
+            each.sendall(found)
+        return found.tolist()
+
     def closed(self) -> list[int]:
         """The ranks whose connection has closed. Each is named once."""
         ended = [rank for rank, own in self._of.items() if rank not in self._named and _is_closed(own)]
@@ -106,7 +121,7 @@ def _read(connection: socket.socket, count: int) -> bytes:
     while missing:
         part = connection.recv_into(missing, 0, socket.MSG_WAITALL)
         if not part:
-            raise ConnectionResetError("rank 0 has closed its connection")
+            raise ConnectionResetError("the other rank has closed its connection")
         missing = missing[part:]
     return bytes(found)
 
