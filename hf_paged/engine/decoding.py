@@ -230,25 +230,34 @@ class Decoding:
         """Capture a size that an engine with many requests will need, though no step was computed yet: how
         many of them are missing still.
         """
+        pools = self.eager.pools
+        pools.back([group.backed for group in pools.groups.values()])
+        possible = self.captures.worst(self._may_warm_up())
+        if possible < 2:
+            return possible
+        state = self._check()
+        sizes = [*self._expected(), *(Size("single", rows, WIDTHS[0]) for rows in FEW if rows < self._most)]
+        missing: list[tuple[int, _EngineSource]] = []
+        for size in dict.fromkeys(sizes):
+            source = _EngineSource(self, size, None)
+            lacks = self.captures.lacks(state, source)
+            missing.append((self.captures.worst(lacks + (lacks and self.captures.is_ready(size))), source))
+        ready = next((source for found, source in missing if found == 2), None)
+        if ready is not None:
+            self._capture(state, ready, None)
+        return sum(found > 0 for found, _ in missing) - (ready is not None)
+
+    def _may_warm_up(self) -> int:
+        """Whether sizes may be captured before a step has them: 2; 1 if that is known with the next step."""
         adapters = self.eager.adapters
         if runs_unknown_code(self.eager.model) or (adapters is not None and adapters.layers):
             return 0
-        pools = self.eager.pools
-        pools.back([group.backed for group in pools.groups.values()])
-        if not all(group.stores for group in pools.own.values()):
-            return 1  # what layers keep is known with the next step
-        kernels = all(group.captured_ops.kernels is not None for group in pools.own.values())
-        if self.eager.expanding or not kernels:
-            return 0  # plain torch has no step without tokens
-        state = self._check()
-        sizes = [*self._expected(), *(Size("single", rows, WIDTHS[0]) for rows in FEW if rows < self._most)]
-        sources = [_EngineSource(self, size, None) for size in dict.fromkeys(sizes)]
-        missing = [source for source in sources if self.captures.lacks(state, source)]
-        ready = [source for source in missing if self.captures.is_ready(source.size)]
-        if not ready:
-            return len(missing)
-        self._capture(state, ready[0], None)
-        return len(missing) - 1
+        groups = self.eager.pools.own.values()
+        if not all(group.stores for group in groups):
+            return 1
+        # Plain torch has no step without tokens.
+        kernels = all(group.captured_ops.kernels is not None for group in groups)
+        return 2 * (kernels and not self.eager.expanding and not self.eager.checks.foreign_on_a_rank)
 
     def expected_rows(self) -> list[int]:
         """The rows of the sizes that an engine with many requests captures."""

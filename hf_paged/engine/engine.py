@@ -775,11 +775,12 @@ class Engine:
         """Capture the steps that many requests will need, one after another, until a request comes: whether
         none is missing any more. Kernels that still compile are not waited for.
 
-        No other thread may compute with the model meanwhile. Steps of several ranks, compiled ones, and those
-        of a model that runs code of the user's or has adapters are captured when they come.
+        No other thread may compute with the model meanwhile. Compiled steps, and those of a model that runs
+        code of the user's or has adapters, are captured when they come.
         """
         self._require_open()
-        if self._ranks is not None or not self.runner.captures:
+        self._require_lead()
+        if not self.runner.captures:
             return True
         missing = -1
         while not self._busy and not self._inbox:
@@ -798,8 +799,9 @@ class Engine:
             return -1
         with self.pools.memory.lock:
             self._check_before_step()
+            once = self.runner.warm_up
             with self._arithmetic():
-                left = self._atomically(self.runner.warm_up)
+                left = self._atomically(once if self._leader is None else partial(self._leader.warm_up, once))
         self.checks.release()
         return left
 

@@ -57,12 +57,13 @@ from engine_answers import (
 )
 from families import BY_NAME, build
 from fused_models import Kernels
+from kernel_cases import load as load_kernels
 from modes import MODES as MODES_BY_NAME
 from pictures import with_pictures, with_recordings
 from rank_models import DIVIDED, SHOWN
 from rank_names import CASES
 from safetensors.torch import save_file
-from tape import record
+from tape import record, rerun
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
@@ -246,6 +247,29 @@ def captured_steps_of_code_that_changes_on_one_rank(rank: int) -> None:
             assert answers(handle.result()) == right
             assert answers(engine.submit(PROMPTS[1], **GREEDY).result()) == right
             assert engine.stats()["graphs"]["replayed"] > before + 5, engine.stats()["graphs"]
+
+
+def a_warm_up(rank: int) -> None:
+    """All ranks capture before requests come what these will need."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not CUDA:
+            patch.setitem(RECORDERS, "cpu", rerun)
+            patch.setitem(sys.modules, "hf_paged_kernels", load_kernels())
+            patch.setattr("hf_paged.kv.ops.why_no_kernels", lambda layout: None)
+
+        def act(engine: Engine) -> None:
+            end = time.monotonic() + 30
+            while not engine.warm_up():
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            warm = engine.stats()["graphs"]
+            assert warm["captured"] > 1, warm
+            assert asked(engine, FEW[:1]) == [right("llama", *FEW[0], NEW)]
+            found = engine.stats()["graphs"]
+            assert found["captured"] == warm["captured"], found
+            assert found["replayed"] > 5, found
+
+        led(rank, loaded("llama"), act, max_batch_sequences=1)
 
 
 def fused_projections(rank: int) -> None:

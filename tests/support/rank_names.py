@@ -56,6 +56,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "inputs_that_take_long_to_read", ()),
     (2, "generate", ()),
     (2, "modes_of_generate", ()),
+    (2, "a_warm_up", ()),
     (2, "captured_steps_of_generate", ()),
     (2, "a_benchmark_of_votes", ()),
     (2, "a_streamer_on_one_rank", ()),

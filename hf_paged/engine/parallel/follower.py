@@ -97,6 +97,8 @@ class Follower:
                         self._reserve(numbers[1:])
                     elif kind is MessageKind.RESERVE_HOST:
                         self.ranks.attempt(partial(self._reserve_host, *numbers[1:]), OutOfBlocks)
+                    elif kind is MessageKind.WARM_UP:
+                        self.runner.warm_up()
                     elif kind is MessageKind.BROADCAST:
                         receive(self.ranks.broadcast_object())
                     else:

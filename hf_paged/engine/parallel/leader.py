@@ -91,8 +91,7 @@ class Leader:
                 except MemoryError:  # of any rank: some have it, and the next step says that none needs it
                     self._inputs.lose(group)
                     raise
-        if self._unmade or not all(group.stores for group in self._pools.own.values()):
-            self._reserve(self._tops())
+        self._reserve_first()
         with self.ranks.together():
             numbers, shares = self._encoder.encode(
                 batch, self._preparations, not self._checks.unseen, self._news()
@@ -102,6 +101,18 @@ class Leader:
             if shares:
                 self.ranks.broadcast_on_device(self._last_tokens.tokens)
             return run(batch)
+
+    def warm_up(self, once: Callable[[], int]) -> int:
+        """Capture a step on all ranks, as `once` does on each."""
+        self._reserve_first()
+        with self.ranks.together():
+            self.ranks.send(array("i", [MessageKind.WARM_UP]))
+            return once()
+
+    def _reserve_first(self) -> None:
+        """Have memory for the pools on all ranks."""
+        if self._unmade or not all(group.stores for group in self._pools.own.values()):
+            self._reserve(self._tops())
 
     def _tops(self) -> list[int]:
         """How many first blocks of every pool were handed out."""

@@ -36,6 +36,8 @@ class MessageKind(IntEnum):
     """So many first blocks of every pool need memory now."""
     RESERVE_HOST = 9
     """The same of the blocks on the host, of one pool."""
+    WARM_UP = 10
+    """Capture a step that no request has yet."""
 
 
 class Preparation(NamedTuple):

@@ -260,7 +260,8 @@ class CapturePool:
         if len(self._seen) > MOST_REASONS:
             self._seen.clear()
         self._seen[key] += 1
-        if self._seen[key] < 0 or not self._ready(source.size):
+        # Ranks compile what is not ready by then: it is ready on each at another moment.
+        if self._seen[key] < 0 or not (self._least is not None or self._ready(source.size)):
             return False
         due = self._seen[key] >= AFTER if stand_in is None else stand_in.padded > PADDED
         return due and source.is_worth_it(self._seen[key])
@@ -270,7 +271,7 @@ class CapturePool:
         compiled, and no other has to go for it.
         """
         known = (state, source.code) in self._rehearsed
-        return known and self.is_ready(source.size) and self.lacks(state, source)
+        return self._least is None and known and self.is_ready(source.size) and self.lacks(state, source)
 
     def is_ready(self, size: Size) -> bool:
         """Whether what steps of a size launch is compiled."""
@@ -281,7 +282,7 @@ class CapturePool:
         key = _Key(state, source.size)
         compiles = self.compilation is not None and self.compilation.why_not is None
         known = key in self._steps or key in self.reasons or self._seen[key] < 0
-        if self._least is not None or self.unsteady or compiles or known:
+        if self.unsteady or compiles or known:
             return False
         return len(self) < MOST and self._room >= max([step.bytes for step in self], default=0)
 
@@ -356,7 +357,7 @@ class CapturePool:
             trouble = error
         finally:
             self.seconds += time.perf_counter() - begin
-        worst = self._worst(outcome_of(trouble))
+        worst = self.worst(outcome_of(trouble))
         if worst != DONE:
             self._drop_failed(key, worst, trouble or _OfAnotherRank(worst))
         elif step is not None and agreed:
@@ -386,7 +387,6 @@ class CapturePool:
         self._least = least
         self._same = same
         self._each_decides = each_decides
-        self._ready = lambda size: True  # it compiles what is not ready by then
         if self._most_bytes is not None:
             self._most_bytes = least(self._most_bytes, True)
 
@@ -423,12 +423,12 @@ class CapturePool:
         if step.agreed < AGREE:
             return
         outcome = DIFFERS if runs_unknown_code(source.model) else DONE
-        if self._worst(outcome, computed=False) == DONE:
+        if self.worst(outcome, computed=False) == DONE:
             if len(self._proven) > MOST_REASONS:
                 self._proven.clear()
             self._proven.add(code)
 
-    def _worst(self, outcome: int, computed: bool = True) -> int:
+    def worst(self, outcome: int, computed: bool = True) -> int:
         """The worst outcome of all ranks, if there are several."""
         return outcome if self._least is None else int(self._least(outcome, computed))
 
@@ -439,9 +439,9 @@ class CapturePool:
         try:
             outcome = act()
         except Exception as error:
-            self._worst(outcome_of(error), computed)
+            self.worst(outcome_of(error), computed)
             raise
-        worst = self._worst(outcome, computed)
+        worst = self.worst(outcome, computed)
         if worst < DIFFERS:
             raise _OfAnotherRank(worst)
         return worst
@@ -481,7 +481,7 @@ class CapturePool:
         """
         taken = changing.acquire(blocking=self._least is None)
         try:
-            if self._worst(DONE if taken else OTHER_STATE) != DONE:
+            if self.worst(DONE if taken else OTHER_STATE) != DONE:
                 raise _OfAnotherRank(OTHER_STATE)
             yield
         finally:
