@@ -364,6 +364,21 @@ def test_names_of_compiled_layers(model: Any) -> None:
     assert load_into(plain, model.state_dict().items()) == set(plain.state_dict())
 
 
+def test_names_of_layers_with_adapters() -> None:
+    """peft puts a word into their names, which those of the model's checkpoint do not have."""
+    model = adapted()
+    plain = build(BY_NAME["llama"])
+    change(plain)
+    loaded = load_into(model.get_base_model(), plain.state_dict())
+    assert len(loaded) == len(plain.state_dict())
+    assert any(".base_layer." in name for name in loaded)
+    ids = torch.tensor([PROMPTS[1]])
+    with model.disable_adapter():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+    base = {name: each for name, each in model.get_base_model().state_dict().items() if "lora_" not in name}
+    assert load_into(plain, base) == set(plain.state_dict())
+
+
 def test_a_model_made_in_inference_mode(model: Any) -> None:
     """Torch does not count writes to its tensors: the content says what has changed (C24)."""
     with torch.inference_mode():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
@@ -19,8 +20,8 @@ KeptBlocks = Literal["drop", "keep"]
 """What becomes of keys and values when weights have changed."""
 PREFIXES = ("base_model.model.", "module.")
 """What wrappers put in front of a model's names."""
-COMPILED = "_orig_mod."
-"""What torch.compile puts into them."""
+INSIDE = re.compile(r"_orig_mod\.|\.base_layer")
+"""What torch.compile and peft's LoRA put into them."""
 
 
 def check_choice(name: str, value: object, choices: object) -> None:
@@ -39,7 +40,7 @@ def load_into(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> 
         raise TypeError(f"load_weights got {weights!r:.50}; give a state dict or pairs of name and tensor")
     tensors: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
     tensors |= dict(model.named_parameters(remove_duplicate=False))
-    own = {name.replace(COMPILED, ""): (name, tensor) for name, tensor in tensors.items()}
+    own = {INSIDE.sub("", name): (name, tensor) for name, tensor in tensors.items()}
     loaded = set()
     with torch.no_grad():
         for given, tensor in weights.items() if isinstance(weights, Mapping) else weights:
@@ -67,7 +68,7 @@ def _require_like(given: str, tensor: object, target: torch.Tensor) -> None:
 
 
 def _own_name(given: str, own: Mapping[str, object]) -> str:
-    name = given.replace(COMPILED, "")
+    name = INSIDE.sub("", given)
     while name not in own:
         prefix = next((each for each in PREFIXES if name.startswith(each)), None)
         if prefix is None:
