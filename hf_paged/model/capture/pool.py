@@ -381,7 +381,7 @@ class CapturePool:
     ) -> None:
         """Capture the same steps as the pools of other ranks. least: the smallest of a number on all, and
         whether all have computed the same before. same: whether a value is the same on all.
-        each_decides: what is captured and replayed, as rank 0 does not.
+        each_decides: whether each rank decides by itself what is captured and replayed; else rank 0 does.
         """
         _joined.add(self)
         self._least = least
