@@ -31,6 +31,7 @@ from hf_paged.model.capture.pool import DIFFERS, CapturePool, Unsteady, outcome_
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.step import CapturedStep, Size
 from hf_paged.model.lazy import NotCapturable
+from hf_paged.model.rank_votes import before_groups_end
 from hf_paged.model.registry import memory_of
 
 NEW = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
@@ -692,14 +693,27 @@ class _Captured(CapturePool):
         return step
 
 
+def test_captured_steps_end_before_their_process_group() -> None:
+    """NCCL would wait for them for ever; those of other groups stay."""
+    groups: list[Any] = [Memory(), Memory()]
+    pools = [_Captured(Memory()) for _ in groups]
+    for pool, group in zip(pools, groups, strict=True):
+        pool.join(lambda number, computed: number, lambda value, place: True, group)
+    for ends, drops in ((groups[1], [0, 1]), (None, [1, 2])):
+        for act in before_groups_end:
+            act(ends)
+        assert [pool.drops for pool in pools] == drops
+
+
 def test_ranks_trust_a_size_together() -> None:
     """A comparison that fails on one rank alone proves nothing on the others: else one rank would go on to
     compare the next size, and wait for the answers of ranks that replay it already.
     """
     pools = [_Captured(Memory()) for _ in range(2)]
     votes: list[int] = []
+    group: Any = Memory()
     for pool in pools:
-        pool.join(lambda number, computed: min(number, *votes), lambda value, place: True)
+        pool.join(lambda number, computed: min(number, *votes), lambda value, place: True, group)
     state: Any = object()
 
     def step(*sources: _Source) -> list[bool]:

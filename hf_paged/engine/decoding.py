@@ -124,6 +124,8 @@ class Decoding:
         """The model when it was checked last."""
         self._state: StateKey | None = None
         """Its state then."""
+        self._agreed: StateKey | None = None
+        """The last one that ranks have looked at together."""
         self._size: Size | None = None
         """The size of the last step that was replayed."""
         self._by_kernels = False
@@ -182,7 +184,7 @@ class Decoding:
             return None
         checks = not self.eager.checks.unseen
         state = self._state
-        if state is None or (checks and self.eager.checks.foreign_on_a_rank):
+        if state is None or (checks and self.eager.checks.looks_together):
             state, checks = self._check(), False
         step = self.captures.find(state, size, HOLDERS[size.form])
         if not isinstance(step, _DecodeStep):
@@ -304,15 +306,23 @@ class Decoding:
 
     def check_captures(self) -> None:
         """Read the model's state anew, if there are captured steps: they read the memory that it had then."""
-        if len(self.captures) and not self.eager.checks.foreign_on_a_rank:  # else in the next step, together
+        if len(self.captures) and not self.eager.checks.looks_together:  # else in the next step
             self._check()
 
     def _check(self) -> StateKey:
         """The model's state as it is now."""
         state = self.captures.known(self.current().graph_key)
-        together = self.eager.checks.foreign_on_a_rank  # what that code has from elsewhere may differ
-        self._state = self.captures.agree_on(state) if together else state
-        return self._state
+        self._state = state
+        if self.eager.checks.looks_together:
+            self._agreed = self.captures.agree_on(state)
+            self.eager.checks.moved_on_a_rank = False
+        return state
+
+    def moved(self) -> bool:
+        """Whether the model is in a state that ranks have not looked at together."""
+        if self.eager.device.type not in RECORDERS:
+            return False
+        return self.captures.known(self.current().graph_key) is not self._agreed
 
     def current(self) -> ModelSnapshot:
         """The model as it is now."""

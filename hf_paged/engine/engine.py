@@ -212,7 +212,7 @@ class Engine:
         if ranks.leads:
             loop = self._loop
             loop.leader = self._leader = Leader(
-                ranks, self.pools, self._adapters, self.checks, loop.last_tokens, loop.with_inputs
+                ranks, self.runner, self._adapters, loop.last_tokens, loop.with_inputs
             )
         else:
             self._follower = Follower(ranks, self.runner, self._model_check, self.pools.forget)

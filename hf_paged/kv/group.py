@@ -71,6 +71,9 @@ class LayerGroup:
         """The blocks in the host's memory, if blocks are swapped."""
         self.reserved: int | None = None
         """The first blocks of the pool, which have memory; None if all have."""
+        self.times_given_back = 0
+        self.on_ranks = False
+        """Whether rank 0 of several alone knows what is cached there."""
         self.kept: bool | None = None
         """Whether it stays where it is when the model trains; None if it does where it fits beside that."""
 
@@ -375,6 +378,7 @@ class LayerGroup:
 
     def give_back(self) -> None:
         """Free the tensors, those on the host too; the books keep their size."""
+        self.times_given_back += 1
         self.memory.moved(self)
         self.pool.forget()
         self.stores.clear()
@@ -417,7 +421,8 @@ class Memory:
         with self.lock:
             self.drain()
             for other in self.groups.values():
-                if other.kind == kind and other.key != key and not other.pool.held and not other.pool.cached:
+                used = other.pool.held or other.pool.cached or other.on_ranks
+                if other.kind == kind and other.key != key and not used:
                     other.give_back()
             if key not in self.groups:
                 self.groups[key] = LayerGroup(self, key, layers, share)

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
@@ -119,15 +119,16 @@ class Warming:
         self._thread.join()
 
     def _run(self) -> None:
-        with short_turns(), suppress(RuntimeError):  # no thread begins anything at the process's end
+        with short_turns():
             try:
                 later = self._run_first()
+                self._compiled.set()
+                self._run_later(later)
+            except RuntimeError as error:  # a thread cannot begin, as at the process's end
+                logger.debug("kernels are compiled when they are launched (%s)", error)
             finally:
                 self._makers.clear()
                 self._compiled.set()
-            try:
-                self._run_later(later)
-            finally:
                 self.done = True
 
     def _run_first(self) -> Sequence[tuple[Hashable, Sequence[Job]]]:
@@ -139,6 +140,7 @@ class Warming:
             wait(begun)
             begun = [threads.submit(self._do, job) for job in jobs]
             later = self._do(make_later) or []
+            self._makers.clear()
             wait(begun)
         return later
 

@@ -25,9 +25,9 @@ before_groups: list[Callable[[], None]] = []
 """What is done before a process group is made: that waits for other ranks, and no thread of this process runs
 meanwhile.
 """
-before_groups_end: list[Callable[[], None]] = []
-"""What is done before process groups with devices are destroyed: while a captured step has its collectives,
-NCCL would wait for ever.
+before_groups_end: list[Callable[[dist.ProcessGroup | None], None]] = []
+"""What is done before a process group is destroyed, or all of them (None): while a captured step has its
+collectives, NCCL would wait for ever.
 """
 _made: Counter[str] = Counter()
 """How many groups for numbers on the host were made beside each group: as many on each of its ranks."""
@@ -69,10 +69,8 @@ def _watch_ends() -> None:
 
     @functools.wraps(destroy)
     def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        with_devices = isinstance(group, dist.ProcessGroup) and "nccl" in dist.get_backend_config(group)
-        if group is None or with_devices:
-            for act in before_groups_end:
-                act()
+        for act in before_groups_end:
+            act(None if group is dist.group.WORLD else group)
         destroy(group)
 
     for module in (dist, dist.distributed_c10d):
@@ -113,7 +111,7 @@ class RankVotes:
     """The ranks of a divided model, each of which runs all of generate()."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._model_group = weakref.ref(group)
+        self.model_group = weakref.ref(group)
         self._group = host_group(group, _patience(group))
         self._connections = Connections(dist.get_rank(self._group), self._gather, _patience(group))
         self._met = collectives_begun(group)
@@ -130,7 +128,7 @@ class RankVotes:
         """The smallest of a number on all ranks, which are at one place. computed: whether all have computed
         the same since they last met; if they have not, later sums would be of different things.
         """
-        begun = collectives_begun(self._model_group())
+        begun = collectives_begun(self.model_group())
         least, fewest, most = self._smallest([number, begun - self._met, self._met - begun], place)
         self._met = begun
         if computed and fewest != -most:
@@ -148,18 +146,17 @@ class RankVotes:
             raise RuntimeError(self._over)
         digest = crc32(place.encode())
         asked = [*numbers, digest, -digest]
-        self._over = f"another rank does not answer, or has ended; {AGAIN}"  # unless this comes to its end
         try:
             if self._connections.complete:  # faster than gloo's ring
                 *found, least, most = self._connections.smallest(asked)
             else:
                 *found, least, most = smallest(asked, self._group)
-            self._over = None
-        except (OSError, RuntimeError) as error:
+        except BaseException as error:  # also an interrupt, which leaves an answer unread
+            self._over = f"another rank does not answer, or has ended; {AGAIN}"
+            self._connections.shut()  # no other rank needs to wait for this one
+            if not isinstance(error, (OSError, RuntimeError)):
+                raise
             raise RuntimeError(self._over) from error
-        finally:
-            if self._over is not None:
-                self._connections.shut()  # no other rank needs to wait for this one
         if least != -most:
             self._over = f"ranks are at different places, this one at {place}; {AGAIN}"
             raise RuntimeError(self._over)
@@ -179,6 +176,7 @@ def votes_of(group: dist.ProcessGroup) -> RankVotes:
 def _forget() -> None:
     """A fork of a rank has its connections, and would answer for it."""
     for votes in _votes.values():
+        votes._connections.close()
         votes._over = "this process was forked from one of the ranks, which alone computes with the others"
 
 

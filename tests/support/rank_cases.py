@@ -272,6 +272,116 @@ def a_warm_up(rank: int) -> None:
         led(rank, loaded("llama"), act, max_batch_sequences=1)
 
 
+def user_code_on_one_rank_for_a_while(rank: int) -> None:
+    """A hook, or a replaced forward, comes and goes between requests: nothing is captured meanwhile on any."""
+    for which, wraps in ((0, True), (1, False), (1, True)):
+        _with_user_code(rank == which, wraps)
+
+
+def _with_user_code(here: bool, wraps: bool) -> None:
+    model = loaded("llama")
+    layer: Any = model.model.layers[1].mlp
+    forward = layer.forward
+    handles: list[Any] = []
+
+    def change(on: bool) -> None:
+        if here and wraps and on:
+            layer.forward = lambda x: forward(x)
+        elif here and wraps:
+            del layer.forward
+        elif here and on:
+            handles.append(layer.register_forward_hook(lambda module, given, answer: None))
+        elif here:
+            handles.pop().remove()
+
+    with pytest.MonkeyPatch.context() as patch, Engine(model, **SMALL) as engine:
+        patch.setitem(RECORDERS, "cpu", record)
+        if not engine.leads:
+            assert not engine.follow(change)
+            return
+        for on in (None, True, False):
+            if on is not None:
+                engine.broadcast(on)
+                change(on)
+            before = engine.stats()["graphs"]["replayed"]
+            for _ in range(3):
+                found = answers(engine.submit(PROMPTS[1], **GREEDY).result())
+                assert found == right("llama", 1, 0, NEW)
+            assert on or engine.stats()["graphs"]["replayed"] > before + 5
+
+
+def weights_at_an_earlier_address_on_one_rank(rank: int) -> None:
+    """All ranks put a weight elsewhere; rank 0 where it was before, so that it knows captured steps of that."""
+    model = loaded("llama")
+    weight = local_part(model.model.norm.weight)
+    places = [weight.data, weight.data.clone()]
+    with pytest.MonkeyPatch.context() as patch, Engine(model, **SMALL) as engine:
+        patch.setitem(RECORDERS, "cpu", record)
+        for turn in range(3):
+            if rank == 0:
+                for _ in range(2):
+                    found = answers(engine.submit(PROMPTS[1], **GREEDY).result())
+                    assert found == right("llama", 1, 0, NEW)
+                engine.pause()
+            else:
+                assert engine.follow()
+                places.append(places[0].clone())
+            weight.data = places[(turn + 1) % 2] if rank == 0 else places[-1]
+            if rank == 0:
+                engine.resume()
+        if rank == 0:
+            assert answers(engine.submit(PROMPTS[1], **GREEDY).result()) == right("llama", 1, 0, NEW)
+            assert engine.stats()["graphs"]["replayed"] > 10
+        else:
+            assert not engine.follow()
+
+
+def what_ranks_do_in_a_pause(rank: int) -> None:
+    """Blocks that rank 0 has cached, or that requests keep, are there on all ranks afterwards, or on none."""
+    ids = torch.tensor([PROMPTS[1]])
+    expected = right("llama", 3, 0, NEW)
+    model = loaded("llama")
+
+    def generates() -> None:
+        model.generate(ids.to(model.device), cache_implementation="paged", **GREEDY)
+
+    def gives_back(which: int = 1) -> None:
+        if rank == which:
+            hf_paged.release(model)
+
+    def trains() -> None:
+        model.train()
+        model(ids.to(model.device)).logits.sum().backward()
+        model.zero_grad()
+        model.eval()
+
+    for captures in (False, True):
+        acts = generates, gives_back, functools.partial(gives_back, 0), trains
+        with pytest.MonkeyPatch.context() as patch, Engine(model, **SMALL) as engine:
+            if captures:
+                patch.setitem(RECORDERS, "cpu", record)
+                patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
+            for act in acts:
+                if rank:
+                    assert engine.follow()
+                    act()
+                    continue
+                for _ in range(2):
+                    assert answers(engine.submit(PROMPTS[3], **GREEDY).result()) == expected
+                running = engine.submit(PROMPTS[3], **GREEDY)
+                for _ in range(5):
+                    engine.step()
+                engine.pause()
+                act()
+                engine.resume()
+                for handle in (running, *[engine.submit(PROMPTS[3], **GREEDY) for _ in range(2)]):
+                    assert answers(handle.result()) == expected, act
+            if rank:
+                assert not engine.follow()
+            elif captures:
+                assert engine.stats()["graphs"]["replayed"] > 20
+
+
 def fused_projections(rank: int) -> None:
     """Each rank lays its parts side by side, and multiplies with them at once."""
     with pytest.MonkeyPatch.context() as patch:
@@ -2380,12 +2490,14 @@ def rank_0_that_ends_at_once(rank: int) -> None:
         for _ in range(3):
             generated(model, MODES[0], cache_implementation="paged")
         assert captures_of(model).pool.sizes()
+    closed_too_late = Engine(model, **SMALL)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = [probe.getsockname()[1]]
     dist.broadcast_object_list(port, 0)
     dist.destroy_process_group()
     assert not captures_of(model).pool.sizes()
+    closed_too_late.close()
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's: rank 0 is to have the store here
     dist.init_process_group(
         BACKEND,

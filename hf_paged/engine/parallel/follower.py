@@ -44,6 +44,8 @@ class Follower:
         self._last_tokens = LastTokens(self.pools.config.limits().sequences, runner.eager.device)
         self._decoder = StepDecoder(self.pools, self._last_tokens)
         self._held: list[int] = []
+        self._given_back: int | None = None
+        """How often pools had been given back when rank 0 paused."""
 
     def _hold(self) -> None:
         self._held = self._held or [group.pool.take() for group in self.pools.groups.values()]
@@ -53,6 +55,9 @@ class Follower:
         for group, block in zip(self.pools.groups.values(), self._held, strict=False):
             group.pool.drop(block, group.pool.tick())
         self._held = []
+
+    def _times_given_back(self) -> int:
+        return sum(group.times_given_back for group in self.pools.groups.values())
 
     def follow(self, receive: Callable[[Any], object]) -> bool:
         """Follow rank 0 until it pauses (True) or has closed (False). Raises what ended it, if anything.
@@ -75,6 +80,7 @@ class Follower:
             kind = MessageKind(numbers[0])
             if kind is MessageKind.PAUSE:
                 self.free()
+                self._given_back = self._times_given_back()
                 return True
             if kind is MessageKind.CLOSE:
                 self._decoder.prompts.clear()
@@ -124,7 +130,10 @@ class Follower:
     def _check(self) -> None:
         """No request runs: check the model, and know of the other ranks whether theirs has changed."""
         changed = self._adapters.look_as_follower() | self._model_check.changed()
-        if not compare_models(self.ranks, changed, self.runner.eager.checks, self._adapters):
+        # What rank 0 has cached is gone where a pool was given back in a pause.
+        changed |= self._given_back not in (None, self._times_given_back())
+        self._given_back = None
+        if not compare_models(self.ranks, changed, self.runner, self._adapters):
             return
         self.free()
         self._forget()

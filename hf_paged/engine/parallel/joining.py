@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from ...model.adapters.peft_layers import why_no_adapters_on_ranks
 from ...model.tensor_parallel import mesh_of, why_not_divided
 from ..adapters import EngineAdapters
-from ..check_policy import CheckPolicy
 from ..config import EngineConfig
 from ..pools import Pools
 from ..runner import Runner
@@ -117,17 +116,26 @@ def tried_alike(ranks: Ranks | None, pools: Pools, runner: Runner) -> Iterator[N
         return
     pools.agree = ranks.smallest
     for group in pools.groups.values():
+        group.on_ranks = True
         group.kept = bool(group.kept)  # whether pools fit beside training is a question of each rank's memory
     yield
     if runner.decoding is not None:
-        runner.decoding.captures.join(ranks.least, ranks.same)
+        runner.decoding.captures.join(ranks.least, ranks.same, ranks.model_group)
     reasons = ranks.gather((runner.why_rows, runner.why_no_embeddings))
     runner.why_rows = next((rows for rows, _ in reasons if rows is not None), None)
     runner.why_no_embeddings = next((why for _, why in reasons if why is not None), None)
 
 
-def compare_models(ranks: Ranks, changed: bool, checks: CheckPolicy, adapters: EngineAdapters) -> bool:
-    """Whether the model has changed on any rank. All note whether it runs code of the user's on any."""
-    foreign = checks.foreign_forward
-    changed, checks.foreign_on_a_rank = ranks.any(changed, foreign, agreed=adapters.agreement())
+def compare_models(ranks: Ranks, changed: bool, runner: Runner, adapters: EngineAdapters) -> bool:
+    """Whether the model has changed on any rank. All note whether it runs code of the user's on any, or is
+    one that ranks have not looked at together; and drop their captured steps if one has dropped some alone.
+    """
+    checks, decoding = runner.eager.checks, runner.decoding
+    drops = 0 if decoding is None else decoding.captures.drops
+    flags = changed, checks.foreign_forward, decoding is not None and decoding.moved()
+    agreed = adapters.agreement()
+    changed, checks.foreign_on_a_rank, checks.moved_on_a_rank = ranks.any(*flags, agreed=agreed)
+    if decoding is not None and not ranks.same(drops, "captured steps"):
+        decoding.forget()
+        decoding.captures.drops = 0
     return changed

@@ -14,11 +14,10 @@ from ...blocks import OutOfBlocks
 from ...model.adapters.lora import LowRank
 from ...scheduling import Names, SequenceGroup, StepPlan
 from ..adapters import EngineAdapters
-from ..check_policy import CheckPolicy
 from ..forward_batch import Answer, ForwardBatch, LastTokens
 from ..multimodal.media import Media
-from ..pools import Pools
 from ..requests.params import RequestParams
+from ..runner import Runner
 from .joining import compare_models
 from .message import AdapterNews, MessageKind, Preparation, StepEncoder
 from .packed import Packed
@@ -35,15 +34,15 @@ class Leader:
     def __init__(
         self,
         ranks: Ranks,
-        pools: Pools,
+        runner: Runner,
         adapters: EngineAdapters,
-        checks: CheckPolicy,
         last_tokens: LastTokens,
         requests: Mapping[SequenceGroup, RequestParams],
     ) -> None:
         """requests: those that are more than token ids."""
         self.ranks = ranks
-        self._pools = pools
+        self._runner = runner
+        self._pools = pools = runner.eager.pools
         self._adapters = adapters
         self._adapter_changes = 0
         self._places: dict[int, Names] = {}
@@ -52,7 +51,7 @@ class Leader:
         """The adapters that they were given."""
         self._untold: dict[int, tuple[str, Mapping[str, LowRank]]] = {}
         """Those that came while they did not follow."""
-        self._checks = checks
+        self._checks = runner.eager.checks
         self._last_tokens = last_tokens
         self._inputs = SharedInputs(requests)
         self._encoder = StepEncoder(self._inputs, len(pools.groups))
@@ -216,7 +215,7 @@ class Leader:
         self._give_adapters()
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.CHECK]))
-            return compare_models(self.ranks, look(), self._checks, self._adapters)
+            return compare_models(self.ranks, look(), self._runner, self._adapters)
 
     def broadcast(self, value: Any) -> None:
         """Send a value to the callers of the other ranks' `follow()`."""

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ...kv import LayerGroup, Memory, is_out_of_memory
 from ...kv.reference import invariant
@@ -50,10 +51,11 @@ LATER = 200
 MOST_STATES = 8
 """States of the model whose captured steps are kept."""
 MOST_REASONS = 1000
+UNKNOWN_CODE = "hooks that are not transformers' own, or active dropout, run in the model"
 
 
-_joined: weakref.WeakSet[CapturePool] = weakref.WeakSet()
-"""Those whose captured steps have collectives."""
+_joined: weakref.WeakKeyDictionary[CapturePool, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""Those whose captured steps have collectives, and of which group."""
 
 
 class _Key(NamedTuple):
@@ -139,6 +141,8 @@ class CapturePool:
         """
         self._same: Callable[[object, str], bool] | None = None
         """Whether all ranks have this value at this place."""
+        self.drops = 0
+        """How often steps were dropped: equally often on ranks that have the same ones."""
         self._each_decides = False
         """Whether each rank decides by itself what it captures and replays, so that they ask in each step."""
         self._steps: OrderedDict[_Key, CapturedStep] = OrderedDict()
@@ -233,6 +237,7 @@ class CapturePool:
 
     def drop(self, group: LayerGroup | None = None) -> None:
         """Drop all captured steps, or those that read the pool of a group, which has moved."""
+        self.drops += 1
         if group is None:
             self._steps.clear()
             self._seen.clear()
@@ -377,13 +382,15 @@ class CapturePool:
         self,
         least: Callable[[int, bool], int],
         same: Callable[[object, str], bool],
+        group: dist.ProcessGroup,
         each_decides: bool = False,
     ) -> None:
         """Capture the same steps as the pools of other ranks. least: the smallest of a number on all, and
-        whether all have computed the same before. same: whether a value is the same on all.
+        whether all have computed the same before. same: whether a value is the same on all. group: of which
+        captured steps have collectives.
         each_decides: whether each rank decides by itself what is captured and replayed; else rank 0 does.
         """
-        _joined.add(self)
+        _joined[self] = weakref.ref(group)
         self._least = least
         self._same = same
         self._each_decides = each_decides
@@ -451,11 +458,14 @@ class CapturePool:
         found: list[Any] = []
 
         def replace() -> int:
-            found.append(Fusion(source.model, source.groups[0].captured_ops.kernels))
+            if not source.snapshot().steady:  # on this rank: no other begins to compute, either
+                raise NotCapturable(UNKNOWN_CODE)
+            fusion = Fusion(source.model, source.groups[0].captured_ops.kernels)
+            found.append((fusion, fusion.digest(source.model)))
             return DONE
 
         def prepare() -> int:
-            found.append(self._prepare(key, source, found[0]))
+            found.append(self._prepare(key, source, found[0][0]))
             return DONE
 
         def record() -> int:
@@ -464,7 +474,7 @@ class CapturePool:
 
         with self._in_turn():
             self._alike(replace, computed=False)
-            if self._same is not None and not self._same(found[0].digest(source.model), "a capture"):
+            if self._same is not None and not self._same(found[0][1], "a capture"):
                 # They would meet in other sums.
                 raise NotCapturable(
                     "a forward was replaced on some of the ranks, or other ones than on others"
@@ -492,7 +502,7 @@ class CapturePool:
         """Compute all that must be computed before a step is recorded."""
         snapshot = source.snapshot()
         if not snapshot.steady:
-            raise NotCapturable("hooks that are not transformers' own, or active dropout, run in the model")
+            raise NotCapturable(UNKNOWN_CODE)
         model = source.model
         step: CapturedStep = source.prepare()
         step.size = key.size
@@ -605,9 +615,10 @@ class CapturePool:
         return most - sum(each.bytes for each in self)
 
 
-def _drop_joined() -> None:
-    for pool in list(_joined):
-        pool.drop()
+def _drop_joined(ends: dist.ProcessGroup | None) -> None:
+    for pool, group in list(_joined.items()):
+        if ends is None or group() is ends:
+            pool.drop()
 
 
 before_groups_end.append(_drop_joined)

@@ -47,8 +47,9 @@ class GenerateSteps:
         """votes: the other ranks that compute the model, if there are any."""
         self.pool = CapturePool(memory)
         self.adapters = RowAdapters()
-        if votes is not None:
-            self.pool.join(votes.least, votes.same, each_decides=True)
+        group = None if votes is None else votes.model_group()
+        if votes is not None and group is not None:
+            self.pool.join(votes.least, votes.same, group, each_decides=True)
 
     def run(self, model: nn.Module, step: ReplayableStep, forward: Run) -> Any:
         """The answer of `forward` to the step, from a captured one if there is any that is trusted."""
