@@ -132,10 +132,11 @@ def compare_models(ranks: Ranks, changed: bool, runner: Runner, adapters: Engine
     """
     checks, decoding = runner.eager.checks, runner.decoding
     drops = 0 if decoding is None else decoding.captures.drops
-    flags = changed, checks.foreign_forward, decoding is not None and decoding.moved()
-    agreed = adapters.agreement()
-    changed, checks.foreign_on_a_rank, checks.moved_on_a_rank = ranks.any(*flags, agreed=agreed)
-    if decoding is not None and not ranks.same(drops, "captured steps"):
+    moved = decoding is not None and decoding.moved()
+    changed, checks.foreign_on_a_rank, checks.moved_on_a_rank, differ = ranks.any(
+        changed, checks.foreign_forward, moved, agreed=adapters.agreement(), number=drops
+    )
+    if decoding is not None and differ:
         decoding.forget()
         decoding.captures.drops = 0
     return changed

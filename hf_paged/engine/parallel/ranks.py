@@ -217,18 +217,19 @@ class Ranks:
             raise error
         raise kind(next(f"rank {rank}: {each}" for rank, each in enumerate(words) if each is not None))
 
-    def any(self, *flags: bool, agreed: object = None) -> list[bool]:
-        """Of each whether it is true on any rank. agreed: what must be the same on all, or all raise
-        RuntimeError.
+    def any(self, *flags: bool, agreed: object = None, number: int = 0) -> list[bool]:
+        """Of each flag whether it is true on any rank, and at last whether ranks have different numbers.
+        agreed: what must be the same on all, or all raise RuntimeError.
         """
         digest = crc32(repr(agreed).encode())
-        *none, least, most = self.smallest([*(not flag for flag in flags), digest, -digest])
+        asked = [*(not flag for flag in flags), number, -number, digest, -digest]
+        *none, low, high, least, most = self.smallest(asked)
         if least != -most:
             raise RuntimeError(
                 f"ranks have different adapters in their models (rank {self.rank}: {agreed}); call pause(), "
                 "load, activate or delete the same on all ranks, then resume()"
             )
-        return [not each for each in none]
+        return [*(not each for each in none), low != -high]
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks; for what is rare."""
