@@ -34,19 +34,14 @@ class CheckPolicy:
         """Whether the model's forward runs code of the user's, as of the last check."""
         self.foreign_on_a_rank = False
         """Whether it does on any rank, as of their last check together."""
-        self.moved_on_a_rank = False
-        """Whether the model is there in a state that ranks have not looked at together, as of then."""
+        self.looks_together = False
+        """Whether ranks check the model together next: it may be another one on some of them."""
         self.skips_autograd = False
         """Whether the model's forward needs nothing of autograd, as of the last check."""
         self.clock = clock
         self._dirty = True
         self._until = 0.0
         self.kept: Sequence[object] = ()
-
-    @property
-    def looks_together(self) -> bool:
-        """Whether ranks look at the model together, which may be another one on some of them."""
-        return self.foreign_on_a_rank or self.moved_on_a_rank
 
     def mark_dirty(self) -> None:
         """Foreign code has run or is about to run."""

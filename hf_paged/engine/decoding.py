@@ -315,7 +315,7 @@ class Decoding:
         self._state = state
         if self.eager.checks.looks_together:
             self._agreed = self.captures.agree_on(state)
-            self.eager.checks.moved_on_a_rank = False
+            self.eager.checks.looks_together = self.eager.checks.foreign_on_a_rank
         return state
 
     def moved(self) -> bool:

@@ -133,9 +133,10 @@ def compare_models(ranks: Ranks, changed: bool, runner: Runner, adapters: Engine
     checks, decoding = runner.eager.checks, runner.decoding
     drops = 0 if decoding is None else decoding.captures.drops
     moved = decoding is not None and decoding.moved()
-    changed, checks.foreign_on_a_rank, checks.moved_on_a_rank, differ = ranks.any(
+    changed, foreign, moved, differ = ranks.any(
         changed, checks.foreign_forward, moved, agreed=adapters.agreement(), number=drops
     )
+    checks.foreign_on_a_rank, checks.looks_together = foreign, foreign or moved
     if decoding is not None and differ:
         decoding.forget()
         decoding.captures.drops = 0
