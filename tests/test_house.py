@@ -48,7 +48,7 @@ BUDGETS = {
     "hf_paged/engine": 6940,
     "hf_paged/engine/multimodal": 970,
     "hf_paged/engine/outputs": 645,
-    "hf_paged/engine/parallel": 1725,
+    "hf_paged/engine/parallel": 1730,
     "hf_paged/engine/requests": 1385,
     "hf_paged/engine/sampling": 1945,
     "hf_paged/generate": 2345,

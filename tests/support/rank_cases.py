@@ -349,6 +349,12 @@ def what_ranks_do_in_a_pause(rank: int) -> None:
         if rank == which:
             hf_paged.release(model)
 
+    def gives_back_and_moves() -> None:
+        if rank == 1:
+            hf_paged.release(model)
+            weight = local_part(model.model.norm.weight)
+            weight.data = weight.data.clone()
+
     def trains() -> None:
         model.train()
         model(ids.to(model.device)).logits.sum().backward()
@@ -356,7 +362,7 @@ def what_ranks_do_in_a_pause(rank: int) -> None:
         model.eval()
 
     for captures in (False, True):
-        acts = generates, gives_back, functools.partial(gives_back, 0), trains
+        acts = generates, gives_back, functools.partial(gives_back, 0), gives_back_and_moves, trains
         with pytest.MonkeyPatch.context() as patch, Engine(model, **SMALL) as engine:
             if captures:
                 patch.setitem(RECORDERS, "cpu", record)
@@ -380,6 +386,27 @@ def what_ranks_do_in_a_pause(rank: int) -> None:
                 assert not engine.follow()
             elif captures:
                 assert engine.stats()["graphs"]["replayed"] > 20
+
+
+def swapped_blocks_after_a_pause(rank: int) -> None:
+    """Blocks on the hosts have memory again where it was given back."""
+    model = loaded("llama")
+    options = {**SMALL, "preemption": "swap", "num_blocks": 26, "max_batch_sequences": 10}
+    for who in ((0, 1), (1,)):
+        with Engine(model, **options) as engine:
+            for turn in range(2):
+                if rank == 0:
+                    before = engine.stats()["swapped_out"]
+                    assert asked(engine, ASKED) == [right("llama", p, k, NEW) for p, k in ASKED]
+                    assert engine.stats()["swapped_out"] > before
+                    if turn == 0:
+                        engine.pause()
+                else:
+                    assert engine.follow() is (turn == 0)
+                if turn == 0 and rank in who:
+                    hf_paged.release(model)
+                if turn == 0 and rank == 0:
+                    engine.resume()
 
 
 def fused_projections(rank: int) -> None:

@@ -60,6 +60,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "user_code_on_one_rank_for_a_while", ()),
     (2, "weights_at_an_earlier_address_on_one_rank", ()),
     (2, "what_ranks_do_in_a_pause", ()),
+    (2, "swapped_blocks_after_a_pause", ()),
     (2, "captured_steps_of_generate", ()),
     (2, "a_benchmark_of_votes", ()),
     (2, "a_streamer_on_one_rank", ()),

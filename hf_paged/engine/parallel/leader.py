@@ -121,11 +121,14 @@ class Leader:
         """Have memory for so many first blocks of every pool on all ranks. What lacks it on one raises
         OutOfBlocks on all: no rank is in the middle of a forward.
         """
-        self._unmade = True
+        anew, self._unmade = self._unmade, True
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.RESERVE, *tops]))
             self.ranks.attempt(lambda: self._pools.back(tops), OutOfBlocks)
             self._backed = self.ranks.smallest([group.backed for group in self._pools.groups.values()])
+        for number, group in enumerate(self._pools.groups.values()):
+            if anew and group.host is not None and group.host.pool.total:
+                self.reserve_host(number, group.host.pool.total)
         self._unmade = False
 
     def reserve_host(self, number: int, blocks: int) -> None:
@@ -215,7 +218,9 @@ class Leader:
         self._give_adapters()
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.CHECK]))
-            return compare_models(self.ranks, look(), self._runner, self._adapters)
+            changed = compare_models(self.ranks, look(), self._runner, self._adapters)
+        self._unmade |= changed  # a rank may have given its pools back
+        return changed
 
     def broadcast(self, value: Any) -> None:
         """Send a value to the callers of the other ranks' `follow()`."""
