@@ -185,7 +185,8 @@ class Decoding:
         checks = not self.eager.checks.unseen
         state = self._state
         if state is None or (checks and self.eager.checks.looks_together):
-            state, checks = self._check(), False
+            state = self._check()
+            checks = False
         step = self.captures.find(state, size, HOLDERS[size.form])
         if not isinstance(step, _DecodeStep):
             return None

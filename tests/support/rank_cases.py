@@ -273,7 +273,7 @@ def a_warm_up(rank: int) -> None:
 
 
 def user_code_on_one_rank_for_a_while(rank: int) -> None:
-    """A hook, or a replaced forward, comes and goes between requests: nothing is captured meanwhile on any."""
+    """A hook, or a replaced forward, comes and goes between requests: none captures meanwhile."""
     for which, wraps in ((0, True), (1, False), (1, True)):
         _with_user_code(rank == which, wraps)
 
@@ -311,7 +311,7 @@ def _with_user_code(here: bool, wraps: bool) -> None:
 
 
 def weights_at_an_earlier_address_on_one_rank(rank: int) -> None:
-    """All ranks put a weight elsewhere; rank 0 where it was before, so that it knows captured steps of that."""
+    """All ranks put a weight elsewhere; rank 0 where it was before, of which it knows captured steps."""
     model = loaded("llama")
     weight = local_part(model.model.norm.weight)
     places = [weight.data, weight.data.clone()]
@@ -2047,7 +2047,7 @@ def a_manager_whose_engine_is_closed(rank: int) -> None:
 
 
 def a_fork_of_a_rank(rank: int) -> None:
-    """It ends, by an error within the engine's block: the ranks go on. It answers for no rank in generate()."""
+    """It ends, by an error within the engine's block: the ranks go on. It votes for no rank."""
     model = loaded("llama")
     expected = generated(model, MODES[0], cache_implementation="paged")
     with Engine(model, **SMALL) as engine:

@@ -130,13 +130,15 @@ def compare_models(ranks: Ranks, changed: bool, runner: Runner, adapters: Engine
     """Whether the model has changed on any rank. All note whether it runs code of the user's on any, or is
     one that ranks have not looked at together; and drop their captured steps if one has dropped some alone.
     """
-    checks, decoding = runner.eager.checks, runner.decoding
+    checks = runner.eager.checks
+    decoding = runner.decoding
     drops = 0 if decoding is None else decoding.captures.drops
     moved = decoding is not None and decoding.moved()
     changed, foreign, moved, differ = ranks.any(
         changed, checks.foreign_forward, moved, agreed=adapters.agreement(), number=drops
     )
-    checks.foreign_on_a_rank, checks.looks_together = foreign, foreign or moved
+    checks.foreign_on_a_rank = foreign
+    checks.looks_together = foreign or moved
     if decoding is not None and differ:
         decoding.forget()
         decoding.captures.drops = 0

@@ -51,7 +51,6 @@ LATER = 200
 MOST_STATES = 8
 """States of the model whose captured steps are kept."""
 MOST_REASONS = 1000
-UNKNOWN_CODE = "hooks that are not transformers' own, or active dropout, run in the model"
 
 
 _joined: weakref.WeakKeyDictionary[CapturePool, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
@@ -459,7 +458,9 @@ class CapturePool:
 
         def replace() -> int:
             if not source.snapshot().steady:  # on this rank: no other begins to compute, either
-                raise NotCapturable(UNKNOWN_CODE)
+                raise NotCapturable(
+                    "hooks that are not transformers' own, or active dropout, run in the model"
+                )
             fusion = Fusion(source.model, source.groups[0].captured_ops.kernels)
             found.append((fusion, fusion.digest(source.model)))
             return DONE
@@ -501,8 +502,6 @@ class CapturePool:
     def _prepare(self, key: _Key, source: StepSource[Any], fusion: Fusion) -> _Prepared:
         """Compute all that must be computed before a step is recorded."""
         snapshot = source.snapshot()
-        if not snapshot.steady:
-            raise NotCapturable(UNKNOWN_CODE)
         model = source.model
         step: CapturedStep = source.prepare()
         step.size = key.size
