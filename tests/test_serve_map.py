@@ -443,12 +443,10 @@ def test_streams_of_the_map_end_at_once_on_sigterm() -> None:
         asking.start()
         watch = Watching(served)
         until(lambda: any(line["requests"][1] for line in watch.lines[1:]))
-        begin = time.monotonic()
         served.server.handle_exit(signal.SIGTERM, None)
         watch.thread.join(GUARD)
-        assert time.monotonic() - begin < 1.0
+        assert asking.is_alive()  # seconds away from its end, however busy the machine is
         assert watch.text.endswith('data: {"end":true}\n\n')
-        assert asking.is_alive()
         assert served.client.get("/map").text == ': map\n\ndata: {"end":true}\n\n'
         asking.join(GUARD)
         assert answer == [200]
