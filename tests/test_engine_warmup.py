@@ -5,128 +5,29 @@ and nobody's trouble.
 from __future__ import annotations
 
 import gc
-import importlib
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from captures import counts, forms, policy, pool_of, reasons, sizes
+from compiling import MODELS, Compiler, Specialisation, make, noting_compiler  # noqa: F401  # a fixture
 from engine_answers import alone, answers
-from families import ALTERNATING, LONG, SMALL, TOKENS
-from kernel_cases import GPU, load
-from tape import rerun
+from kernel_cases import GPU
 
 from hf_paged.engine import Engine, Unservable, loop, runner
 from hf_paged.engine import warmup as warming
 from hf_paged.engine.runner import Runner
 from hf_paged.engine.warmup import jobs
-from hf_paged.kv import ops
 from hf_paged.kv.warmup import TURN, Warming, short_turns
 from hf_paged.model.capture.pool import CapturePool
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.step import Size
-
-MODULES = ["advance", "copy", "decode", "digest", "gather", "norm", "prefill", "rotary", "swiglu", "write"]
-ON_DEVICES = {"EXACT": True, "UPCAST": False}
-"""Constants that are other ones in the interpreter."""
-Specialisation = tuple[str, str]
-
-
-class Compiler:
-    """Stands for Triton's: it notes which specialisation of which kernel it is asked for."""
-
-    def __init__(self) -> None:
-        self.params: set[Specialisation] = set()
-        self.here: set[str] = set()
-        """Kernels that the main thread has asked for."""
-
-    def ask(self, kernel: Any, key: str) -> None:
-        self.params.add((kernel.__name__, key))
-        if threading.current_thread() is threading.main_thread():
-            self.here.add(kernel.__name__)
-
-
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Kernels run in the interpreter, and of each launch it is noted what would have been compiled for a
-    GPU.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    found = Compiler()
-    target = GPUTarget("cuda", 90, 32)
-    known = {
-        "get_current_device": lambda: 0,
-        "get_current_stream": lambda device: 0,
-        "get_current_target": lambda: target,
-    }
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(**known))
-    monkeypatch.setattr(triton.JITFunction, "_do_compile", lambda kernel, key, *rest: found.ask(kernel, key))
-    interpreted = load()
-    for name in MODULES:
-        compiled = importlib.import_module(f"hf_paged_kernels.{name}")
-        monkeypatch.setattr(
-            sys.modules[f"{interpreted.__name__}.{name}"],
-            "launch",
-            _noting(compiled, interpreted.launching.launch),
-        )
-    monkeypatch.setitem(sys.modules, "hf_paged_kernels", interpreted)
-    monkeypatch.setattr(ops, "why_no_kernels", lambda layout: None)
-    monkeypatch.setitem(RECORDERS, "cpu", rerun)
-    return found
-
-
-def _noting(compiled: Any, launch: Callable[..., None]) -> Callable[..., None]:
-    def both(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        own = {name: ON_DEVICES.get(name, value) for name, value in constants.items()}
-        getattr(compiled, kernel.fn.__name__).warmup(*arguments, grid=(1,), **own)
-        launch(kernel, grid, *arguments, **constants)
-
-    return both
-
-
-SHAPE = {**SMALL, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, **TOKENS, **LONG}
-"""Heads of 16 dimensions: like those of larger models they begin where whole words do."""
-
-
-def make(kind: str, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    config = getattr(tf, f"{kind}Config")(**{**SHAPE, **changes})
-    model = getattr(tf, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
-    model.generation_config.pad_token_id = 0
-    return model
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: make("Llama"),
-    "half": lambda: make("Llama", max_position_embeddings=1024).half(),
-    "qwen3": lambda: make("Qwen3", head_dim=16),
-    "gemma2": lambda: make(
-        "Gemma2",
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        attn_logit_softcapping=5.0,
-        **ALTERNATING,
-        attn_implementation="eager",
-    ),
-    "gemma3": lambda: make("Gemma3Text", head_dim=16, **ALTERNATING),
-}
-"""In half precision prompts of several lengths have tiles of several sizes, and the trial is as long as on a
-device.
-"""
-
 
 pytestmark = pytest.mark.skipif(GPU, reason="the interpreted copy is the CPU's")
 

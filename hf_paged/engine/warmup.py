@@ -19,13 +19,11 @@ from ..model.capture.branches import layers_of_one_input
 from ..model.capture.fusion import Fusion
 from ..model.capture.products import fused_parameters
 from ..model.capture.step import Size, bucket_of
-from ..model.switch import original_implementation
+from ..model.capture.warmup import COMPILED_FOR, attention_shape
 from ..model.tensor_parallel import heads_here
 from .decoding import WIDTHS
 from .eager import EagerModel
 
-COMPILED_FOR = {"cuda"}
-"""Types of devices whose kernels are compiled."""
 ROWS = bucket_of(1)
 """Those of the captured step that comes first: one request, decoding."""
 LARGEST_PRODUCT = 2**28
@@ -76,20 +74,16 @@ def _expected(eager: EagerModel, captures: bool) -> _Expected | None:
     config = model.config.get_text_config(decoder=True)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_heads = config.num_attention_heads
-    query_heads, key_heads = heads_here(
-        model, query_heads, getattr(config, "num_key_value_heads", None) or query_heads
-    )
+    _, key_heads = heads_here(model, query_heads, getattr(config, "num_key_value_heads", None) or query_heads)
     layout = Layout(eager.device, model.dtype, key_heads, dim, dim)
     ops = choose(eager.pools.config.kernels, layout, captured=True)
     if not isinstance(ops, TritonOps):
         return None
     fusion = Fusion(model, ops.kernels) if captures else None
-    turns = fusion is not None and bool(fusion.rotaries)
-    softcap = (
-        None if original_implementation(config) == "sdpa" else getattr(config, "attn_logit_softcapping", None)
-    )
-    shape = partial(AttentionShape, layout, query_heads, eager.pools.config.block_size)
-    attentions = [shape(kind.window, softcap, turns) for kind in eager.pools.own]
+    attentions = [
+        attention_shape(model, layout, eager.pools.config.block_size, kind.window, fusion)
+        for kind in eager.pools.own
+    ]
     return _Expected(ops, fusion, attentions, layout.dtype, config.vocab_size)
 
 

@@ -194,13 +194,17 @@ class AttentionShape(NamedTuple):
         yield partial(self._attend, ops, lambda: self._flat(PROMPT, PROMPT))
         yield partial(self._attend, ops, lambda: self._flat(SHORT, SHORT))
         yield partial(self._decode, ops, rows, width, captured)
-        yield partial(self._write, ops, PROMPT)
-        yield partial(self._write, ops, 1)
+        yield partial(self._write, ops, lambda: self._flat(WRITTEN, PROMPT))
+        yield partial(self._write, ops, lambda: self._flat(WRITTEN, 1))
         if captured:
-            yield partial(self._update, ops, rows, width)
-            yield lambda: self._captured(rows, width).begin(ops.advance)
-            if self.turns:
-                yield partial(self._turn, ops, rows, width)
+            yield from self._beside(ops, partial(self._captured, rows, width))
+
+    def step(self, ops: TritonOps, make: Callable[[], StaticBatch]) -> Iterator[Job]:
+        """What a captured step with the batch that `make` makes needs. The longest come first."""
+        yield partial(self._attend, ops, make)
+        yield from self._beside(ops, make)
+        if not self.turns:
+            yield partial(self._write, ops, make)
 
     def spans(self, ops: TritonOps, rows: int, most: int, width: int) -> Iterator[Job]:
         """What captured steps with chunks of prompts need, of `rows` tokens of at most `most` sequences.
@@ -208,26 +212,36 @@ class AttentionShape(NamedTuple):
         """
         yield partial(self._read_chunks, ops, rows, most, width)
         yield partial(self._attend, ops, partial(self._captured, most, width))
-        yield partial(self._update, ops, most, width)
+        yield partial(self._update, ops, partial(self._captured, most, width))
         yield lambda: self._captured(rows, width).begin(ops.advance)
         if self.turns:
-            yield partial(self._turn, ops, rows, width)
+            yield partial(self._turn, ops, partial(self._captured, rows, width))
 
     def singles(self, ops: TritonOps, rows: int, width: int, known: set[Any]) -> Iterator[Job]:
         """What captured steps of `rows` sequences need that is not among the `known`."""
-        tiling = self._plan(ops, rows, width).tiling._replace(per_sm=1)
+        make = partial(self._captured, rows, width)
+        tiling = self._plan(ops, make()).tiling._replace(per_sm=1)
         if tiling not in known:
             known.add(tiling)
-            yield partial(self._attend, ops, partial(self._captured, rows, width))
-        yield partial(self._update, ops, rows, width)
+            yield partial(self._attend, ops, make)
+        yield partial(self._update, ops, make)
 
-    def _update(self, ops: TritonOps, rows: int, width: int) -> None:
-        self._plan(ops, rows, width).update(torch.empty(rows, dtype=torch.int32, device=META))
+    def _beside(self, ops: TritonOps, make: Callable[[], StaticBatch]) -> Iterator[Job]:
+        """What a captured step needs beside attention."""
+        yield partial(self._update, ops, make)
+        yield lambda: make().begin(ops.advance)
+        if self.turns:
+            yield partial(self._turn, ops, make)
 
-    def _plan(self, ops: TritonOps, rows: int, columns: int) -> Any:
+    def _update(self, ops: TritonOps, make: Callable[[], StaticBatch]) -> None:
+        batch = make()
+        if batch.new == 1:
+            self._plan(ops, batch).update(torch.empty(batch.rows, dtype=torch.int32, device=META))
+
+    def _plan(self, ops: TritonOps, batch: StaticBatch) -> Any:
         keys, values = self._blocks()
-        query = torch.empty(rows, self.query_heads, self.layout.key_dim, dtype=self.layout.dtype, device=META)
-        return ops.kernels.Plan(query, keys, values, mean_length=columns, window=self.window)
+        query = self._heads(batch.rows, 1, self.query_heads, self.layout.key_dim)[:, :, 0]
+        return ops.kernels.Plan(query, keys, values, mean_length=batch.columns, window=self.window)
 
     def _decode(self, ops: TritonOps, rows: int, width: int, captured: bool) -> None:
         if captured:
@@ -252,16 +266,19 @@ class AttentionShape(NamedTuple):
         options = {"softcap": self.softcap}
         ops.read_chunks(query, self._pages(ops, batch), batch.spans, self.window, options, out)
 
-    def _write(self, ops: TritonOps, new: int) -> None:
-        ops.write(self._pages(ops, self._flat(WRITTEN, new)), *self._new(1, new))
+    def _write(self, ops: TritonOps, make: Callable[[], Batch]) -> None:
+        batch = make()
+        ops.write(self._pages(ops, batch), *self._new(batch))
 
-    def _turn(self, ops: TritonOps, rows: int, width: int) -> None:
-        key, value = self._new(rows, 1)
-        query = self._heads(rows, 1, self.query_heads, self.layout.key_dim)
+    def _turn(self, ops: TritonOps, make: Callable[[], StaticBatch]) -> None:
+        batch = make()
+        key, value = self._new(batch)
+        query = self._heads(batch.rows, batch.new, self.query_heads, self.layout.key_dim)
         cos, sin = (
-            torch.empty(rows, 1, self.layout.key_dim, dtype=self.layout.dtype, device=META) for _ in range(2)
+            torch.empty(batch.rows, batch.new, self.layout.key_dim, dtype=self.layout.dtype, device=META)
+            for _ in range(2)
         )
-        ops.rotary_write(self._pages(ops, self._captured(rows, width)), query, key, cos, sin, value)
+        ops.rotary_write(self._pages(ops, batch), query, key, cos, sin, value)
 
     # ---- tensors without data
 
@@ -288,11 +305,14 @@ class AttentionShape(NamedTuple):
         )
         return keys, values
 
-    def _new(self, rows: int, new: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _new(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a step's tokens write."""
         layout = self.layout
-        return self._heads(rows, new, layout.heads, layout.key_dim), self._heads(
-            rows, new, layout.heads, layout.value_dim
+        keys, values = (
+            self._heads(batch.rows, batch.new, layout.heads, dim)
+            for dim in (layout.key_dim, layout.value_dim)
         )
+        return keys, values
 
     def _heads(self, rows: int, new: int, heads: int, dim: int) -> torch.Tensor:
         """[rows, heads, new, dim], token by token as a projection makes them."""

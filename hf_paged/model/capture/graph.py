@@ -97,7 +97,10 @@ class Graph(CapturedStep):
         """Static tensors for the step."""
         bucket = rows_of_graph(step)
         batches = [
-            {kind: _static_batch(kind, rows, bucket, step.new) for kind, rows in kinds_read(part)}
+            {
+                kind: static_batch(kind, rows, bucket, step.new, rows.group.device)
+                for kind, rows in kinds_read(part)
+            }
             for part in step.parts
         ]
         inputs = {
@@ -318,13 +321,12 @@ def _width(rows: Rows, new: int) -> int:
     return max(SMALLEST_WIDTH, 1 << (blocks - 1).bit_length())
 
 
-def _static_batch(kind: LayerKind, rows: Rows, bucket: int, new: int) -> StaticBatch:
+def static_batch(kind: LayerKind, rows: Rows, bucket: int, new: int, device: torch.device) -> StaticBatch:
+    """The static tensors of one kind of layers for a step of `new` tokens of each of `bucket` rows."""
     pool = rows.group.pool
     fixed = _fixed(kind, rows.columns)
     width = pool.blocks_for(fixed) if fixed else _width(rows, new)
-    return StaticBatch(
-        bucket, 0 if fixed else new, width, pool.block_size, rows.columns, rows.group.device, kind.window
-    )
+    return StaticBatch(bucket, 0 if fixed else new, width, pool.block_size, rows.columns, device, kind.window)
 
 
 def _static(value: Any, rows: int, bucket: int) -> Any:

@@ -503,14 +503,16 @@ class CapturePool:
         """Compute all that must be computed before a step is recorded."""
         snapshot = source.snapshot()
         model = source.model
-        step: CapturedStep = source.prepare()
-        step.size = key.size
-        step.groups = source.groups
-        source.load(step)
         code: Hashable = (key.state, source.code)
         if runs_unknown_code(model):
             code = (code, key.size)
         known = code in self._rehearsed
+        if not known:
+            source.compile_ahead(fusion)
+        step: CapturedStep = source.prepare()
+        step.size = key.size
+        step.groups = source.groups
+        source.load(step)
         if not known:
             if len(self._rehearsed) > MOST_REASONS:
                 self._rehearsed.clear()

@@ -18,6 +18,7 @@ from ..rank_votes import RankVotes, votes_of
 from ..registry import memory_of
 from ..snapshot import CallSnapshots, ModelSnapshot, StateKey, call_snapshots
 from ..tensor_parallel import mesh_of
+from .fusion import Fusion
 from .graph import (
     CapturedCache,
     Graph,
@@ -33,6 +34,7 @@ from .graph import (
 from .pool import CapturePool
 from .rehearsal import RECORDERS
 from .step import Size, StepSource, agree
+from .warmup import compile_step
 
 LEAST_STEPS = 16
 """A call that has fewer tokens to go does not pay for a capture, unless such calls come again and again."""
@@ -187,6 +189,9 @@ class _GenerateSource(StepSource[Graph]):
 
     def snapshot(self) -> ModelSnapshot:
         return ModelSnapshot(self.model)
+
+    def compile_ahead(self, fusion: Fusion) -> None:
+        compile_step(self.model, self.step, fusion)
 
     def prepare(self) -> Graph:
         return Graph.prepare(self.step)

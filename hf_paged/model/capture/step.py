@@ -104,6 +104,9 @@ class StepSource(ABC, Generic[S]):
     def snapshot(self) -> ModelSnapshot:
         """The model as it is."""
 
+    def compile_ahead(self, fusion: Fusion) -> None:
+        """Compile what a step will launch, before the first of its code, if that is not done yet."""
+
     @abstractmethod
     def prepare(self) -> S:
         """Static tensors for steps of this size."""

@@ -1,0 +1,61 @@
+"""What a model's attention is like for those that compile its kernels ahead, and the kernels of a captured
+step of generate().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ...kv import Layout, TritonOps
+from ...kv.warmup import META, AttentionShape, Job, Warming
+from ..switch import original_implementation
+from ..tensor_parallel import heads_here
+from .fusion import Fusion
+from .graph import ReplayableStep, groups_of, kinds_read, rows_of_graph, static_batch
+
+COMPILED_FOR = {"cuda"}
+"""Types of devices whose kernels are compiled ahead."""
+
+
+def attention_shape(
+    model: Any, layout: Layout, block_size: int, window: int | None, fusion: Fusion | None
+) -> AttentionShape:
+    """Layers with keys and values of a layout, as far as the config tells. fusion: the small operations of
+    captured steps, if there are any.
+    """
+    config = model.config.get_text_config(decoder=True)
+    queries, _ = heads_here(model, config.num_attention_heads, layout.heads)
+    eager = original_implementation(config) != "sdpa"
+    softcap = getattr(config, "attn_logit_softcapping", None) if eager else None
+    turns = fusion is not None and bool(fusion.rotaries)
+    return AttentionShape(layout, queries, block_size, window, softcap, turns)
+
+
+def compile_step(model: nn.Module, step: ReplayableStep, fusion: Fusion) -> None:
+    """Compile what a captured step will launch, in threads beside each other.
+
+    What is not foreseen (layers that differ among each other) is compiled when it is launched.
+    """
+    group = groups_of(step)[0]
+    ops = group.captured_ops
+    if group.device.type in COMPILED_FOR and isinstance(ops, TritonOps):
+        Warming(group.device, lambda: ops.first, lambda: jobs(model, step, fusion)).wait()
+
+
+def jobs(model: Any, step: ReplayableStep, fusion: Fusion) -> Sequence[Job]:
+    """Calls on tensors without data of the kernels of a captured step."""
+    bucket = rows_of_graph(step)
+    found: list[Job] = []
+    for part in step.parts:
+        for kind, rows in kinds_read(part):
+            batch = partial(static_batch, kind, rows, bucket, step.new, META)
+            ops = rows.group.captured_ops
+            if isinstance(ops, TritonOps) and batch().new:
+                for layout in rows.group.layouts:
+                    shape = attention_shape(model, layout, rows.group.pool.block_size, kind.window, fusion)
+                    found += shape.step(ops, batch)
+    return [*found, *fusion.calls(bucket, model.dtype)]
