@@ -699,7 +699,7 @@ def test_captured_steps_end_before_their_process_group() -> None:
     pools = [_Captured(Memory()) for _ in groups]
     for pool, group in zip(pools, groups, strict=True):
         pool.join(lambda number, computed: number, lambda value, place: True, group)
-    for ends, drops in ((groups[1], [0, 1]), (None, [1, 2])):
+    for ends, drops in ((groups[1], [0, 1]), (groups[0], [1, 1])):
         for act in before_groups_end:
             act(ends)
         assert [pool.drops for pool in pools] == drops

@@ -25,9 +25,9 @@ before_groups: list[Callable[[], None]] = []
 """What is done before a process group is made: that waits for other ranks, and no thread of this process runs
 meanwhile.
 """
-before_groups_end: list[Callable[[dist.ProcessGroup | None], None]] = []
-"""What is done before a process group is destroyed, or all of them (None): while a captured step has its
-collectives, NCCL would wait for ever.
+before_groups_end: list[Callable[[dist.ProcessGroup], None]] = []
+"""What is done before a process group ends: while a captured step has its collectives, NCCL would wait for
+ever.
 """
 _made: Counter[str] = Counter()
 """How many groups for numbers on the host were made beside each group: as many on each of its ranks."""
@@ -64,17 +64,16 @@ def host_group(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
 
 @functools.cache
 def _watch_ends() -> None:
-    """Have torch do `before_groups_end`."""
-    destroy = dist.destroy_process_group
+    """Have torch do `before_groups_end`, also in a `destroy_process_group` that was imported long ago."""
+    stock = dist.ProcessGroup.shutdown
 
-    @functools.wraps(destroy)
-    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    def shutdown(group: dist.ProcessGroup) -> None:
         for act in before_groups_end:
-            act(None if group is dist.group.WORLD else group)
-        destroy(group)
+            act(group)
+        stock(group)
 
-    for module in (dist, dist.distributed_c10d):
-        vars(module).update(destroy_process_group=destroy_process_group)
+    groups: Any = dist.ProcessGroup  # mypy takes no new method
+    groups.shutdown = functools.wraps(stock)(shutdown)
 
 
 def smallest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:

@@ -64,6 +64,7 @@ from rank_models import DIVIDED, SHOWN
 from rank_names import CASES
 from safetensors.torch import save_file
 from tape import record, rerun
+from torch.distributed import destroy_process_group
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
@@ -2522,7 +2523,7 @@ def rank_0_that_ends_at_once(rank: int) -> None:
         probe.bind(("127.0.0.1", 0))
         port = [probe.getsockname()[1]]
     dist.broadcast_object_list(port, 0)
-    dist.destroy_process_group()
+    destroy_process_group()
     assert not captures_of(model).pool.sizes()
     closed_too_late.close()
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's: rank 0 is to have the store here

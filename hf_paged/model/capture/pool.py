@@ -616,9 +616,9 @@ class CapturePool:
         return most - sum(each.bytes for each in self)
 
 
-def _drop_joined(ends: dist.ProcessGroup | None) -> None:
+def _drop_joined(ends: dist.ProcessGroup) -> None:
     for pool, group in list(_joined.items()):
-        if ends is None or group() is ends:
+        if group() is ends:
             pool.drop()
 
 
