@@ -120,6 +120,19 @@ def test_a_process_ends_without_compiling_what_is_left() -> None:
     assert time.time() - float(ran.stdout) < 6  # all of them take 10 seconds on three threads
 
 
+def test_without_threads_nothing_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing waits: a process that has as many as it may, or one that ends."""
+
+    def begin(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    made = Warming(torch.device("cpu"), list, lambda: pytest.fail("in this thread"))
+    made.wait()
+    made.join()
+    assert made.done
+
+
 def test_an_engine_that_is_dropped_leaves_nothing(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

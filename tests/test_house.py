@@ -52,7 +52,7 @@ BUDGETS = {
     "hf_paged/engine/requests": 1385,
     "hf_paged/engine/sampling": 1945,
     "hf_paged/generate": 2345,
-    "hf_paged/kv": 4260,
+    "hf_paged/kv": 4270,
     "hf_paged/model": 4935,
     "hf_paged/model/adapters": 1510,
     "hf_paged/model/capture": 2865,

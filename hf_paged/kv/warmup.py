@@ -41,6 +41,7 @@ WRITTEN = 385
 enough for the tiles of long ones, a multiple of nothing.
 """
 PIECES = 100
+NO_THREADS = "no thread can begin, as at the process's end: kernels are compiled when they are launched (%s)"
 Job = Callable[[], object]
 
 _turns: list[float] = []
@@ -104,7 +105,11 @@ class Warming:
         """Whether all later jobs are done."""
         # No daemon: one that frees a tensor of its jobs while the process ends aborts it.
         self._thread = threading.Thread(target=self._run, name="hf_paged warming", daemon=False)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            logger.debug(NO_THREADS, error)
+            self._end()
 
     def wait(self) -> None:
         """Until all but the later jobs is done. Twice is once."""
@@ -116,7 +121,8 @@ class Warming:
 
     def join(self) -> None:
         """Until all threads have ended."""
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         with short_turns():
@@ -124,12 +130,16 @@ class Warming:
                 later = self._run_first()
                 self._compiled.set()
                 self._run_later(later)
-            except RuntimeError as error:  # a thread cannot begin, as at the process's end
-                logger.debug("kernels are compiled when they are launched (%s)", error)
+            except RuntimeError as error:
+                logger.debug(NO_THREADS, error)
             finally:
-                self._makers.clear()
-                self._compiled.set()
-                self.done = True
+                self._end()
+
+    def _end(self) -> None:
+        """All is done that will be."""
+        self._makers.clear()
+        self._compiled.set()
+        self.done = True
 
     def _run_first(self) -> Sequence[tuple[Hashable, Sequence[Job]]]:
         """Do the jobs that are waited for: the later ones."""
