@@ -55,7 +55,7 @@ BUDGETS = {
     "hf_paged/kv": 4270,
     "hf_paged/model": 4935,
     "hf_paged/model/adapters": 1510,
-    "hf_paged/model/capture": 2865,
+    "hf_paged/model/capture": 2870,
     "hf_paged/model/invariant": 895,
     "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2425,

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import hf_paged
 from hf_paged.kv import Memory
 from hf_paged.model.capture.graph import Graph
-from hf_paged.model.capture.pool import DIFFERS, CapturePool, Unsteady, outcome_of
+from hf_paged.model.capture.pool import DIFFERS, DONE, CapturePool, Unsteady, outcome_of
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.step import CapturedStep, Size
 from hf_paged.model.lazy import NotCapturable
@@ -717,8 +717,9 @@ def test_ranks_trust_a_size_together() -> None:
     state: Any = object()
 
     def step(*sources: _Source) -> list[bool]:
-        votes[:] = [source.outcome for source in sources]
+        votes[:] = [DONE]  # what they launch is compiled on all
         due = [pool.is_due(state, source) for pool, source in zip(pools, sources, strict=True)]
+        votes[:] = [source.outcome for source in sources]
         for pool, source in zip(pools, sources, strict=True):
             if all(due):
                 pool.capture_or_compare(state, source, None)

@@ -208,6 +208,25 @@ def captured_steps(rank: int) -> None:
         assert all(stats["graphs"]["replayed"] > 10 for stats in several), several
 
 
+def kernels_that_are_ready_later_on_one_rank(rank: int) -> None:
+    """Until then no rank captures what launches them, and no rank waits for another."""
+    asked: list[bool] = []
+
+    def is_ready(runner: Runner, size: Any) -> bool:
+        asked.append(rank == 0 or len(asked) >= 4)
+        if not asked[-1] or len(asked) < 5:
+            assert not runner.decoding or not len(runner.decoding.captures)
+        return asked[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not CUDA:
+            patch.setitem(RECORDERS, "cpu", record)
+        patch.setattr(Runner, "is_ready", is_ready)
+        stats = compare("llama", rank, FEW)
+    assert len(asked) > 4
+    assert rank or stats["graphs"]["replayed"] > 10, stats
+
+
 def captured_steps_over_pools_that_grow(rank: int) -> None:
     """A pool moves on all ranks or on none: captured steps that read it are dropped with it."""
     if CUDA:

@@ -264,11 +264,15 @@ class CapturePool:
         if len(self._seen) > MOST_REASONS:
             self._seen.clear()
         self._seen[key] += 1
-        # Ranks compile what is not ready by then: it is ready on each at another moment.
-        if self._seen[key] < 0 or not (self._least is not None or self._ready(source.size)):
+        if self._seen[key] < 0:
             return False
         due = self._seen[key] >= AFTER if stand_in is None else stand_in.padded > PADDED
-        return due and source.is_worth_it(self._seen[key])
+        return due and source.is_worth_it(self._seen[key]) and self._is_ready_everywhere(source.size)
+
+    def _is_ready_everywhere(self, size: Size) -> bool:
+        """Whether what steps of a size launch is compiled, on all ranks if they capture the same steps."""
+        ready = self.is_ready(size)
+        return ready if self._each_decides else self.worst(ready) > 0
 
     def may_come_first(self, state: StateKey, source: StepSource[Any]) -> bool:
         """Whether a size may be captured before any step has it: its code is known, what it launches
