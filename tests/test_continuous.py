@@ -29,6 +29,7 @@ import hf_paged
 from hf_paged.blocks import OutOfBlocks
 from hf_paged.continuous import EngineBatchingManager
 from hf_paged.continuous.engines import PLACE
+from hf_paged.continuous.requests import BatchRequest
 from hf_paged.model.registry import memory_of
 
 NEW = 6
@@ -415,6 +416,94 @@ def test_more_requests_at_once_than_a_step_has_tokens_by_default(model: Any) -> 
     assert found["req_0"].generated_tokens == alone(model, PROMPTS[1])
 
 
+def test_managers_share_an_engine(model: Any) -> None:
+    """The first that ends leaves it to the others, as it does the model's mode; none of them resumes it while
+    another changes weights.
+    """
+    expected = alone(model, PROMPTS[1], max_new_tokens=60)
+    train_with_dropout(model)
+    first, second, third = managers = [manager_of(model) for _ in range(3)]
+    for each in managers:
+        each.start()
+    first.stop(timeout=GUARD)
+    assert not model.training
+    with second.pause():
+        with third.pause():
+            pass
+        number = second.add_request(PROMPTS[1], max_new_tokens=60)
+        assert second.get_result(timeout=0.3) is None
+    third.stop(timeout=GUARD)
+    output = second.get_result(number, timeout=GUARD)
+    assert output.generated_tokens == expected
+    engine = second.engine
+    assert engine.driven
+    second.stop(timeout=GUARD)
+    assert model.training
+    assert not engine.driven
+    assert not engine.closed
+
+
+def test_calls_at_once_have_their_answers(model: Any) -> None:
+    """Also one that needs a larger engine: the first engine stays until its call has ended."""
+    config = ContinuousBatchingConfig(**{PAGE: 4})
+    running = threading.Event()
+    found: dict[str, Any] = {}
+
+    def one() -> None:
+        with model.continuous_batching_context_manager(
+            greedy(max_new_tokens=200), continuous_batching_config=config, workload_hints=hints(1, 210)
+        ) as manager:
+            found["engine"] = manager.engine
+            number = manager.add_request(PROMPTS[1], streaming=True)
+            for found["one"] in manager.request_id_iter(number):
+                running.set()
+
+    def hints(requests: int, tokens: int) -> WorkloadHints:
+        return WorkloadHints(num_requests=requests, max_prompt_length=10, max_generated_length=tokens)
+
+    thread = threading.Thread(target=one)
+    thread.start()
+    assert running.wait(GUARD)
+    several = model.generate_batch(
+        PROMPTS[1:5], generation_config=greedy(max_new_tokens=100), continuous_batching_config=config
+    )
+    thread.join(GUARD)
+    assert found["one"].generated_tokens == alone(model, PROMPTS[1], max_new_tokens=200)
+    assert found["engine"].closed
+    assert not getattr(model, PLACE).engine.closed
+    for output, prompt in zip(several.values(), PROMPTS[1:5], strict=True):
+        assert output.generated_tokens == alone(model, prompt, max_new_tokens=100)
+
+
+def test_a_request_that_is_cancelled_as_it_ends_harms_no_other(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manager_of(model)
+    read = BatchRequest.read
+
+    def cancelled(request: BatchRequest) -> Any:
+        new = read(request)
+        if request.streams and request.handle.done:  # another thread's comes here
+            manager.cancel_request(request.ids[0])
+        return new
+
+    monkeypatch.setattr(BatchRequest, "read", cancelled)
+    manager.start()
+    manager.add_request(PROMPTS[2], streaming=True)
+    number = manager.add_request(PROMPTS[1], max_new_tokens=50)
+    output = next(each for each in manager if each.request_id == number)
+    assert output.generated_tokens == alone(model, PROMPTS[1], max_new_tokens=50)
+    manager.stop(timeout=GUARD)
+
+
+@pytest.mark.parametrize("beams", [2, 4])
+def test_beams_may_outnumber_prompts(model: Any, beams: int) -> None:
+    for prompts in (PROMPTS[1:2], PROMPTS[1:3]):
+        found = model.generate_batch(prompts, generation_config=greedy(num_beams=beams))
+        for output, prompt in zip(found.values(), prompts, strict=True):
+            assert output.generated_tokens == alone(model, prompt, num_beams=beams), output.error
+
+
 def test_active_dropout_is_off_while_the_manager_runs(model: Any) -> None:
     """As transformers' own manager calls eval(); the modes come back."""
     expected = alone(model, PROMPTS[1])
@@ -598,6 +687,12 @@ def test_options_of_single_requests(model: Any) -> None:
     number = manager.add_request(PROMPTS[1], repetition_penalty=3.0)
     found = [*manager.request_id_iter(number)][-1].generated_tokens
     assert found == alone(model, PROMPTS[1], repetition_penalty=3.0)
+    for option in ({"num_return_sequences": 2, "do_sample": True}, {"seed": 3}, {"logprobs": True}):
+        number = manager.add_request(PROMPTS[1], **option)
+        output = manager.get_result(number, timeout=GUARD)
+        assert output.status == RequestStatus.FAILED
+        assert "all requests have the same; set" in output.error
+    assert manager.is_running()
     manager.stop(timeout=GUARD)
 
 
@@ -614,7 +709,7 @@ def test_a_thread_that_dies_is_reported(model: Any) -> None:
     assert manager.add_request(PROMPTS[1]) is None
 
 
-@pytest.mark.parametrize("how", ["close", "close in a pause", "another manager"])
+@pytest.mark.parametrize("how", ["close", "close in a pause"])
 def test_an_engine_that_is_closed_behind_its_manager(how: str, model: Any) -> None:
     """No answer looks complete that is not; the manager ends, and may be started again."""
     manager = manager_of(model)
@@ -622,11 +717,8 @@ def test_an_engine_that_is_closed_behind_its_manager(how: str, model: Any) -> No
     for number in range(2):
         manager.add_request(PROMPTS[number], max_new_tokens=200, streaming=number == 0)
     assert manager.get_result(timeout=GUARD) is not None
-    if how == "another manager":
-        model.generate_batch(PROMPTS[:1], greedy())
-    else:
-        with manager.pause() if how == "close in a pause" else contextlib.nullcontext():
-            manager.engine.close()
+    with manager.pause() if how == "close in a pause" else contextlib.nullcontext():
+        manager.engine.close()
     ended: dict[str, Any] = {}
     while len(ended) < 2:
         output = manager.output_router.output_queue.get(timeout=GUARD)

@@ -1,11 +1,15 @@
-"""Engines that stay with their models between two calls of `generate_batch`."""
+"""Engines that stay with their models between two calls of `generate_batch`, and the managers that run on
+them.
+"""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from ..blocks import OutOfBlocks
 from ..engine import Engine
+from ..kv import fork_safe_lock
 from .options import WorkloadNeed
 
 BLOCK_SIZE = 16
@@ -15,6 +19,10 @@ SPARE = 64
 """Blocks beyond a workload's need, for what its prompts have in common with earlier ones."""
 PLACE = "_hf_paged_engine"
 """The attribute of a model that keeps its engine; no check of the model reads it."""
+changing = fork_safe_lock()
+"""Which engine a model keeps, and who runs on it, is changed by one thread at a time."""
+_running: weakref.WeakKeyDictionary[Engine, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+"""The managers that run on each engine."""
 
 
 class _Kept:
@@ -33,22 +41,59 @@ class _Kept:
 def engine_for(
     model: Any, options: dict[str, Any], need: WorkloadNeed | None, host_bytes: int | None = None
 ) -> Engine:
-    """An engine on the model with these options and room for the need: the last one, if it has.
+    """An engine on the model with these options and room for the need: the last one, if it has. Another one
+    makes way, when no manager runs on it any more.
 
     host_bytes: the most that its blocks may take while they wait on the host.
     """
-    kept = vars(model).get(PLACE)
-    tokens = 0 if need is None else need.requests * _padded(need.tokens, options)
-    if isinstance(kept, _Kept) and kept.engine is not None:
-        fits = not kept.capacity or 0 < tokens <= kept.capacity
-        if fits and kept.options == (options, host_bytes) and not kept.engine.closed:
-            return kept.engine
-        kept.engine.close()
-    engine = _made(model, options, need, tokens)
-    if host_bytes is not None:
-        _bound_host(engine, host_bytes)
-    vars(model)[PLACE] = _Kept(engine, (dict(options), host_bytes), tokens)
-    return engine
+    tokens = 0 if need is None else need.sequences * _padded(need.tokens, options)
+    with changing:
+        kept = vars(model).get(PLACE)
+        if isinstance(kept, _Kept) and kept.engine is not None:
+            fits = not kept.capacity or 0 < tokens <= kept.capacity
+            if fits and kept.options == (options, host_bytes) and not kept.engine.closed:
+                return kept.engine
+            drop_engine(model)
+        engine = _made(model, options, need, tokens)
+        if host_bytes is not None:
+            _bound_host(engine, host_bytes)
+        vars(model)[PLACE] = _Kept(engine, (dict(options), host_bytes), tokens)
+        return engine
+
+
+def begin_on(engine: Engine, manager: Any) -> bool:
+    """Let a manager run on an engine, if that is not closed."""
+    with changing:
+        if engine.closed:
+            return False
+        _running.setdefault(engine, weakref.WeakSet()).add(manager)
+        return True
+
+
+def end_on(engine: Engine, manager: Any) -> None:
+    """A manager runs on its engine no more. With the last one its thread stops, and the engine is closed if
+    the model keeps another. Twice is once.
+    """
+    with changing:
+        managers = _running.get(engine, weakref.WeakSet())
+        if manager not in managers:
+            return
+        managers.discard(manager)
+        if not managers:
+            engine.stop()
+            kept = vars(manager.model).get(PLACE)
+            if not isinstance(kept, _Kept) or kept.engine is not engine:
+                engine.close()
+
+
+def running_on(engine: Engine) -> list[Any]:
+    """The managers that run on an engine."""
+    return list(_running.get(engine, ()))
+
+
+def running_with(model: Any) -> list[Any]:
+    """The managers that run with a model, on any engine."""
+    return [manager for engine in list(_running) for manager in running_on(engine) if manager.model is model]
 
 
 def _bound_host(engine: Engine, most: int) -> None:
@@ -63,14 +108,15 @@ def holds(engine: Engine, need: WorkloadNeed) -> bool:
     """Whether the engine's pool is known to have room for all of a workload at once."""
     blocks = engine.config.num_blocks
     size = engine.config.block_size
-    return blocks is not None and blocks * size >= need.requests * _padded(need.tokens, {"block_size": size})
+    return blocks is not None and blocks * size >= need.sequences * _padded(need.tokens, {"block_size": size})
 
 
 def drop_engine(model: Any) -> None:
-    """Close the engine that is kept on the model, if there is one."""
-    kept = vars(model).pop(PLACE, None)
-    if isinstance(kept, _Kept) and kept.engine is not None:
-        kept.engine.close()
+    """Keep no engine on the model: it is closed, with the end of the last manager that runs on it."""
+    with changing:
+        kept = vars(model).pop(PLACE, None)
+        if isinstance(kept, _Kept) and kept.engine is not None and not running_on(kept.engine):
+            kept.engine.close()
 
 
 def _padded(tokens: int, options: dict[str, Any]) -> int:
@@ -83,7 +129,7 @@ def with_budgets(options: dict[str, Any], need: WorkloadNeed | None) -> dict[str
     """The options, and the budgets of a step for the need where there are none."""
     options = dict(options)
     if need is not None:
-        options.setdefault("max_batch_sequences", min(need.requests, MOST_SEQUENCES))
+        options.setdefault("max_batch_sequences", min(need.sequences, MOST_SEQUENCES))
         options.setdefault("max_batch_tokens", max(2048, 2 * options["max_batch_sequences"]))
     return options
 

@@ -27,7 +27,7 @@ from ..model.support import why_dropped
 from ..model.switch import original_implementation
 from ..model.tensor_parallel import mesh_of
 from ..model.training import evaluating, why_random
-from .engines import drop_engine, engine_for, holds
+from .engines import begin_on, changing, drop_engine, end_on, engine_for, holds, running_on, running_with
 from .options import ManagerProcessors, WorkloadNeed, host_bytes, options_of_config
 from .requests import BatchProcessor, BatchRequest, output_id
 
@@ -38,6 +38,12 @@ POLL = 0.1
 """Seconds after which the thread of results sees that it shall stop."""
 TOGETHER = 16
 """The most outputs of requests that become one: the engine preempts them together."""
+OF_ALL = {
+    "num_return_sequences": "the manager's generation config",
+    "seed": "the ContinuousBatchingConfig",
+    "logprobs": "the ContinuousBatchingConfig (return_logprobs=True)",
+}
+"""Options of `Engine.submit` that all requests of a manager have alike, and where they are set."""
 PAGED = "paged|"
 """What stands before an attention that computes with the cache of transformers' own manager alone."""
 
@@ -75,7 +81,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self.warmed_up = False
         self._engine: Engine | None = None
         self._options = options_of_config(continuous_batching_config)
-        self._need = WorkloadNeed.of(workload_hints)
+        self._need = WorkloadNeed.of(workload_hints, self.logit_processor.options.get("num_beams") or 1)
         self._use_prefix_sharing = bool(continuous_batching_config.allow_block_sharing)
         self._request_counter = 0
         self._request_lock = threading.Lock()
@@ -85,9 +91,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self.batch_processor: Any = BatchProcessor(self._requests)
         self._ready: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._evaluating = contextlib.ExitStack()
-        """Restores the modes of the model's modules."""
-        self._attention: str | None = None
-        """The model's attention, to restore; None if it has stayed."""
+        """Restores the modes of the model's modules, and its attention."""
         self._broadcasts = mesh_of(self.model) is not None
         """Whether the managers of other ranks deliver what this one does."""
         self._unsent: queue.SimpleQueue[list[GenerationOutput]] = queue.SimpleQueue()
@@ -123,15 +127,20 @@ class EngineBatchingManager(ContinuousBatchingManager):
             self._evaluating.enter_context(evaluating(model))
         setting = original_implementation(model.config)
         if setting.startswith(PAGED):
-            self._attention = setting
+            self._evaluating.callback(model.set_attn_implementation, setting)
             model.set_attn_implementation(setting.removeprefix(PAGED))
 
     def _give_back(self) -> None:
-        """Restore the model's modes and attention."""
-        self._evaluating.close()
-        if self._attention is not None:
-            self.model.set_attn_implementation(self._attention)
-            self._attention = None
+        """Restore the model's modes and attention, or let another manager that runs with it do so."""
+        if self._engine is not None:
+            end_on(self._engine, self)
+        with changing:
+            restoring = self._evaluating.pop_all()
+            heir = next((each for each in running_with(self.model) if each is not self), None)
+            if heir is None:
+                restoring.close()
+            else:
+                heir._evaluating.callback(restoring.close)
 
     def warmup(self) -> None:
         """Make the engine: it tries the model out and compiles its kernels."""
@@ -154,6 +163,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._generation_thread.start()
 
     def _start_engine(self) -> None:
+        while not begin_on(self.engine, self):
+            self._engine = None  # it was closed this moment
         if self._broadcasts:
             self.engine.resume()
         self.engine.start()
@@ -206,7 +217,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
 
         def end() -> None:
             self._pausing.remove(me)
-            if not self._pausing:
+            if not any(each._pausing for each in running_on(self.engine)):
                 self.engine.resume()
 
         _between_steps(self.engine, begin)
@@ -341,6 +352,12 @@ class EngineBatchingManager(ContinuousBatchingManager):
     def _wanted(self, prompt: list[int], options: dict[str, Any]) -> dict[str, Any]:
         """The options of a request of the engine."""
         options = {name: value for name, value in options.items() if value is not None}
+        of_all = OF_ALL.keys() & options.keys()
+        if of_all:
+            places = " and ".join(f"{name} in {OF_ALL[name]}" for name in sorted(of_all))
+            raise ValueError(
+                f"{sorted(of_all)} of a single request: all requests have the same; set {places}"
+            )
         wanted = {**self.logit_processor.options, **options}
         if "do_sample" not in options and wanted["do_sample"] and not self.generation_config.do_sample:
             wanted = self.logit_processor.greedy(self.model, wanted)
@@ -365,8 +382,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         try:
             while status.local_status != status.HARD_STOP or self._pausing:
                 if self.engine.closed:
-                    reason = "the engine was closed while the manager ran, or made way for another"
-                    raise RuntimeError(f"{reason}; call start() again")
+                    raise RuntimeError("the engine was closed while the manager ran; call start() again")
                 self._broadcast()
                 with contextlib.suppress(queue.Empty):
                     self._deliver(self._ready.get(timeout=POLL))
@@ -395,7 +411,9 @@ class EngineBatchingManager(ContinuousBatchingManager):
             kept = [self._requests.pop(each, None) is not None for each in ids]  # else cancelled
             ended = [each for place, each in enumerate(request.ended()) if kept[place // request.each]]
             lengths = {each.request_id: len(each.generated_tokens) for each in ended}
-            new = [each for each in new if len(each.generated_tokens) < lengths[each.request_id]] + ended
+            new = [
+                each for each in new if len(each.generated_tokens) < lengths.get(each.request_id, 0)
+            ] + ended
         self._give_out(new)
 
     def _give_out(self, outputs: list[GenerationOutput]) -> None:
@@ -449,7 +467,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
             request.read()
             request.handle.cancel()
             self._fail(request_id, request.prompt, reason, request.tokens_of(request_id))
-        self.engine.stop()
+        end_on(self.engine, self)
         try:
             while not _between_steps(self.engine, self._end_session):
                 time.sleep(POLL)

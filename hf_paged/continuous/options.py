@@ -51,17 +51,19 @@ MODE = ("do_sample", "num_beams", "early_stopping", "length_penalty", "stop_stri
 
 
 class WorkloadNeed(NamedTuple):
-    """How much is going to be computed at once, as far as a caller has said: requests, and tokens of each."""
+    """How much is going to be computed at once, as far as a caller has said: sequences, and tokens of each
+    one.
+    """
 
-    requests: int
+    sequences: int
     tokens: int
 
     @classmethod
-    def of(cls, hints: Any) -> WorkloadNeed | None:
-        """From transformers' WorkloadHints."""
+    def of(cls, hints: Any, beams: int = 1) -> WorkloadNeed | None:
+        """From transformers' WorkloadHints; each request has so many beams."""
         if hints is None or not hints.num_requests or not hints.max_generated_length:
             return None
-        return cls(hints.num_requests, (hints.max_prompt_length or 0) + hints.max_generated_length)
+        return cls(hints.num_requests * beams, (hints.max_prompt_length or 0) + hints.max_generated_length)
 
 
 def options_of_config(config: Any) -> dict[str, Any]:
