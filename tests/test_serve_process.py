@@ -51,7 +51,7 @@ class Process:
         else:
             self.popen = Command(*arguments)
         self.lines: list[dict[str, Any]] = []
-        self._others: list[str] = []
+        self.others: list[str] = []
         """What is written beside the log, as a traceback."""
         self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -63,7 +63,7 @@ class Process:
             if line.startswith("{"):
                 self._news.put(json.loads(line))
             else:
-                self._others.append(line)
+                self.others.append(line)
         self._news.put(None)
 
     def wait_for(self, message: str | None) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Process:
         while True:
             line = self._news.get(timeout=120)
             if line is None:
-                assert message is None, f"the process has ended: {self.lines} {''.join(self._others)}"
+                assert message is None, f"the process has ended: {self.lines} {''.join(self.others)}"
                 return {}
             self.lines.append(line)
             if line["message"] == message:
@@ -207,6 +207,9 @@ def test_if_one_process_dies_the_other_ends(which: str) -> None:
         assert gone
         with pytest.raises(httpx.ConnectError):
             httpx.get(made.url)
+        if which == "http":
+            made.wait_for(None)
+            assert made.others[-1] == "hf-paged serve: the process of HTTP has ended with -9\n"
     finally:
         made.popen.kill()
         made.popen.wait(60)

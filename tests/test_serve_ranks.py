@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import httpx
 import peft
 import torch
 from commands import Command
+from serving import until
 
 from hf_paged import demo
 
@@ -104,7 +107,26 @@ def test_a_first_rank_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
         said = process.stderr.read()
         assert "hf-paged serve: rank 0 has ended with -9" in said
         assert "c10" not in said  # torch's own stacks of a store that is gone
+        assert "Traceback" not in said
         gone, left = psutil.wait_procs(ranks, timeout=5)
         assert len(gone) == 2, left
+    finally:
+        process.kill()
+
+
+def test_a_signal_while_ranks_load_ends_them_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the exit code of the signal, and not as if a rank had failed."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    process = Command("serve", "demo", "--tensor-parallel-size", "2", "--port", "0")
+    try:
+        command = psutil.Process(process.pid)
+        until(lambda: len(command.children()) == 2)
+        ranks = command.children()
+        time.sleep(0.5)
+        process.terminate()
+        assert process.wait(10) == 128 + signal.SIGTERM  # 15 s are for ranks that serve
+        assert "has ended" not in process.stderr.read()
+        _, left = psutil.wait_procs(ranks, timeout=5)
+        assert not left
     finally:
         process.kill()

@@ -389,6 +389,10 @@ def trace(given: argparse.Namespace) -> int:
 
 def serve(given: argparse.Namespace) -> int:
     """hf-paged serve."""
+    from . import ranks
+
+    if ranks.is_rank():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it serves, an interrupt ends it without a word
     try:
         from .http_process import HttpProcess, HttpSpec
         from .keys import Keys
@@ -396,16 +400,13 @@ def serve(given: argparse.Namespace) -> int:
         from .server import require_address
     except ImportError as error:
         raise ImportError(f"the server needs {error.name}: pip install 'hf_paged[serve]'") from error
-    from . import ranks
-
     size = given.tensor_parallel_size
     source = source_of(given)
     options = server_options(given, source.name)
     engine_options(given)  # what contradicts itself is refused before anything starts
     if size > 1 and not ranks.is_rank():
         return ranks.start(size, given.arguments)
-    if size > 1:
-        ranks.check_size(size)
+    ranks.check_size(size)
     keys = Keys(options.api_keys, admin_keys=options.admin_api_keys)
     shares = cache_shares(given.prefix_cache_share, keys.names)
     modules = adapter_sources(given.lora_modules, options.names)

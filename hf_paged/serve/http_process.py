@@ -76,7 +76,11 @@ class HttpProcess:
         host = EngineHost(engine, self._tokenizer, self._connection)
         with tuned(), _signals(host.pass_signal):
             host.run()
-        return self.end()
+        code = self.end()
+        ended = self._process.wait(0)
+        if ended < 0:
+            print(f"hf-paged serve: the process of HTTP has ended with {ended}", file=sys.stderr)
+        return code
 
     @property
     def pid(self) -> int:

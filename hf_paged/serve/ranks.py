@@ -37,17 +37,25 @@ def leads() -> bool:
 
 def check_size(size: int) -> None:
     """Raise unless there are as many ranks as the flag says."""
-    if int(os.environ["WORLD_SIZE"]) != size:
-        raise ValueError(f"--tensor-parallel-size {size} and WORLD_SIZE={os.environ['WORLD_SIZE']} differ")
+    if world_size() != size:
+        raise ValueError(
+            f"--tensor-parallel-size {size} and WORLD_SIZE={world_size()} differ; start as many processes as "
+            "ranks"
+        )
 
 
 def start(size: int, arguments: Sequence[str]) -> int:
     """Run this command on `size` ranks: the exit code of the first, or 1 if another ends before it."""
-    with _started(size, arguments) as ranks:
+    asked: list[int] = []
+    with _started(size, arguments, asked) as ranks:
         while True:
             codes = [process.poll() for process in ranks]
             if codes[0] is not None and codes[0] >= 0:  # else a signal has ended it
                 return codes[0]
+            if codes[0] is not None and -codes[0] in asked:  # this command's own, before rank 0 serves
+                for process in ranks:
+                    process.kill()
+                return 128 - codes[0]
             failed = [rank for rank, code in enumerate(codes) if code]  # 0: the first is about to end, too
             if failed:
                 print(f"hf-paged serve: rank {failed[0]} has ended with {codes[failed[0]]}", file=sys.stderr)
@@ -59,10 +67,17 @@ def start(size: int, arguments: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _started(size: int, arguments: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The processes of all ranks, none of which is left behind. Signals go to the first, which ends the
-    others.
+def _started(
+    size: int, arguments: Sequence[str], asked: list[int]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The processes of all ranks, none of which is left behind. Signals are noted in `asked` and go to the
+    first, which ends the others.
     """
+
+    def take(number: int, frame: Any) -> None:
+        asked.append(number)
+        ranks[0].send_signal(number)
+
     ranks: list[subprocess.Popen[bytes]] = []
     before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -77,7 +92,7 @@ def _started(size: int, arguments: Sequence[str]) -> Iterator[list[subprocess.Po
                 )
             )
         for each in before:
-            signal.signal(each, lambda number, _: ranks[0].send_signal(number))
+            signal.signal(each, take)
         yield ranks
     finally:
         end = time.monotonic() + LAST_SECONDS
@@ -107,10 +122,16 @@ def _free_port() -> int:
 
 def follow(engine: Any) -> int:
     """On all ranks but the first: compute until it closes. Signals are the first rank's."""
+    from ..engine import RankError
+
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
-    while engine.follow():
-        pass
+    try:
+        while engine.follow():
+            pass
+    except RankError as error:  # of another rank, which has said more
+        print(f"hf-paged serve: rank {os.environ['RANK']} ends: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -10,6 +10,7 @@ from ...kv.upload import upload
 from ..outputs.output import TokenLogprob
 from ..random_numbers import gumbel
 from .beams import BeamSearch, Continuations
+from .scores import top
 
 
 class BeamScorer:
@@ -36,8 +37,7 @@ class BeamScorer:
         values, places = sums.flatten(1).topk(keep)
         self.tensors = [values, places]
         if self._most is not None:
-            best = logprobs.topk(self._most)
-            self.tensors += [logprobs.flatten(1).gather(1, places), best.values, best.indices]
+            self.tensors += [logprobs.flatten(1).gather(1, places), *top(logprobs, self._most)]
 
     def found(self, downloaded: Sequence[torch.Tensor]) -> list[Continuations | None]:
         """The candidates of each search, once on the host; None if its logits contain NaN."""

@@ -9,6 +9,7 @@ import torch
 
 from ...blocks import Prompt, PromptScores
 from ...kv.ops import on, triton_package
+from ...kv.reference import invariant
 from ...kv.upload import upload
 from ..forward_batch import Scored
 from ..outputs.output import TokenLogprob
@@ -28,11 +29,25 @@ def numbers_of(logits: torch.Tensor, tokens: torch.Tensor, favourites: int) -> t
         logits = logits.log_softmax(-1)
     own = logits.gather(1, tokens[:, None])
     if favourites:
-        best, places = logits.topk(favourites)
+        best, places = top(logits, favourites)
         own = torch.cat([own, best], 1)
     if whole is not None:
         own = own - whole[0] - whole[1]
     return torch.cat([own.double(), places.double()], 1) if favourites else own.double()
+
+
+def top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best scores [..., vocabulary] in fp32, and their ids. Where no other row may change anything equal
+    ones come in the order of their ids: the order of topk is another one for another count.
+    """
+    if not invariant.get():
+        return tuple(scores.topk(count))  # type: ignore[return-value]
+    bits = scores.view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as the numbers are
+    last = scores.shape[-1] - 1
+    back = last - torch.arange(last + 1, device=scores.device)
+    places = last - (((ordered.long() << 32) + back).topk(count).values & 0xFFFFFFFF)
+    return scores.gather(-1, places), places
 
 
 def _logsumexp(scores: torch.Tensor) -> torch.Tensor | None:
