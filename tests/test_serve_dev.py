@@ -136,6 +136,7 @@ def test_options_that_a_route_does_not_know_are_refused_and_change_nothing() -> 
             ("/pause?Mode=keep", {}, "'Mode'", "?mode=..."),
             ("/pause?mode=never", {}, "'keep' or 'recompute', got 'never'; see GET /openapi.json"),
             ("/resume?mode=keep", {}, "'mode'", "/resume takes no options"),
+            ("/load_weights?path=x", {}, "'path'", "/load_weights takes {'path': ...} in its body"),
             ("/sleep", {"level": 2}, "'level (in the body)'", "?level=..."),
         ):
             found = str(post(served, path, 400, **body))

@@ -46,7 +46,8 @@ def add_dev_routes(app: FastAPI, service: Service) -> None:
             given += [f"{name} (in the body)" for name in fields_of(body)]
         for name in given:
             if name not in known:
-                takes = f"?{known[0]}=... in its query" if known else "no options"
+                none = '{"path": ...} in its body' if route.path == "/load_weights" else "no options"
+                takes = f"?{known[0]}=... in its query" if known else none
                 raise invalid(f"unknown option {name[:80]!r}; {route.path} takes {takes}", name[:80])
 
     async def load(http: Request) -> Response:

@@ -344,7 +344,7 @@ class Ranks:
                 if self._store.check([f"left/{rank}"]):
                     self._left_early[rank] = self._store.get(f"left/{rank}").decode()
                     continue
-            self.fail(f"rank {rank} has ended")
+            self.fail(f"rank {rank} has ended; start all again (a rank that is done closes its engine first)")
         if self._since is not None:
             for rank, why in self._left_early.items():
                 if why:
