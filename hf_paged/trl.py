@@ -77,9 +77,9 @@ def _sample(
     config = _generation_config(trainer)
     counts = Counter(map(tuple, prompt_ids))  # trainers repeat a prompt for each of its completions
     own = GenerationConfig(**config)
-    alike = not own.do_sample and (own.num_beams or 1) == 1
-    sequences = len(prompt_ids) * (own.num_beams or 1)
-    need = WorkloadNeed(sequences, max(map(len, prompt_ids)) + config["max_new_tokens"])
+    beams = own.num_beams or 1
+    alike = not own.do_sample and beams == 1
+    need = WorkloadNeed(len(prompt_ids) * beams, max(map(len, prompt_ids)) + config["max_new_tokens"])
     handles: dict[tuple[int, ...], Handle] = {}
     # accelerate puts the outermost module under autocast, and an engine calls what peft wraps. Captured steps
     # would read casts that are cached after these are freed.

@@ -1,5 +1,5 @@
-"""Kernels of a captured step of generate(), compiled beside each other before the first one: exactly those that
-it launches.
+"""Kernels of a captured step of generate(), compiled beside each other before the first one: exactly those
+that it launches.
 """
 
 from __future__ import annotations

@@ -38,6 +38,12 @@ class _Kept:
         return _Kept, ()
 
 
+def _kept_on(model: Any) -> _Kept:
+    """What a model keeps, if it does."""
+    kept = vars(model).get(PLACE)
+    return kept if isinstance(kept, _Kept) else _Kept()
+
+
 def engine_for(
     model: Any, options: dict[str, Any], need: WorkloadNeed | None, host_bytes: int | None = None
 ) -> Engine:
@@ -48,8 +54,8 @@ def engine_for(
     """
     tokens = 0 if need is None else need.sequences * _padded(need.tokens, options)
     with changing:
-        kept = vars(model).get(PLACE)
-        if isinstance(kept, _Kept) and kept.engine is not None:
+        kept = _kept_on(model)
+        if kept.engine is not None:
             fits = not kept.capacity or 0 < tokens <= kept.capacity
             if fits and kept.options == (options, host_bytes) and not kept.engine.closed:
                 return kept.engine
@@ -81,8 +87,7 @@ def end_on(engine: Engine, manager: Any) -> None:
         managers.discard(manager)
         if not managers:
             engine.stop()
-            kept = vars(manager.model).get(PLACE)
-            if not isinstance(kept, _Kept) or kept.engine is not engine:
+            if _kept_on(manager.model).engine is not engine:
                 engine.close()
 
 
@@ -114,9 +119,10 @@ def holds(engine: Engine, need: WorkloadNeed) -> bool:
 def drop_engine(model: Any) -> None:
     """Keep no engine on the model: it is closed, with the end of the last manager that runs on it."""
     with changing:
-        kept = vars(model).pop(PLACE, None)
-        if isinstance(kept, _Kept) and kept.engine is not None and not running_on(kept.engine):
-            kept.engine.close()
+        engine = _kept_on(model).engine
+        vars(model).pop(PLACE, None)
+        if engine is not None and not running_on(engine):
+            engine.close()
 
 
 def _padded(tokens: int, options: dict[str, Any]) -> int:

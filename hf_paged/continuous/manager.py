@@ -217,7 +217,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
 
         def end() -> None:
             self._pausing.remove(me)
-            if not any(each._pausing for each in running_on(self.engine)):
+            if not any(each._pausing for each in [self, *running_on(self.engine)]):
                 self.engine.resume()
 
         _between_steps(self.engine, begin)
@@ -352,12 +352,10 @@ class EngineBatchingManager(ContinuousBatchingManager):
     def _wanted(self, prompt: list[int], options: dict[str, Any]) -> dict[str, Any]:
         """The options of a request of the engine."""
         options = {name: value for name, value in options.items() if value is not None}
-        of_all = OF_ALL.keys() & options.keys()
+        of_all = sorted(OF_ALL.keys() & options.keys())
         if of_all:
-            places = " and ".join(f"{name} in {OF_ALL[name]}" for name in sorted(of_all))
-            raise ValueError(
-                f"{sorted(of_all)} of a single request: all requests have the same; set {places}"
-            )
+            places = " and ".join(f"{name} in {OF_ALL[name]}" for name in of_all)
+            raise ValueError(f"{of_all} of a single request: all requests have the same; set {places}")
         wanted = {**self.logit_processor.options, **options}
         if "do_sample" not in options and wanted["do_sample"] and not self.generation_config.do_sample:
             wanted = self.logit_processor.greedy(self.model, wanted)
@@ -411,9 +409,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
             kept = [self._requests.pop(each, None) is not None for each in ids]  # else cancelled
             ended = [each for place, each in enumerate(request.ended()) if kept[place // request.each]]
             lengths = {each.request_id: len(each.generated_tokens) for each in ended}
-            new = [
-                each for each in new if len(each.generated_tokens) < lengths.get(each.request_id, 0)
-            ] + ended
+            new = [each for each in new if len(each.generated_tokens) < lengths.get(each.request_id, 0)]
+            new += ended
         self._give_out(new)
 
     def _give_out(self, outputs: list[GenerationOutput]) -> None:

@@ -51,7 +51,6 @@ class Leader:
         """The adapters that they were given."""
         self._untold: dict[int, tuple[str, Mapping[str, LowRank]]] = {}
         """Those that came while they did not follow."""
-        self._checks = runner.eager.checks
         self._last_tokens = last_tokens
         self._inputs = SharedInputs(requests)
         self._encoder = StepEncoder(self._inputs, len(pools.groups))
@@ -93,7 +92,7 @@ class Leader:
         self._reserve_first()
         with self.ranks.together():
             numbers, shares = self._encoder.encode(
-                batch, self._preparations, not self._checks.unseen, self._news()
+                batch, self._preparations, not self._runner.eager.checks.unseen, self._news()
             )
             self.ranks.send(array("i", [MessageKind.STEP]) + numbers)
             self._preparations = []
@@ -121,7 +120,8 @@ class Leader:
         """Have memory for so many first blocks of every pool on all ranks. What lacks it on one raises
         OutOfBlocks on all: no rank is in the middle of a forward.
         """
-        anew, self._unmade = self._unmade, True
+        anew = self._unmade
+        self._unmade = True
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.RESERVE, *tops]))
             self.ranks.attempt(lambda: self._pools.back(tops), OutOfBlocks)

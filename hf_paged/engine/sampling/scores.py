@@ -41,7 +41,8 @@ def top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     ones come in the order of their ids: the order of topk is another one for another count.
     """
     if not invariant.get():
-        return tuple(scores.topk(count))  # type: ignore[return-value]
+        best = scores.topk(count)
+        return best.values, best.indices
     bits = scores.view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as the numbers are
     last = scores.shape[-1] - 1
