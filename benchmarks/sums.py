@@ -4,7 +4,7 @@ memory; and with an addition and a norm behind it, in two kernels or in one.
     PYTHONPATH=.:kernels torchrun --nproc-per-node 2 benchmarks/sums.py     # on two GPUs of one host, or more
 
 Microseconds of a sum of 13B's rows in bfloat16, in a graph of 40 of them. The one kernel's answers are
-compared with sums of all parts on each device.
+compared with sums of all parts on each device, those of one shot between devices.
 """
 
 from __future__ import annotations
@@ -99,6 +99,17 @@ def compare(memory: SymmetricMemory, residual: torch.Tensor, weight: torch.Tenso
         dist.barrier()
 
 
+def compare_ranks(memory: SymmetricMemory, shape: torch.Size) -> None:
+    """A sum in one shot has the same bits on all ranks."""
+    room = memory.room(shape, torch.bfloat16)
+    assert room is not None
+    room.normal_(generator=torch.Generator(room.device).manual_seed(dist.get_rank()))
+    own = memory.sum(room)
+    everywhere = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, own)
+    assert all(torch.equal(each, own) for each in everywhere), "one shot adds in another order on each rank"
+
+
 def main() -> None:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -109,7 +120,7 @@ def main() -> None:
     dist.init_process_group("nccl")
     name = dist.group.WORLD.group_name
     symmetric_memory.MOST_BYTES = 2 * max(ROWS) * HIDDEN
-    symmetric_memory.FUSED[dist.get_world_size()] = 2 * MOST_FUSED * HIDDEN
+    symmetric_memory.FUSED[dist.get_world_size()] = (0, 2 * MOST_FUSED * HIDDEN)
     memory = symmetric_memory_of(dist.group.WORLD)
     assert memory is not None
     shots = torch.ops.symm_mem
@@ -128,10 +139,14 @@ def main() -> None:
         residual = torch.randn(room.shape, generator=torch.Generator().manual_seed(rows)).to(room)
         for few in (True, False) if rows <= MOST_ONE_SHOT else (False,):
             memory.one_shot = room.nbytes if few else 0
+            if few:
+                compare_ranks(memory, room.shape)
             apart = partial(with_norm, memory, residual, weight, waits=False)
             found[f"{'one shot' if few else 'two shots'} and norm"] = in_a_graph(apart)
-        if rows <= MOST_FUSED:
-            found["one kernel"] = in_a_graph(partial(with_norm, memory, residual, weight, waits=True))
+        for few in (True, False) if rows <= MOST_FUSED else ():
+            memory.fused_one_shot = room.nbytes if few else 0
+            kind = f"one kernel in {'one shot' if few else 'two'}"
+            found[kind] = in_a_graph(partial(with_norm, memory, residual, weight, waits=True))
             compare(memory, residual, weight)
         if rank == 0:
             print(f"{rows:5d} rows: " + ", ".join(f"{kind} {us:.1f} us" for kind, us in found.items()))

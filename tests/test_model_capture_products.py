@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from hf_paged.model.capture.fusion import Fusion, fused
-from hf_paged.model.capture.products import join_products, joined_of, lay_side_by_side
+from hf_paged.model.capture.products import fused_parameters, join_products, joined_of, lay_side_by_side
 
 IDS = torch.randint(5, VOCABULARY, (1, 5), generator=torch.Generator().manual_seed(3))
 
@@ -57,6 +57,23 @@ def test_the_same_parameters_elsewhere(name: str, moved: int) -> None:
         assert bias is not None
         assert torch.equal(joined, torch.cat(weights(*several)))
         assert torch.equal(bias, torch.cat([layer.bias for layer in several]))
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_what_lies_side_by_side_already_stays(kind: str) -> None:
+    """By chance, as memory was free: what belongs to it moves all the same."""
+    model = build(BY_NAME["qwen2"])
+    lay_side_by_side(model)
+    attention = model.model.layers[1].self_attn
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    for layer in layers:
+        parameter = getattr(layer, kind)
+        parameter.data = parameter.data.clone()
+    assert fused_parameters(layers) is None
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    assert lay_side_by_side(model) == 3
+    assert fused_parameters(layers) is not None
+    assert sum(p.data_ptr() != place for p, place in zip(model.parameters(), places, strict=True)) == 3
 
 
 def test_shared_weights_stay(llama: Any) -> None:

@@ -79,11 +79,13 @@ class _LetGo(Exception):
 def test_kernels_that_wait_for_a_failed_rank_come_to_their_end(
     monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """A sum signals to all ranks, its own among them, and waits for the signals of all: a rank that fails
-    takes none and gives none. Sums that follow in the same queue end as well.
+    """A sum of torch's signals to all ranks, its own among them, and waits for the signals of all: a rank that
+    fails takes none and gives none. One with a norm waits for what others send. Sums that follow in the same
+    queue end as well.
     """
     monkeypatch.setattr(symmetric_memory, "LETTING_GO", 30.0)
     pads = [torch.zeros(2 * ranks, dtype=torch.int32) for _ in range(ranks)]
+    inbox = torch.full((64,), symmetric_memory.EMPTY, dtype=torch.uint8)
     over = threading.Event()
 
     def turn(pad: torch.Tensor, place: int, found: int, left: int) -> None:
@@ -97,7 +99,14 @@ def test_kernels_that_wait_for_a_failed_rank_come_to_their_end(
                 turn(pads[other], number * ranks, 0, 1)
                 turn(pads[0], number * ranks + other, 1, 0)
 
+    def with_norm() -> None:
+        for _ in range(8):
+            while not over.is_set() and (inbox == symmetric_memory.EMPTY).any():
+                time.sleep(0)
+            inbox.fill_(symmetric_memory.EMPTY)
+
     kernels = [threading.Thread(target=program, args=(number,)) for number in range(2)]
+    kernels.append(threading.Thread(target=with_norm))
     for each in kernels:
         each.start()
 
@@ -108,7 +117,7 @@ def test_kernels_that_wait_for_a_failed_rank_come_to_their_end(
 
     try:
         with pytest.raises(_LetGo):
-            symmetric_memory.let_go(pads, settle)
+            symmetric_memory.let_go(pads, inbox, settle)
     finally:
         over.set()
         for each in kernels:

@@ -2,7 +2,7 @@
 
 A step's sums are small and wait for each other: on two H200 NCCL needs 13 us for a row of 4,096 numbers,
 torch's two-shot all-reduce over symmetric memory 7; for 256 rows 38 and 13. In one shot each rank reads all
-of the other's numbers instead of half of them, and waits for it once less.
+of the others' numbers instead of a part of them, and waits for them once less.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ logger = logging.getLogger("hf_paged")
 
 MOST_BYTES = 32 << 20
 """What a sum may have: a part of a prompt of 2,048 tokens of 8,192 16-bit numbers."""
-ONE_SHOT = {2: 1 << 20}
-"""Bytes up to which one shot is faster than two, by the number of ranks. Of more than two it would have to be
-measured, and whether all ranks add in one order.
-"""
-FUSED = {2: 4 << 20}
-"""Bytes up to which a sum is computed in one kernel with an addition and a norm, by the number of ranks. Of
-more than two, where each reads the parts of all others, it would have to be measured.
-"""
+ONE_SHOT = {2: 1 << 20, 4: 1 << 19}
+"""Bytes up to which one shot is faster than two, by the number of ranks."""
+FUSED = {2: (8 << 20, 8 << 20), 4: (1 << 18, 8 << 20)}
+"""Bytes up to which one kernel sums with an addition and a norm, in one shot and in two, by ranks."""
 LETTING_GO = 2.0
 """Seconds in which kernels that wait for a failed rank are let go."""
 WORD = 16
 """Bytes that the kernel moves at once."""
+SENT = (2, 4)
+"""Bytes of the numbers that one kernel with a norm sums."""
+EMPTY = 255
+"""Every byte of an inbox to which no part was sent."""
 _may_wait: ContextVar[bool] = ContextVar("hf_paged_a_sum_may_wait", default=False)
 """Whether the next sum may wait for an addition and a norm."""
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, SymmetricMemory | None] = weakref.WeakKeyDictionary()
@@ -54,14 +54,18 @@ class SymmetricMemory:
         """All ranks make theirs together."""
         import torch.distributed._symmetric_memory as symmetric
 
-        self.most_fused = FUSED.get(group.size(), 0)
-        size = MOST_BYTES + 2 * self.most_fused
+        self.fused_one_shot, self.most_fused = FUSED.get(group.size(), (0, 0))
+        parts = MOST_BYTES + 2 * self.most_fused
+        inboxes = 2, group.size(), self.most_fused
+        size = parts + math.prod(inboxes)
         self.bytes: torch.Tensor = symmetric.empty(size, dtype=torch.uint8, device=device)
         handle: Any = symmetric.rendezvous(self.bytes, group.group_name)
         ranks = range(group.size())
         self._pads = [handle.get_signal_pad(rank).view(torch.int32) for rank in ranks]
-        self._pads[group.rank()].fill_(0)  # `let_go` cannot load this kernel while others wait
-        self._everywhere = [handle.get_buffer(rank, (size,), torch.uint8) for rank in ranks]
+        everywhere = [handle.get_buffer(rank, (size,), torch.uint8) for rank in ranks]
+        self._inboxes = [each[parts:].view(inboxes) for each in everywhere]
+        self._pads[group.rank()].fill_(0)  # `let_go` cannot load this kernel while others wait, or the next
+        self._inboxes[group.rank()].fill_(EMPTY)
         self._rank = group.rank()
         self._name = group.group_name
         self._multiple = WORD * group.size()
@@ -69,41 +73,43 @@ class SymmetricMemory:
         self.sums = 0
         """How many were begun."""
         self.unmet: int | None = None
-        """Where parts of a sum begin that another rank may still read: the ranks have not met since."""
+        """Where this rank's part of the last sum begins that waited for a norm, if ranks have not met since:
+        another one may still wait for its parts.
+        """
         self._group = weakref.ref(group)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What steps read and write there, and how ranks tell each other that they have."""
-        return [self.bytes, *self._everywhere, *self._pads]
+        return [self.bytes, *self._inboxes, *self._pads]
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """A tensor for this rank's part of a sum; None where the kernel cannot take that many numbers."""
         need = math.prod(shape) * dtype.itemsize
         if need % self._multiple or not 0 < need <= MOST_BYTES:
             return None
-        waits = _may_wait.get() and need <= self.most_fused
+        waits = _may_wait.get() and need <= self.most_fused and dtype.itemsize in SENT
         _may_wait.set(False)
         begin = MOST_BYTES + (self.unmet == MOST_BYTES) * self.most_fused if waits else 0
         return self.bytes[begin : begin + need].view(dtype).view(*shape)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward in which sums may wait: all ranks begin at one place, and have met at the end."""
+        """Around a forward in which sums may wait: ranks begin with the same inboxes, and meet at the end."""
         self.unmet = None  # one of them may have broken off a recording
         yield
         if self.unmet is not None:
             self.meet()
 
     def meet(self) -> None:
-        """Sum a few bytes, behind which all ranks have read the parts before."""
+        """Sum a few bytes, behind which all ranks have taken the parts before."""
         self.sum_now(self.bytes[: WORD * len(self._pads)].view(torch.float32))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Within: the first sum may wait, as a LazySum, for an addition and a norm in one kernel with it.
 
-        The ranks meet once in that kernel, and not behind it. So the next part lies in another place.
+        Ranks send their parts in that kernel, and do not meet behind it: the next go to other inboxes.
         """
         token = _may_wait.set(True)
         try:
@@ -131,14 +137,14 @@ class SymmetricMemory:
     def add_norm(
         self, kernels: Any, room: torch.Tensor, *given: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the ranks wrote with a residual, summed, and its norm, as `reduce_add_rms_norm` has it."""
+        """The sum of what the ranks wrote and a residual, and its norm, as `reduce_add_rms_norm` has it."""
         require_whole(self._group())
         self.sums += 1
-        self.unmet = begin = int(room.storage_offset()) * room.itemsize
-        end = begin + room.nbytes
-        parts = [each[begin:end].view(room.dtype).view(room.shape) for each in self._everywhere]
+        self.unmet = int(room.storage_offset()) * room.itemsize
+        inboxes = [each[int(self.unmet == MOST_BYTES)].view(room.dtype) for each in self._inboxes]
+        shots = 1 if room.nbytes <= self.fused_one_shot else 2
         found: tuple[torch.Tensor, torch.Tensor] = kernels.reduce_add_rms_norm(
-            parts, self._pads, self._rank, *given, **options
+            room, inboxes, self._rank, *given, shots=shots, **options
         )
         return found
 
@@ -146,7 +152,7 @@ class SymmetricMemory:
         """A rank has failed: let no kernel of this device wait for it. What they answer is never read."""
         stream = torch.cuda.Stream(self.bytes.device)  # others may be waiting
         with torch.cuda.stream(stream):
-            let_go(self._pads, stream.synchronize)
+            let_go(self._pads, self._inboxes[self._rank], stream.synchronize)
 
 
 class LazySum(LazyTensor):
@@ -167,15 +173,17 @@ class LazySum(LazyTensor):
         return self._memory.add_norm(kernels, self._room, *given, **options)
 
 
-def let_go(pads: Sequence[torch.Tensor], settle: Callable[[], object]) -> None:
-    """End the waits of kernels: each turns a zero into a one in a rank's pad, its own or another's, or a one
-    of its own pad into a zero. So all flags are ones and zeros in turn. settle: waits until they are written.
+def let_go(pads: Sequence[torch.Tensor], inbox: torch.Tensor, settle: Callable[[], object]) -> None:
+    """End the waits of kernels. Torch's turn a zero of a pad, their own or another's, into a one, or a one of
+    their own into a zero: all flags are ones and zeros in turn. Ours take what comes into the inbox. settle:
+    waits until all is written.
     """
     end = time.monotonic() + LETTING_GO
     while time.monotonic() < end:
         for flag in (1, 0):
             for pad in pads:
                 pad.fill_(flag)
+            inbox.fill_(0)
             settle()
 
 

@@ -1,7 +1,7 @@
 """A sum over ranks, the residual added to it, and the root-mean-square norm of that, in one launch.
 
-Each rank reads the others' parts where these have written them. Ranks meet once: parts of sums in a row lie
-in different places, so that none is overwritten while another rank may still read it.
+Ranks write numbers into the others' memory and wait until theirs have come into their own. What has not come
+is known by its bits, so no flag follows the numbers: a sum takes the time of one write over the link, or two.
 """
 
 # ruff: noqa: SIM108 - a branch on a constant must stay a plain if: Triton compiles the other side away
@@ -16,51 +16,63 @@ import triton.language as tl
 from .launching import launch
 from .norm import WIDEST
 
+PROGRAMS = 128
+"""Of a launch, at most. Each waits for those of its number on other ranks."""
+BITS = {2: torch.int16, 4: torch.int32}
+"""The integers in which numbers of so many bytes are sent."""
+
 
 def reduce_add_rms_norm(
-    parts: Sequence[torch.Tensor],
-    pads: Sequence[torch.Tensor],
+    part: torch.Tensor,
+    inboxes: Sequence[torch.Tensor],
     rank: int,
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
     *,
     centered: bool = False,
+    shots: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(total, rms_norm(total)) with total = residual + (parts[0] + parts[1] + ...), both sums rounded.
+    """(total, rms_norm(total)) with total = residual + (the parts of ranks 0, 1, ...), both sums rounded.
 
-    parts: what the ranks add, [..., n] without gaps, n up to 16384, in memory that all reach. pads: int32
-    flags of the ranks there, of which each program has one for every rank; all are 0 between launches.
-    residual [..., n]; weight [n]. All ranks launch this for the same shape, and get the same bits.
+    part: what this rank adds, [..., n] without gaps, n up to 16384, of 2 or 4 bytes a number. inboxes: of
+    each rank, in memory that all reach, [ranks, room] numbers of the same dtype, room >= part.numel(): row i
+    takes what rank i sends. All bytes there are 255 between launches. Launches in a row take two sets of
+    inboxes in turns: a rank may be one launch ahead of another. residual [..., n]; weight [n].
+
+    shots: 1 sends every part to all ranks; 2 sends a line of them to one rank, which sends the total to all:
+    fewer bytes, but twice the way. All ranks launch this for the same shape, and get the same bits.
     """
-    own, ranks = parts[rank], len(parts)
-    n = own.shape[-1]
-    lines = own.numel() // n
-    alike = all(part.shape == own.shape for part in parts)
-    if ranks < 2 or not alike or not own.is_contiguous() or not 1 <= n <= WIDEST:
+    ranks, n = len(inboxes), part.shape[-1]
+    lines = part.numel() // n
+    if not part.is_contiguous() or not 1 <= n <= WIDEST or part.element_size() not in BITS:
         raise ValueError(
-            f"Invalid shape of parts: expected several of [..., 1 to {WIDEST}] without gaps, got "
-            f"{[list(part.shape) for part in parts]}"
+            f"Invalid part: expected [..., 1 to {WIDEST}] without gaps of 2 or 4 bytes a number, got "
+            f"{list(part.shape)} of {part.dtype}"
         )
-    if residual.shape != own.shape or residual.dtype != own.dtype or weight.shape != (n,):
+    if residual.shape != part.shape or residual.dtype != part.dtype or weight.shape != (n,):
         raise ValueError(
-            f"Invalid shape of residual or weight: expected {list(own.shape)} of {own.dtype} and [{n}], got "
-            f"{list(residual.shape)} of {residual.dtype} and {list(weight.shape)}"
+            f"Invalid shape of residual or weight: expected {list(part.shape)} of {part.dtype} and [{n}], "
+            f"got {list(residual.shape)} of {residual.dtype} and {list(weight.shape)}"
         )
-    programs = min(lines, min(pad.numel() for pad in pads) // ranks)
-    if not programs or len(pads) != ranks:
+    kinds = [(list(each.shape), each.dtype, each.is_contiguous()) for each in inboxes]
+    room = inboxes[rank].shape[-1]
+    if ranks < 2 or room < lines * n or kinds != [([ranks, room], part.dtype, True)] * ranks:
         raise ValueError(
-            f"Invalid shape of pads: expected {ranks} of {ranks} flags or more, got {[*map(len, pads)]}"
+            f"Invalid inboxes: expected several, each of [ranks, {lines * n} or more] without gaps, of "
+            f"{part.dtype}, got (shape, dtype, no gaps) {kinds}"
         )
     residual = residual.contiguous()
     total = torch.empty_like(residual)
-    dtype = own.dtype if centered else torch.promote_types(own.dtype, weight.dtype)
+    dtype = part.dtype if centered else torch.promote_types(part.dtype, weight.dtype)
     out = torch.empty_like(residual, dtype=dtype)
     padded = triton.next_power_of_2(n)
+    bits = BITS[part.element_size()]
     launch(
-        _reduce_norm, (programs,),
-        own, tuple(parts), tuple(pads), residual, weight, total, out, eps, lines,
-        RANK=rank, RANKS=ranks, N=n, PADDED=padded, CENTERED=centered,
+        _reduce_norm, (min(lines, PROGRAMS),),
+        part.view(bits), tuple(each.view(bits) for each in inboxes), residual, weight, total.view(bits), out,
+        eps, lines, room,
+        RANK=rank, RANKS=ranks, N=n, PADDED=padded, CENTERED=centered, SHOTS=shots, NAN=torch.iinfo(bits).max,
         num_warps=min(16, max(1, padded // 256)),
     )  # fmt: skip
     return total, out
@@ -68,52 +80,91 @@ def reduce_add_rms_norm(
 
 @triton.jit(do_not_specialize=["eps", "lines"])
 def _reduce_norm(
-    PART, PARTS, PADS, RESIDUAL, WEIGHT, TOTAL, OUT, eps, lines,
+    PART, INBOXES, RESIDUAL, WEIGHT, TOTAL, OUT, eps, lines, room,
     RANK: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr, CENTERED: tl.constexpr,
+    SHOTS: tl.constexpr, NAN: tl.constexpr,
 ):  # fmt: skip
-    """TOTAL = round(RESIDUAL + round(the sum of PARTS, in their order)), OUT as `norm` has it.
+    """TOTAL = round(RESIDUAL + round(the sum of all parts, in the order of ranks)), OUT as `norm` has it.
 
-    A program puts a 1 into its flag in every other rank's pad, which says that PART is there, and takes the
-    others' out of its own. It takes every so many-th line: the same on all ranks.
+    Numbers travel as their bits. Those with all bits set, a NaN that no device computes, stand for what has
+    not come: NAN, another, is sent for it. A program takes every so many-th line: the same on all ranks.
     """
     column = tl.arange(0, PADDED)
     real = column < N
-    weight = tl.load(WEIGHT + column, mask=real, other=0.0).to(tl.float32)
     first = tl.program_id(0)
-    for line in range(first, lines, tl.num_programs(0)):
+    step = tl.num_programs(0)
+    inbox = INBOXES[RANK]
+    for line in range(first, lines, step):
         at = line * N + column
-        part = tl.load(PART + at, mask=real, other=0.0)
-        residual = tl.load(RESIDUAL + at, mask=real, other=0.0).to(tl.float32)
-        if line == first:
-            for rank in tl.static_range(RANKS):
-                if rank != RANK:
-                    while (
-                        tl.atomic_cas(PADS[rank] + RANKS * first + RANK, 0, 1, sem="release", scope="sys")
-                        != 0
-                    ):
-                        pass
-            for rank in tl.static_range(RANKS):
-                if rank != RANK:
-                    while (
-                        tl.atomic_cas(PADS[RANK] + RANKS * first + rank, 1, 0, sem="acquire", scope="sys")
-                        != 1
-                    ):
-                        pass
+        bits = tl.load(PART + at, mask=real, other=0)
+        bits = tl.where(bits == -1, NAN, bits).to(bits.dtype)
         for rank in tl.static_range(RANKS):
-            if rank == RANK:
-                each = part
-            else:
-                each = tl.load(PARTS[rank] + at, mask=real, other=0.0, volatile=True)
-            if rank == 0:
-                summed = each.to(tl.float32)
-            else:
-                summed += each.to(tl.float32)
-        total = (residual + summed.to(part.dtype).to(tl.float32)).to(part.dtype)
-        tl.store(TOTAL + at, total, mask=real)
-        h = total.to(tl.float32)
-        h = h * tl.rsqrt(tl.sum(h * h, 0) * (1.0 / N) + eps)
-        if CENTERED:
-            y = h * (1.0 + weight)
-        else:
-            y = weight * h.to(part.dtype).to(tl.float32)
-        tl.store(OUT + at, y.to(OUT.dtype.element_ty), mask=real)
+            if rank != RANK:
+                here = real if SHOTS == 1 else real & (_adds(line, step, RANKS) == rank)
+                tl.store(INBOXES[rank] + RANK * room + at, bits, mask=here, cache_modifier=".wt")
+    weight = tl.load(WEIGHT + column, mask=real, other=0.0).to(tl.float32)
+    for line in range(first, lines, step):
+        if SHOTS == 1 or _adds(line, step, RANKS) == RANK:
+            at = line * N + column
+            residual = tl.load(RESIDUAL + at, mask=real, other=0.0)
+            own = tl.load(PART + at, mask=real, other=0)
+            own = tl.where(own == -1, NAN, own).to(own.dtype)
+            summed = tl.zeros([PADDED], tl.float32)
+            absent = 1
+            while absent != 0:
+                come = tl.full([PADDED], 1, tl.int1)
+                for rank in tl.static_range(RANKS):
+                    if rank == RANK:
+                        bits = own
+                    else:
+                        bits = tl.load(inbox + rank * room + at, mask=real, other=0, volatile=True)
+                        come = come & (bits != -1)
+                    number = bits.to(residual.dtype, bitcast=True).to(tl.float32)
+                    if rank == 0:
+                        summed = number
+                    else:
+                        summed += number
+                absent = tl.max(tl.where(come, 0, 1), 0)
+            for rank in tl.static_range(RANKS):
+                if rank != RANK:
+                    tl.store(inbox + rank * room + at, tl.full([PADDED], -1, own.dtype), mask=real)
+            total = (residual.to(tl.float32) + summed.to(residual.dtype).to(tl.float32)).to(residual.dtype)
+            bits = total.to(own.dtype, bitcast=True)
+            bits = tl.where(bits == -1, NAN, bits).to(own.dtype)
+            if SHOTS == 2:
+                for rank in tl.static_range(RANKS):
+                    if rank != RANK:
+                        tl.store(INBOXES[rank] + RANK * room + at, bits, mask=real, cache_modifier=".wt")
+            _store_norm(bits, TOTAL, OUT, weight, at, real, eps, residual.dtype, N, CENTERED)
+    if SHOTS == 2:
+        for line in range(first, lines, step):
+            adds = _adds(line, step, RANKS)
+            if adds != RANK:
+                at = line * N + column
+                come = inbox + adds * room + at
+                bits = tl.load(come, mask=real, other=0, volatile=True)
+                while tl.min(tl.where(bits == -1, 0, 1), 0) == 0:
+                    bits = tl.load(come, mask=real, other=0, volatile=True)
+                tl.store(come, tl.full([PADDED], -1, bits.dtype), mask=real)
+                _store_norm(bits, TOTAL, OUT, weight, at, real, eps, RESIDUAL.dtype.element_ty, N, CENTERED)
+
+
+@triton.jit
+def _adds(line, step, RANKS: tl.constexpr):
+    """The rank that adds a line in two shots: each has its share of every program's lines."""
+    return (line + line // step) % RANKS
+
+
+@triton.jit
+def _store_norm(
+    bits, TOTAL, OUT, weight, at, real, eps, DTYPE: tl.constexpr, N: tl.constexpr, CENTERED: tl.constexpr
+):
+    """A line of the total, as its bits, and its norm."""
+    tl.store(TOTAL + at, bits, mask=real)
+    h = bits.to(DTYPE, bitcast=True).to(tl.float32)
+    h = h * tl.rsqrt(tl.sum(h * h, 0) * (1.0 / N) + eps)
+    if CENTERED:
+        y = h * (1.0 + weight)
+    else:
+        y = weight * h.to(DTYPE).to(tl.float32)
+    tl.store(OUT + at, y.to(OUT.dtype.element_ty), mask=real)

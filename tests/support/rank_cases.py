@@ -458,21 +458,22 @@ class _HostMemory(SymmetricMemory):
     """Stands for memory that devices share: parts are summed by the ranks' own connections."""
 
     def __init__(self, group: Any) -> None:
-        self.most_fused = FUSED[2]
+        ranks = dist.get_world_size(group)
+        self.fused_one_shot, self.most_fused = FUSED[2]
         self.bytes = torch.zeros(MOST_BYTES + 2 * self.most_fused, dtype=torch.uint8)
         self._group = weakref.ref(group)
-        self._everywhere = [self.bytes] * dist.get_world_size(group)
-        self._pads = [torch.zeros(512, dtype=torch.int32)] * dist.get_world_size(group)
+        self._inboxes = [torch.zeros(2, ranks, self.most_fused, dtype=torch.uint8)] * ranks
+        self._pads = [torch.zeros(512, dtype=torch.int32)] * ranks
         self._rank = dist.get_rank(group)
         self._multiple = 2
         self.sums = 0
         self.unmet = None
-        self.read: int | None = None
-        """Where parts lie that were read without a meeting since."""
+        self.sent: int | None = None
+        """The inboxes to which parts were sent last, if ranks have not met since."""
 
     def sum_now(self, room: torch.Tensor) -> torch.Tensor:
         self.sums += 1
-        self.unmet = self.read = None
+        self.unmet = self.sent = None
         return self.summed(room)
 
     def summed(self, room: torch.Tensor) -> torch.Tensor:
@@ -481,17 +482,19 @@ class _HostMemory(SymmetricMemory):
         return out
 
     def add_norm(self, kernels: Any, room: torch.Tensor, *given: Any, **options: Any) -> Any:
-        assert room.data_ptr() != self.read, "a part is overwritten that another rank may still read"
-        self.read = room.data_ptr()
-
-        def reduce(parts: Any, pads: Any, rank: int, *given: Any, **options: Any) -> Any:
-            return kernels.add_rms_norm(self.summed(parts[rank]), *given, **options)
+        def reduce(part: Any, inboxes: Any, rank: int, *given: Any, shots: int, **options: Any) -> Any:
+            assert inboxes[rank].data_ptr() != self.sent, (
+                "a part is overwritten that a rank may not have read"
+            )
+            assert inboxes[rank][rank].numel() >= part.numel()
+            self.sent = inboxes[rank].data_ptr()
+            return kernels.add_rms_norm(self.summed(part), *given, **options)
 
         return super().add_norm(SimpleNamespace(reduce_add_rms_norm=reduce), room, *given, **options)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        assert self.read is None, "a forward has ended before the ranks have met"
+        assert self.sent is None, "a forward has ended before the ranks have met"
         with super().forward():
             yield
 

@@ -153,12 +153,12 @@ def lay_side_by_side(model: nn.Module) -> int:
     moved = 0
     for layers in chain.from_iterable(map(layers_of_one_input, model.modules())):
         weights, biases = _parameters_of(layers)
-        several = [weights, biases] if biases else [weights]
-        if len(biases) in (0, len(weights)) and all(_may_move(tensors, storages) for tensors in several):
+        apart = [tensors for tensors in (weights, biases) if tensors and joined_of(tensors) is None]
+        if len(biases) in (0, len(weights)) and apart and all(_may_move(each, storages) for each in apart):
             if not moved:
                 _release()  # or they come to lie in what a pool has left, which no pool can have again then
             try:
-                moved += sum(_move(tensors) for tensors in several)
+                moved += sum(_move(tensors) for tensors in apart)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -179,9 +179,9 @@ def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def _may_move(tensors: Sequence[Any], storages: Counter[tuple[torch.device, int]]) -> bool:
-    """Whether they are plain tensors that share memory with no other, and not adjacent already."""
+    """Whether they are plain tensors that share memory with no other."""
     first = tensors[0]
-    alike = len(set(map(id, tensors))) == len(tensors) > 1 and all(
+    return len(set(map(id, tensors))) == len(tensors) > 1 and all(
         type(tensor) in PLAIN_TENSORS
         and (tensor.dtype, tensor.device, tensor.shape[1:]) == (first.dtype, first.device, first.shape[1:])
         and tensor.is_contiguous()
@@ -190,7 +190,6 @@ def _may_move(tensors: Sequence[Any], storages: Counter[tuple[torch.device, int]
         and tensor.untyped_storage().nbytes() == tensor.nbytes
         for tensor in tensors
     )
-    return alike and joined_of(tensors) is None
 
 
 def _move(parameters: Sequence[torch.Tensor]) -> int:
