@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -114,6 +120,61 @@ def test_more_lines_than_programs(monkeypatch: pytest.MonkeyPatch, shots: int) -
     """A program takes several."""
     monkeypatch.setattr(kernels.reduce_norm, "PROGRAMS", 3)
     compare((7, 1, 96), 2, FP32, False, shots)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="ranks have a GPU each; benchmarks/sums.py compares them")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_compute_at_once(ranks: int) -> None:
+    """Processes with memory in common: sums in a row take two sets of inboxes in turns, and no rank overwrites
+    what another has not read, however far one is behind.
+    """
+    shapes = [(1, 64), (7, 64), (3, 128), (2, 64)]
+    sums = [(shape, shots) for _ in range(3) for shape in shapes for shots in (1, 2)]
+    inboxes = [torch.full((2, ranks, 512 * 4), 255, dtype=torch.uint8).share_memory_() for _ in range(ranks)]
+    totals = torch.zeros(ranks, len(sums), 512).share_memory_()
+    normed = torch.zeros_like(totals).share_memory_()
+
+    def parts(number: int) -> list[torch.Tensor]:
+        return [noise(*sums[number][0], dtype=FP32, seed=100 * rank + number) for rank in range(ranks)]
+
+    def compute(rank: int) -> None:
+        late = random.Random(rank)
+        for number, (shape, shots) in enumerate(sums):
+            time.sleep(late.choice((0, 0, 0.02)))
+            residual, weight = torch.full(shape, 0.5), torch.ones(shape[-1])
+            given = parts(number)[rank], [each[number % 2].view(FP32) for each in inboxes], rank
+            found = kernels.reduce_add_rms_norm(*given, residual, weight, EPS, shots=shots)
+            for place, each in zip((totals, normed), found, strict=True):
+                place[rank, number, : each.numel()] = each.flatten()
+
+    _at_once(ranks, compute)
+    for number, (shape, _) in enumerate(sums):
+        summed = sum(parts(number)[1:], start=parts(number)[0])
+        right = kernels.add_rms_norm(summed, torch.full(shape, 0.5), torch.ones(shape[-1]), EPS)
+        for rank in range(ranks):
+            torch.testing.assert_close(totals[rank, number, : summed.numel()].view(shape), right[0])
+            torch.testing.assert_close(normed[rank, number, : summed.numel()].view(shape), right[1])
+            assert torch.equal(totals[rank, number], totals[0, number])
+    assert all(bool((each == 255).all()) for each in inboxes)
+
+
+def _at_once(ranks: int, act: Callable[[int], None]) -> None:
+    """Do something in a process for each rank."""
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            try:
+                signal.alarm(60)  # of the child alone: it waits for the others
+                torch.set_num_threads(1)
+                act(rank)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * ranks
 
 
 @pytest.mark.parametrize("shots", [1, 2])

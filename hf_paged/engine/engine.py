@@ -975,7 +975,9 @@ class Engine:
         """
         check_choice("kv", kv, KeptBlocks)
         self._require_open()
-        self._require_alone("weights_changed()")
+        self._require_lead()
+        if kv == "keep":
+            self._require_alone('weights_changed(kv="keep")')
         if self._jobs and not self._paused:
             raise RuntimeError("requests are running; call pause() before the weights change")
         with self.pools.memory.lock:
@@ -984,9 +986,10 @@ class Engine:
                 self._atomically(self.pools.forget)
             else:
                 self._adapters.keep(self.scheduler.begun)
-            self._model_check.changed(whole=True)
             self._loop.forget_media()
-            self.runner.check_captures()
+            if self._ranks is None:  # several look at their models together, before the next step
+                self._model_check.changed(whole=True)
+                self.runner.check_captures()
         self._counts["weights_changed"] += 1
         self._counts["kv_kept"] += kv == "keep"
 

@@ -820,6 +820,46 @@ def pause_and_new_weights(rank: int) -> None:
             assert engine.follow() is False
 
 
+def blocks_that_rank_0_drops(rank: int) -> None:
+    """weights_changed() forgets what is cached, idle or paused; other ranks have no books, and keep nothing."""
+    model = loaded("llama")
+    prompt = PROMPTS[3]
+
+    def act(engine: Engine) -> None:
+        right = alone(whole("llama"), prompt, max_new_tokens=NEW, do_sample=False)
+
+        def hits() -> int:
+            before = engine.stats()["hits"]
+            found = answers(engine.submit(prompt, max_new_tokens=NEW, do_sample=False).result())
+            assert found == right
+            return engine.stats()["hits"] - before
+
+        assert not hits()
+        assert hits()
+        engine.weights_changed()
+        assert not hits()
+        assert hits()
+        raises(ValueError, r'weights_changed\(kv="keep"\)', lambda: engine.weights_changed("keep"))
+        handle = engine.submit(prompt, max_new_tokens=NEW, do_sample=False)
+        for _ in range(3):
+            engine.step()
+        raises(RuntimeError, "pause", engine.weights_changed)
+        engine.pause()
+        engine.weights_changed()
+        engine.resume()
+        assert answers(handle.result()) == right
+        assert engine.stats()["weights_changed"] == 2
+        engine.check()
+
+    with Engine(model, **SMALL) as engine:
+        if rank == 0:
+            act(engine)
+        else:
+            raises(RuntimeError, "rank 0", engine.weights_changed)
+            while engine.follow():
+                pass
+
+
 def a_thread_that_waits(rank: int) -> None:
     """An idle engine is no hang: ranks wait for longer than a step may take."""
 
@@ -1075,11 +1115,15 @@ def wrong_uses(rank: int) -> None:
                 assert word == "large"
             assert received[4].tolist() == [0, 1, 2]
             raises(RuntimeError, "closed", engine.follow)
-    raises(ValueError, "different options", lambda: Engine(model, block_size=4 << rank))
+    raises(
+        ValueError,
+        "different block_size: 4, 8; give",
+        lambda: Engine(model, block_size=4 << rank),
+    )
     other = loaded(("llama", "qwen3")[rank])
-    raises(ValueError, "different models: .*LlamaFor.*Qwen3For", lambda: Engine(other, **SMALL))
+    raises(ValueError, "different model: .*LlamaFor.*, .*Qwen3For", lambda: Engine(other, **SMALL))
     other = loaded("llama").to((torch.float32, torch.float64)[rank])
-    raises(ValueError, "different models: .*float32.*float64", lambda: Engine(other, **SMALL))
+    raises(ValueError, "different model: .*float32.*float64", lambda: Engine(other, **SMALL))
     other = loaded("llama")
     with torch.no_grad():
         other.model.norm.weight[3] += rank

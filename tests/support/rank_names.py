@@ -29,6 +29,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "long_messages", ()),
     (2, "processors_and_criteria", ()),
     (2, "pause_and_new_weights", ()),
+    (2, "blocks_that_rank_0_drops", ()),
     (2, "a_thread_that_waits", ()),
     (2, "an_error_of_all_ranks", ()),
     (2, "no_memory_for_blocks_on_one_rank", ()),

@@ -41,12 +41,13 @@ def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
         raise RankError(str(error)) from error
     with made_alike(ranks):
         # Rank 0 alone has books; the names of its tenants are secrets of its process.
-        own = repr(replace(config, cache_shares={})), _described(model), _digest_of_norms(model)
-        options, models, norms = map(set, zip(*ranks.gather(own), strict=True))
-        for what, several in (("options of the engine", options), ("models", models)):
-            if len(several) > 1:
-                raise ValueError(f"ranks have different {what}: {sorted(several)}; give all of them the same")
-        if len(norms) > 1:
+        own = {**vars(replace(config, cache_shares={})), "model": _described(model)}
+        texts = {name: repr(value) for name, value in own.items()}, _digest_of_norms(model)
+        everywhere, norms = zip(*ranks.gather(texts), strict=True)
+        for name in own:
+            if len(set(several := [each[name] for each in everywhere])) > 1:
+                raise ValueError(f"ranks have different {name}: {', '.join(several)}; give all the same")
+        if len(set(norms)) > 1:
             logger.warning(
                 "the models of the ranks have different weights: norms, which each has whole, are not alike. "
                 "Answers will be those of no model; load one checkpoint on all ranks"
