@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .engines import begin_on
 from .manager import EngineBatchingManager
 
 logger = logging.getLogger("hf_paged")
@@ -31,7 +32,7 @@ class FollowingBatchingManager(EngineBatchingManager):
 
     def _start_engine(self) -> None:
         self._stopped = False
-        assert self.engine is not None  # ranks make their engines together
+        begin_on(self.engine, self)  # ranks make their engines together
 
     def add_request(self, *_: Any, **__: Any) -> None:
         """Nothing: rank 0's manager takes requests."""

@@ -122,6 +122,11 @@ class EngineBatchingManager(ContinuousBatchingManager):
     def _borrow(self) -> None:
         """Put the model into a state that the engine computes, until the manager has stopped."""
         model = self.model
+        if self._broadcasts and any(each is not self for each in running_with(model)):
+            raise RuntimeError(
+                "another manager runs on this tensor-parallel model, whose ranks follow one at a time; stop "
+                "that one first, or give it these requests"
+            )
         own_code = model.training and runs_unknown_code(model)  # NEFTune's draws noise
         if why_random(model) or why_dropped(model) or own_code:
             self._evaluating.enter_context(evaluating(model))

@@ -2056,7 +2056,7 @@ def batches_on_pages() -> Iterator[None]:
 
 def a_manager_of_batches(rank: int) -> None:
     """Streams, a pause in which all ranks change the weights, a request that is refused, and a stop. Where
-    nothing else brings results to the other ranks, the pause and the stop do.
+    nothing else brings results to the other ranks, the pause and the stop do. Another manager waits for it.
     """
     model = loaded("llama")
     other = tf.AutoModelForCausalLM.from_pretrained(FOLDER / "llama").eval().to(model.device)
@@ -2068,6 +2068,9 @@ def a_manager_of_batches(rank: int) -> None:
                 patch.setattr(EngineBatchingManager, "_broadcast", lambda manager: None)
             expected = alone(other, PROMPTS[1], **GREEDY)
             manager.start()
+            another = model.init_continuous_batching(config, tf.ContinuousBatchingConfig(num_blocks=70))
+            raises(RuntimeError, "another manager runs .* one at a time", another.start)
+            raises(RuntimeError, "another manager", lambda: model.generate_batch(PROMPTS[:2], config))
             manager.add_request(PROMPTS[1], request_id="streamed", streaming=True)
             found = [manager.get_result(timeout=20).generated_tokens for _ in range(NEW)]
             assert found == [expected[0][:count] for count in range(1, NEW + 1)]
