@@ -130,6 +130,23 @@ def test_one_of_equal_requests_can_be_cancelled(model: Any) -> None:
     assert manager.output_router.output_queue.empty()
 
 
+def test_the_name_of_a_request_under_way_is_taken(model: Any) -> None:
+    """It is refused, so nothing of the first is lost; names that are made up avoid it."""
+    with model.continuous_batching_context_manager(greedy()) as manager:
+        with manager.pause():
+            assert manager.add_request(PROMPTS[1], request_id="req_1") == "req_1"
+            with pytest.raises(ValueError, match="'req_1' names a request that is under way"):
+                manager.add_request(PROMPTS[2], request_id="req_1")
+            names = manager.add_requests(PROMPTS[2:4])
+        found = {
+            output.request_id: output for output in (manager.get_result(timeout=GUARD) for _ in range(3))
+        }
+        assert found.keys() == {"req_1", *names}
+        assert found["req_1"].prompt_ids == PROMPTS[1]
+        assert manager.add_request(PROMPTS[2], request_id="req_1") == "req_1"  # that one has ended
+        assert manager.get_result(timeout=GUARD).prompt_ids == PROMPTS[2]
+
+
 def test_children_come_behind_their_parent(model: Any) -> None:
     """As from transformers' own manager; `generate_batch` puts them before it."""
     config = greedy(do_sample=True, num_return_sequences=3, temperature=0.7)

@@ -250,12 +250,14 @@ class EngineBatchingManager(ContinuousBatchingManager):
         **options: Any,
     ) -> str | None:
         """Submit a request; its id, or None if the manager takes none any more. A request that the engine
-        refuses ends as FAILED, with the reason.
+        refuses ends as FAILED, with the reason. ValueError for the id of one that is under way.
         """
         self._require_known(options)
         if not self._accepts():
             return None
         lengths = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        if request_id in self._requests:
+            raise ValueError(f"request_id={request_id!r} names a request that is under way; give another one")
         ids = self._new_ids(1) if request_id is None else [request_id]
         self._submit(ids, input_ids, streaming, record_timestamps, {**lengths, **options})
         return ids[0]
@@ -288,7 +290,9 @@ class EngineBatchingManager(ContinuousBatchingManager):
     def _new_ids(self, count: int) -> list[str]:
         with self._request_lock:
             first = self._request_counter
-            self._request_counter += count
+            while any(f"req_{number}" in self._requests for number in range(first, first + count)):
+                first += 1  # a caller's own
+            self._request_counter = first + count
         return [f"req_{number}" for number in range(first, first + count)]
 
     def _accepts(self) -> bool:
