@@ -56,7 +56,7 @@ BUDGETS = {
     "hf_paged/model": 4940,
     "hf_paged/model/adapters": 1510,
     "hf_paged/model/capture": 2870,
-    "hf_paged/model/invariant": 895,
+    "hf_paged/model/invariant": 903,
     "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2425,
     "hf_paged/serve": 9230,

@@ -684,6 +684,18 @@ def test_modes_of_generate(name: str, mode: str) -> None:
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("word", [{}, {"cache_implementation": "paged"}])
+def test_generate_of_what_rounds_otherwise_in_pieces(word: dict[str, str]) -> None:
+    """MPT's biases are relative to the last token: tokens one by one have other bits than a forward of all."""
+    model = model_of("mpt")
+    options = {"max_new_tokens": 3, "pad_token_id": 0, "do_sample": False, **word}
+    with batch_invariant():
+        model(rows()[0][None, :5], use_cache=False)
+        with pytest.raises(NotInvariant, match="MptForCausalLM adds biases relative to the last token"):
+            model.generate(rows()[0][None, :5], **options)
+    model.generate(rows()[0][None, :5], **options)
+
+
 def test_a_prefix_of_ordinary_bits_is_not_reused() -> None:
     """C24: blocks that were computed outside the mode are not found inside it, and the reverse."""
     model = model_of("llama", torch.bfloat16)

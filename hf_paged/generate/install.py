@@ -18,7 +18,7 @@ from ..config import CacheConfig
 from ..model.attention import NAME, paged_attention, paged_mask
 from ..model.cache_name import CACHE
 from ..model.capture.replay import drop_captures
-from ..model.invariant.mode import require_whole_sequences
+from ..model.invariant.mode import require_same_in_pieces, require_whole_sequences
 from ..model.mla import restore_expansion
 from ..model.slots import Slot
 from ..model.snapshot import CallSnapshots, runs_foreign_code
@@ -197,6 +197,7 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
         call = current_call.get()
         if call is not None:
             call.decided = True
+        require_same_in_pieces(self)
         if call is None and patch.active and generation_config.cache_implementation == WORD:
             warn(OWN.format(type(self).__name__))
             generation_config.cache_implementation = None

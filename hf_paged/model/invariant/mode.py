@@ -134,6 +134,15 @@ def require_invariant(model: Any) -> None:
             )
 
 
+def require_same_in_pieces(model: Any) -> None:
+    """Raise NotInvariant for a model that by construction rounds a sequence in pieces otherwise."""
+    if invariant.get() and any(type(module).__name__ == "MptAttention" for module in modules_of(model)):
+        raise NotInvariant(
+            f"{type(model).__name__} adds biases relative to the last token, so tokens one by one round "
+            "otherwise than in a forward of all; call generate() outside of batch_invariant()"
+        )
+
+
 def require_whole_sequences(model: Any) -> None:
     """Raise NotInvariant if stock's cache would forget tokens whose number decides an order: on a CUDA
     device a query's sums begin with the first token of its sequence.
