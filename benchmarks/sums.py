@@ -29,7 +29,7 @@ MOST_ONE_SHOT = 512
 MOST_FUSED = 1024
 """Rows beyond which one kernel is not tried."""
 SUMS, REPLAYS = 40, 5
-"""Sums of a graph, an even number: two in a row have their parts in different places, also of two replays."""
+"""Sums of a graph, an even number: two in a row use different inboxes, also of two replays."""
 COMPARED = 20
 EPS = 1e-5
 

@@ -53,7 +53,7 @@ BUDGETS = {
     "hf_paged/engine/sampling": 1960,
     "hf_paged/generate": 2345,
     "hf_paged/kv": 4270,
-    "hf_paged/model": 4940,
+    "hf_paged/model": 4952,
     "hf_paged/model/adapters": 1510,
     "hf_paged/model/capture": 2870,
     "hf_paged/model/invariant": 903,

@@ -6,10 +6,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
+import kernel_cases
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as tf
 from families import BY_NAME, LONG, SMALL, TOKENS, VOCABULARY, build
 from fused_models import CONFIG, WIDTH, Kernels, replaced, surroundings
@@ -20,6 +23,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from hf_paged.model.capture import fusion as fusion_of_models
 from hf_paged.model.capture.fusion import ROTARY, Fusion, fused, rotates_like_llama
 from hf_paged.model.lazy import LazyRotated
 
@@ -408,3 +412,28 @@ def test_who_brings_a_forward_of_his_own_keeps_it(name: str) -> None:
     assert len(calls) == 2
     assert module.__dict__["forward"] is own
     assert kernels.calls["rotary"] == 2, "the others are fused"
+
+
+@pytest.mark.parametrize(("ranks", "shots"), [(1, []), (2, [1]), (3, []), (4, [1, 2])])
+def test_kernels_of_sums_are_compiled_for_few_rows_and_many(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, shots: list[int]
+) -> None:
+    """Whatever the rows are for which the others are compiled, and with arguments that the kernel takes."""
+    kernels = kernel_cases.load()
+    group = dist.HashStore()  # stands for one
+    mesh = SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: ranks - 1, get_group=lambda: group)
+    monkeypatch.setattr(fusion_of_models, "mesh_of", lambda model: mesh if ranks > 1 else None)
+    asked: list[int] = []
+
+    def counted(*given: Any, **options: Any) -> Any:
+        asked.append(options["shots"])
+        return summed(*given, **options)
+
+    summed = kernels.reduce_add_rms_norm
+    monkeypatch.setattr(kernels, "reduce_add_rms_norm", counted)
+    fusion = Fusion(make("llama", torch.bfloat16), kernels)
+    for rows in (1, 64, 4096):
+        asked.clear()
+        for call in fusion.calls(rows, torch.bfloat16):
+            call()
+        assert asked == shots

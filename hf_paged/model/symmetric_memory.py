@@ -55,7 +55,7 @@ class SymmetricMemory:
         import torch.distributed._symmetric_memory as symmetric
 
         self.fused_one_shot, self.most_fused = FUSED.get(group.size(), (0, 0))
-        parts = MOST_BYTES + 2 * self.most_fused
+        parts = MOST_BYTES + self.most_fused
         inboxes = 2, group.size(), self.most_fused
         size = parts + math.prod(inboxes)
         self.bytes: torch.Tensor = symmetric.empty(size, dtype=torch.uint8, device=device)
@@ -73,8 +73,8 @@ class SymmetricMemory:
         self.sums = 0
         """How many were begun."""
         self.unmet: int | None = None
-        """Where this rank's part of the last sum begins that waited for a norm, if ranks have not met since:
-        another one may still wait for its parts.
+        """Which inboxes the last sum used that waited for a norm, if ranks have not met since: another rank
+        may still wait for its parts.
         """
         self._group = weakref.ref(group)
 
@@ -90,7 +90,7 @@ class SymmetricMemory:
             return None
         waits = _may_wait.get() and need <= self.most_fused and dtype.itemsize in SENT
         _may_wait.set(False)
-        begin = MOST_BYTES + (self.unmet == MOST_BYTES) * self.most_fused if waits else 0
+        begin = MOST_BYTES if waits else 0
         return self.bytes[begin : begin + need].view(dtype).view(*shape)
 
     @contextmanager
@@ -140,8 +140,8 @@ class SymmetricMemory:
         """The sum of what the ranks wrote and a residual, and its norm, as `reduce_add_rms_norm` has it."""
         require_whole(self._group())
         self.sums += 1
-        self.unmet = int(room.storage_offset()) * room.itemsize
-        inboxes = [each[int(self.unmet == MOST_BYTES)].view(room.dtype) for each in self._inboxes]
+        self.unmet = turn = int(self.unmet == 0)
+        inboxes = [each[turn].view(room.dtype) for each in self._inboxes]
         shots = 1 if room.nbytes <= self.fused_one_shot else 2
         found: tuple[torch.Tensor, torch.Tensor] = kernels.reduce_add_rms_norm(
             room, inboxes, self._rank, *given, shots=shots, **options
@@ -205,6 +205,19 @@ def require_whole(group: dist.ProcessGroup | None) -> None:
     """Raise if a rank of a group has failed: what begins now would wait for it for ever."""
     if group in _failed:
         raise RuntimeError("a rank has failed, for which this would wait; end the processes, and start again")
+
+
+def shots_of(ranks: int) -> list[int]:
+    """The shots in which one kernel sums over so many ranks, of few bytes and of more."""
+    one_shot, most = FUSED[ranks]
+    return [1, 2] if 0 < one_shot < most else [1 if one_shot else 2]
+
+
+def meet(group: dist.ProcessGroup | None) -> None:
+    """Have the ranks of a group meet, if they sum in memory: a forward in which sums wait has broken off."""
+    memory = None if group is None else memory_of(group)
+    if memory is not None:
+        memory.meet()
 
 
 def memory_of(group: dist.ProcessGroup) -> SymmetricMemory | None:

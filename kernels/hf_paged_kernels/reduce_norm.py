@@ -66,7 +66,7 @@ def reduce_add_rms_norm(
     total = torch.empty_like(residual)
     dtype = part.dtype if centered else torch.promote_types(part.dtype, weight.dtype)
     out = torch.empty_like(residual, dtype=dtype)
-    padded = triton.next_power_of_2(n)
+    padded = max(32, triton.next_power_of_2(n))  # a number for each thread of a warp: they wait together
     bits = BITS[part.element_size()]
     launch(
         _reduce_norm, (min(lines, PROGRAMS),),

@@ -86,6 +86,8 @@ from hf_paged.kv import HostBlocks, Ops, budget, group
 from hf_paged.model import rank_votes, symmetric_memory, tensor_parallel
 from hf_paged.model.adapters.loading import load_adapter
 from hf_paged.model.capture import pool
+from hf_paged.model.capture.fusion import Fusion
+from hf_paged.model.capture.pool import CapturePool
 from hf_paged.model.capture.products import joined_of
 from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.replay import captures_of
@@ -554,6 +556,41 @@ def sums_of_half_a_layer(rank: int) -> None:
             stats = compare("llama", rank, FEW)
         assert rank or stats["graphs"]["replayed"] > 10, stats
         assert made["with a norm"]
+
+
+def a_forward_that_breaks_off(rank: int) -> None:
+    """On all ranks behind a sum that waited for its norm: they meet before another uses the same inboxes."""
+    broken, met = [], []
+    add_norm, capture = Fusion.add_norm, CapturePool.capture_or_compare
+
+    def breaks(*given: Any) -> Any:
+        found = add_norm(*given)
+        if not broken:
+            broken.append(True)
+            raise RuntimeError("on purpose")
+        return found
+
+    def watched(*given: Any) -> None:
+        capture(*given)
+        memory = symmetric_memory.memory_of(mesh_of(model).get_group())
+        met.append(memory is None or memory.unmet is None)
+
+    with sums_on_the_host() as made, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fusion, "add_norm", breaks)
+        patch.setattr(CapturePool, "capture_or_compare", watched)
+        model = loaded("llama")
+        right = [alone(whole("llama"), prompt, max_new_tokens=NEW, do_sample=False) for prompt in PROMPTS]
+
+        def act(engine: Engine) -> None:
+            for prompt, expected in zip(PROMPTS, right, strict=True):
+                asked = engine.submit(prompt, max_new_tokens=NEW, do_sample=False)
+                assert answers(asked.result()) == expected
+
+        led(rank, model, act, **SMALL)
+    assert broken
+    assert made["with a norm"]
+    assert len(met) > 1
+    assert all(met)
 
 
 def ranks_that_run_different_code(rank: int) -> None:

@@ -18,6 +18,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "fused_projections", ()),
     (2, "sums_with_norms", ()),
     (2, "sums_of_half_a_layer", ()),
+    (2, "a_forward_that_breaks_off", ()),
     (2, "ranks_that_run_different_code", ()),
     (2, "layers_that_compute_with_local_parts", ()),
     (2, "forwards_of_divided_layers", ()),

@@ -28,7 +28,7 @@ from ..adapters.apply import read_together
 from ..device_map import runs_class_forward
 from ..lazy import Rotation
 from ..patches import ReplacedForward
-from ..symmetric_memory import FUSED, SENT, LazySum, memory_of
+from ..symmetric_memory import FUSED, SENT, LazySum, memory_of, shots_of
 from ..tensor_parallel import mesh_of
 from .branches import Product, at_once, beside, products_of
 from .products import fused_product
@@ -135,12 +135,11 @@ class Fusion:
                     )
                     ranks = 0 if self._mesh is None else self._mesh.size()
                     if self._mesh is not None and ranks in FUSED and dtype.itemsize in SENT:
-                        one_shot, most = FUSED[ranks]
-                        inbox = torch.empty(ranks, most // x.itemsize, dtype=dtype, device="meta")
-                        given = x, [inbox] * ranks, self._mesh.get_local_rank(), x, weight, 0.0
-                        shots = 1 if x.nbytes <= one_shot else 2
-                        summed = partial(self.kernels.reduce_add_rms_norm, *given, shots=shots)
-                        calls.setdefault((*key, "summed"), partial(summed, centered=centered))
+                        inbox = torch.empty(ranks, FUSED[ranks][1] // x.itemsize, dtype=dtype, device="meta")
+                        given = x[:1], [inbox] * ranks, self._mesh.get_local_rank(), x[:1], weight, 0.0
+                        for shots in shots_of(ranks):  # whatever the rows are
+                            summed = partial(self.kernels.reduce_add_rms_norm, *given, shots=shots)
+                            calls.setdefault((*key, shots), partial(summed, centered=centered))
             elif isinstance(width := getattr(getattr(module, "gate_proj", None), "out_features", None), int):
                 x = torch.empty(rows, 1, width, dtype=dtype, device="meta")
                 name = activation(module)

@@ -23,7 +23,7 @@ from ..lazy import NotCapturable
 from ..lengths import LengthsOnDevice, lengths_on_device
 from ..rank_votes import before_groups_end
 from ..snapshot import StateKey
-from ..symmetric_memory import symmetric_memories
+from ..symmetric_memory import meet, symmetric_memories
 from ..weights_digest import PLAIN_TENSORS, memory_of_parts, wraps
 from .compile import Compilation, CompiledFusion, reason_of
 from .fusion import Fusion, changing, fused
@@ -367,6 +367,8 @@ class CapturePool:
             self.seconds += time.perf_counter() - begin
         worst = self.worst(outcome_of(trouble))
         if worst != DONE:
+            if self in _joined:
+                meet(_joined[self]())
             self._drop_failed(key, worst, trouble or _OfAnotherRank(worst))
         elif step is not None and agreed:
             self._note_agreement(step, source, state)
