@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Compare a tiny random model of every architecture that has a tensor-parallel plan, divided over processes, with the
-same model in one process: transformers' generate(), paged generate() and the engine.
+same model in one process: transformers' generate(), paged generate() and the engine, which then loads its weights again.
 
     python scripts/sweep_ranks.py                          # every family on 2 ranks, CPU, some 10 minutes
     python scripts/sweep_ranks.py --ranks 3 --only llama
@@ -91,9 +91,22 @@ def alone(model: Any, given: dict[str, Any]) -> list[list[int]]:
     return found
 
 
-def engine_answers(model: Any, rank: int, given: dict[str, Any]) -> list[list[int]] | None:
-    """The same from an engine on all ranks; None of those that follow."""
+def engine_answers(
+    model: Any, rank: int, given: dict[str, Any], weights: dict[str, torch.Tensor] | None = None
+) -> list[list[int]] | None:
+    """The same from an engine on all ranks; None of those that follow. weights: those that it loads first."""
     with Engine(model, block_size=4, num_blocks=64, max_batch_tokens=16, rank_timeout=30.0) as engine:
+        if weights is not None:
+            if rank:
+                engine.follow()
+            else:
+                engine.pause()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    getattr(parameter, "_local_tensor", parameter).fill_(7)
+            engine.load_weights(weights)
+            if not rank:
+                engine.resume()
         if rank:
             engine.follow()
             return None
@@ -159,6 +172,10 @@ def on_rank(folder: Path, rank: int, options: argparse.Namespace) -> None:
             attempt(lambda way=way, paged=paged: generated(model, way, given, **paged), expected[name]),
         )
     note("engine", attempt(lambda: engine_answers(model, rank, given), expected["alone"]))
+    if found["engine"] == SAME:
+        whole = options.model_class.from_pretrained(folder / "model")
+        weights = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+        note("new weights", attempt(lambda: engine_answers(model, rank, given, weights), expected["alone"]))
     note("end", SAME)
 
 
@@ -272,7 +289,7 @@ def main() -> int:
         if not has_plan(model_class, config_class, options.experts):
             continue
         row = rows[kind] = run_family(config_class, options)
-        ours = [result for way, result in row.items() if way == "engine" or way.startswith("paged")]
+        ours = [result for way, result in row.items() if not way.startswith(("transformers", "end"))]
         theirs = [result for way, result in row.items() if way.startswith("transformers")]
         wrong = any("DIFFERENT" in each for each in ours) or row.get("end", SAME) != SAME
         bad += wrong

@@ -21,6 +21,7 @@ import httpx
 import peft
 import torch
 from commands import Command
+from safetensors.torch import save_file
 from serving import until
 
 from hf_paged import demo
@@ -66,12 +67,14 @@ def _continued(model: Any) -> str:
 
 
 def test_a_server_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same tokens as of one process, of the model and of an adapter; a signal drains it, and no rank is left behind."""
+    """The same tokens as of one process, of the model, of an adapter and of new weights; a signal drains it, and
+    no rank is left behind.
+    """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the ranks
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     adapted = _adapted(tmp_path)
     flags = ["--tensor-parallel-size", "2", "--port", "0", "--log-format", "json"]
-    flags += ["--lora-modules", f"poet={tmp_path}"]
+    flags += ["--lora-modules", f"poet={tmp_path}", "--dev"]
     process = Command("serve", "demo", *flags)
     try:
         lines = _lines(process)
@@ -86,12 +89,38 @@ def test_a_server_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             body = {"model": name, "prompt": "The fox", "max_tokens": 12, "temperature": 0}
             answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
             assert answer["choices"][0]["text"] == text
+        _load_others(url, tmp_path / "others.safetensors")
         process.terminate()
         assert process.wait(30) == 0
         gone, left = psutil.wait_procs(ranks, timeout=5)
         assert len(gone) == 2, left
     finally:
         process.kill()
+
+
+def _load_others(url: str, file: Path) -> None:
+    """Every rank reads its parts of the files; what none can read is an error of the request."""
+
+    def post(route: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{url}{route}", json=body or None, timeout=60)
+
+    model = demo.model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    save_file({"no.such.weight": torch.ones(3)}, file)
+    answer = post("/load_weights", path=str(file))
+    assert answer.status_code == 400, answer.text
+    assert "no.such.weight" in answer.text
+    save_file({name: parameter.detach() for name, parameter in model.named_parameters()}, file)
+    for _ in range(2):
+        assert post("/load_weights", path=str(file)).json() == {"loaded": len(list(model.parameters()))}
+        asked = {"model": "demo", "prompt": "The fox", "max_tokens": 12, "temperature": 0}
+        assert post("/v1/completions", **asked).json()["choices"][0]["text"] == _continued(model)
+    assert post("/reset_prefix_cache").json() == {"success": True}
+    assert post("/pause").status_code == 200
+    assert "resume" in post("/load_weights", path=str(file)).text
+    assert post("/resume").status_code == 200
 
 
 def test_a_first_rank_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ from .multimodal.media import Media
 from .outputs.handle import Handle
 from .outputs.output import Increment, Output, with_errors_noticed
 from .outputs.queue import Wake
-from .parallel import Follower, Leader, RankError, Ranks, made_alike, ranks_of, tried_alike
+from .parallel import Follower, Leader, RankError, Ranks, load_alike, made_alike, ranks_of, tried_alike
 from .pools import Pools
 from .preemption import Preemption
 from .protocol import in_turn
@@ -997,14 +997,22 @@ class Engine:
         """Copy tensors into the model's weights of these names, in place; the names that were loaded.
 
         Requests that run are put down meanwhile and computed again, unless the engine is paused already.
-        Captured steps stay: they read the weights where they lie.
+        Captured steps stay: they read the weights where they lie. Ranks are all given the same tensors, in a
+        pause, and keep their parts.
         """
-        self._require_alone("load_weights()")
+        load = partial(load_alike, self._ranks, partial(load_into, self.model, weights))
+        if self._follower is not None:
+            return restoring(load)
         paused = self._paused
+        if self._ranks is not None and not paused:
+            raise RuntimeError(
+                "ranks load weights together: call pause(), then load_weights() on all ranks (on the others "
+                "behind follow()), then resume()"
+            )
         if not paused:
             self.pause()
         try:
-            return restoring(partial(load_into, self.model, weights))
+            return restoring(load)
         finally:
             self.weights_changed()
             if not paused:

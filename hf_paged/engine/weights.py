@@ -8,9 +8,11 @@ from typing import Literal, get_args
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..model.offloaded import offloaded
 from ..model.switch import modules_of
+from ..model.tensor_parallel import divided_otherwise, mesh_of
 
 PauseMode = Literal["recompute", "wait", "abort", "keep"]
 """What becomes of requests when an engine pauses: they wait and are computed again, they are finished first,
@@ -42,10 +44,19 @@ def load_into(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> 
     tensors |= dict(model.named_parameters(remove_duplicate=False))
     own = {INSIDE.sub("", name): (name, tensor) for name, tensor in tensors.items()}
     loaded = set()
+    otherwise = None if mesh_of(model) is None else divided_otherwise(model)
     with torch.no_grad():
         for given, tensor in weights.items() if isinstance(weights, Mapping) else weights:
             name, target = own[_own_name(given, own)]
             _require_like(given, tensor, target)
+            if isinstance(target, DTensor):  # of which the same part of what was given belongs here
+                if otherwise is None or name.replace(".base_layer", "") in otherwise:
+                    raise ValueError(
+                        f"load_weights got {given!r}, which transformers has made of a rank's part of "
+                        "something else: which part of this belongs there is not known; load the model again"
+                    )
+                mesh, whole = target.device_mesh, tensor.to(target.device)
+                tensor = distribute_tensor(whole, mesh, target.placements, src_data_rank=None)
             target.copy_(tensor)
             loaded.add(name)
     return loaded

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 KEYS = ("k_proj", "qkv_proj", "query_key_value")
 QUERIES = ("q_proj", "qkv_proj", "query_key_value")
 """Last names of the projections that make keys and queries in transformers' plans."""
+STACKING = {"MergeModulelist", "Concatenate"}
+"""Operations of loading after which a weight that is divided has the parts of the divided ones."""
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
@@ -72,13 +74,32 @@ def _is_joined_after_dividing(conversion: Any, model: nn.Module) -> bool:
     return joins and "packed_colwise" in _styles_of(conversion, model)
 
 
+def divided_otherwise(model: nn.Module) -> set[str]:
+    """The weights of which a rank has another part than their placement says: transformers divides what a
+    checkpoint has, and computes them from its parts.
+    """
+    types = {getattr(getattr(each, "config", None), "model_type", None) for each in model.modules()}
+    conversions = [each for kind in types if kind for each in get_checkpoint_conversion_mapping(kind) or ()]
+    found: set[str] = set()
+    for conversion in conversions:
+        steps = {type(each).__name__ for each in getattr(conversion, "operations", None) or ()}
+        if steps - STACKING:
+            found |= _divided_of(conversion, model).keys()
+    return found
+
+
 def _styles_of(conversion: Any, model: nn.Module) -> set[str]:
     """How the plan divides what loading makes."""
+    return set(_divided_of(conversion, model).values())
+
+
+def _divided_of(conversion: Any, model: nn.Module) -> dict[str, str]:
+    """The weights that loading makes and the plan divides, and how."""
     made = tuple(["." + target.lstrip(".") for target in conversion.target_patterns])
     names = [name.replace(".base_layer", "") for name, _ in model.named_parameters()]  # peft's name
     found = [name for name in names if f".{name}".endswith(made)]
-    styles = [style_of(model, name) or style_of(model, name.removesuffix(".weight")) for name in found]
-    return {style for style in styles if style is not None}
+    styles = {name: style_of(model, name) or style_of(model, name.removesuffix(".weight")) for name in found}
+    return {name: style for name, style in styles.items() if style is not None}
 
 
 def _why_heads_not_divided(model: nn.Module, plan: dict[str, str], size: int) -> str | None:

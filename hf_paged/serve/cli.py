@@ -398,6 +398,7 @@ def serve(given: argparse.Namespace) -> int:
         from .keys import Keys
         from .logs import set_up
         from .server import require_address
+        from .weights import load_what_was_sent
     except ImportError as error:
         raise ImportError(f"the server needs {error.name}: pip install 'hf_paged[serve]'") from error
     size = given.tensor_parallel_size
@@ -412,7 +413,7 @@ def serve(given: argparse.Namespace) -> int:
     modules = adapter_sources(given.lora_modules, options.names)
     if size > 1 and not ranks.leads():
         set_up(given.log_level, given.log_format)
-        return ranks.follow(engine_of(given, source, shares, {}))
+        return ranks.follow(engine_of(given, source, shares, {}), load_what_was_sent)
     require_address(options)
     process = HttpProcess(fork=sys.platform == "linux")  # before there are threads
     interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # KeyboardInterrupt is lost within a destructor

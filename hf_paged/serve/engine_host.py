@@ -8,16 +8,13 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
 
 from ..engine import Engine, Handle, Output
 from ..engine.background import use_device
@@ -27,6 +24,7 @@ from ..model.registry import invalidate
 from ..trace import Step, encode_header
 from .facts import ModelFacts
 from .processors import Processors
+from .weights import load
 from .wire import CallResult, Cancel, End, EngineCall, Failure, News, Progress, Submit, frame, messages
 
 logger = logging.getLogger("hf_paged")
@@ -35,7 +33,7 @@ EVERY = 0.1
 """The least seconds between two changes of the map."""
 MOST_STEPS = 64
 """Steps of the map that wait for a server which does not read. With one more its map begins anew."""
-CALLERS = {"": 4, "grammar": 4, "pause": 64}
+CALLERS = {"": 4, "grammar": 4, "pause": 64, "load_weights": 1}
 """Calls that run at once. Some wait for a step; the named ones take longer and have their own threads."""
 OTHER = -1
 """No ticket."""
@@ -97,7 +95,7 @@ class EngineHost:
             "wake_up": engine.wake_up,
             "weights_changed": engine.weights_changed,
             "forget": lambda: invalidate(engine.model),
-            "load_weights": self._load_weights,
+            "load_weights": partial(load, engine),
             "watch": self._watch,
             "unwatch": self._unwatch,
         }
@@ -187,10 +185,6 @@ class EngineHost:
                     time.sleep(WARM)
         except Exception:  # requests get what is wrong with the model
             logger.info("steps are captured when they come", exc_info=True)
-
-    def _load_weights(self, files: list[str]) -> int:
-        """Read the tensors of files into the model: how many there were."""
-        return len(self._engine.load_weights(_tensors(files)))
 
     # ---- the map
 
@@ -284,22 +278,6 @@ class EngineHost:
         if output is not None:
             del self._requests[ticket]
         return Progress(ticket, new, scores, None if output is None else End.of(output))
-
-
-def _tensors(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of files by their names, one after the other. All files are opened before the first."""
-    with ExitStack() as stack:
-        opened = []
-        for file in files:
-            try:
-                opened.append(stack.enter_context(safe_open(file, "pt")))
-            except SafetensorError as error:
-                raise ValueError(
-                    f"{file} is not in the form of safetensors: {error}; save it again"
-                ) from error
-        for each in opened:
-            for name in each.keys():  # noqa: SIM118  # it is no mapping
-                yield name, each.get_tensor(name)
 
 
 def _plain(request: _HostedRequest, new: NewTokens) -> bool:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 STARTED = "HF_PAGED_STARTED"
@@ -120,15 +120,18 @@ def _free_port() -> int:
         return port
 
 
-def follow(engine: Any) -> int:
-    """On all ranks but the first: compute until it closes. Signals are the first rank's."""
+def follow(engine: Any, in_pause: Callable[[Any, list[Any]], None]) -> int:
+    """On all ranks but the first: compute until it closes. Signals are the first rank's. in_pause: called in
+    each pause, with the engine and what the first rank has sent.
+    """
     from ..engine import RankError
 
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     try:
-        while engine.follow():
-            pass
+        sent: list[Any] = []
+        while engine.follow(sent.append):
+            in_pause(engine, sent)
     except RankError as error:  # of another rank, which has said more
         print(f"hf-paged serve: rank {os.environ['RANK']} ends: {error}", file=sys.stderr)
         return 1

@@ -12,6 +12,7 @@ there are CUDA devices each rank has one, and its steps are captured:
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import importlib
@@ -855,6 +856,47 @@ def pause_and_new_weights(rank: int) -> None:
             assert cancelled.result().finish_reason == "abort"
         else:
             assert engine.follow() is False
+
+
+def weights_that_ranks_load(rank: int) -> None:
+    """All are given the same whole tensors in a pause, and keep their parts of them: of rows, of columns, of
+    two that lie in one, and what is whole on each.
+    """
+    chance = torch.Generator().manual_seed(9)
+    for family in ("llama", "mixtral", "gpt-oss", "deepseek_v3"):
+        model, other = loaded(family), copy.deepcopy(whole(family))
+        state = other.state_dict()
+        for tensor in state.values():
+            tensor += 0.3 * torch.randn(tensor.shape, generator=chance).to(tensor)
+        options = {"max_new_tokens": NEW, "do_sample": False}
+        with Engine(model, **SMALL) as engine:
+            if rank == 0:
+                handle = engine.submit(PROMPTS[3], **options)
+                engine.step()
+                raises(
+                    RuntimeError,
+                    "ranks load weights together: call pause",
+                    functools.partial(engine.load_weights, state),
+                )
+                engine.pause()
+            else:
+                assert engine.follow() is True
+            raises(
+                ValueError,
+                "of shape .1, 2, 3.",
+                lambda: engine.load_weights({"lm_head.weight": torch.ones(1, 2, 3)}),
+            )
+            assert engine.load_weights(state) >= {"lm_head.weight", "model.norm.weight"}
+            if rank == 0:
+                engine.resume()
+                assert answers(handle.result())[0][-3:] != alone(whole(family), PROMPTS[3], **options)[0][-3:]
+                for prompt in PROMPTS[1:4]:
+                    assert answers(engine.submit(prompt, **options).result()) == alone(
+                        other, prompt, **options
+                    )
+                engine.check()
+            else:
+                assert engine.follow() is False
 
 
 def blocks_that_rank_0_drops(rank: int) -> None:
@@ -2587,6 +2629,29 @@ def an_engine_that_one_rank_cannot_make(rank: int) -> None:
     begin = time.monotonic()
     raises(RankError, "rank 1 raised RuntimeError: .*dropout", lambda: Engine(model, **SMALL))
     assert time.monotonic() - begin < 8
+
+
+def weights_that_one_rank_cannot_load(rank: int) -> None:
+    """The model would be none: the engine ends on all."""
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"no.such": torch.ones(2)}, "1 tensors, ValueError: .*'no.such'.*, 1 tensors; start again"),
+        ({}, "1 tensors, 0 tensors, 1 tensors; start again"),
+    ]
+    for number, (given, words) in enumerate(cases):
+        begin_again(20 + number)
+        model = loaded("llama-3")
+        state = given if rank == 1 else {"model.norm.weight": torch.ones(model.config.hidden_size)}
+        load = functools.partial(_load_in_a_pause, model, state)
+        raises(RankError, f"ranks have loaded different weights: {words}", load)
+
+
+def _load_in_a_pause(model: Any, state: dict[str, Any]) -> None:
+    with Engine(model, **SMALL) as engine:
+        if engine.leads:
+            engine.pause()
+        else:
+            assert engine.follow()
+        engine.load_weights(state)
 
 
 def a_rank_that_neither_makes_an_engine_nor_generates(rank: int) -> None:

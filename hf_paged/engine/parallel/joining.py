@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -107,6 +107,28 @@ def made_alike(ranks: Ranks | None) -> Iterator[None]:
         ranks.ended_in_order = True  # all know
         ranks.close()
         raise
+
+
+def load_alike(ranks: Ranks | None, load: Callable[[], set[str]]) -> set[str]:
+    """Load weights, on all ranks those of the same names or none; anything else ends the engine."""
+    if ranks is None:
+        return load()
+    with ranks.together():
+        names: set[str] = set()
+        trouble: Exception | None = None
+        try:
+            names = load()
+        except Exception as error:
+            trouble = error
+        loaded = ranks.gather((names, trouble and f"{type(trouble).__name__}: {trouble}"))
+        if any((each, bool(words)) != (names, bool(trouble)) for each, words in loaded):
+            several = [words or f"{len(each)} tensors" for each, words in loaded]
+            ranks.fail(
+                f"ranks have loaded different weights: {', '.join(several)}; start again with one model"
+            )
+        elif trouble is not None:
+            raise trouble
+    return names
 
 
 @contextmanager
