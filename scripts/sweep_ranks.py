@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Compare a tiny random model of every architecture that has a tensor-parallel plan, divided over processes, with the
-same model in one process: transformers' generate(), paged generate() and the engine, which then loads its weights again.
+same model in one process: transformers' generate(), paged generate(), the engine, and the engine behind
+load_weights() of the same weights.
 
     python scripts/sweep_ranks.py                          # every family on 2 ranks, CPU, some 10 minutes
     python scripts/sweep_ranks.py --ranks 3 --only llama

@@ -24,7 +24,7 @@ def noise(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def empty(ranks: int, room: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Inboxes to which nobody has sent anything."""
+    """Empty inboxes, as they are between launches."""
     size = room * dtype.itemsize
     return [
         torch.full((ranks, size), 255, dtype=torch.uint8, device=DEVICE).view(dtype) for _ in range(ranks)

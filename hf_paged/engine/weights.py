@@ -55,8 +55,8 @@ def load_into(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> 
                         f"load_weights got {given!r}, which transformers has made of a rank's part of "
                         "something else: which part of this belongs there is not known; load the model again"
                     )
-                mesh, whole = target.device_mesh, tensor.to(target.device)
-                tensor = distribute_tensor(whole, mesh, target.placements, src_data_rank=None)
+                whole = tensor.to(target.device)
+                tensor = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
             target.copy_(tensor)
             loaded.add(name)
     return loaded

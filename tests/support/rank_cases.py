@@ -463,7 +463,7 @@ class _HostMemory(SymmetricMemory):
     def __init__(self, group: Any) -> None:
         ranks = dist.get_world_size(group)
         self.fused_one_shot, self.most_fused = FUSED[2]
-        self.bytes = torch.zeros(MOST_BYTES + 2 * self.most_fused, dtype=torch.uint8)
+        self.bytes = torch.zeros(MOST_BYTES + self.most_fused, dtype=torch.uint8)
         self._group = weakref.ref(group)
         self._inboxes = [torch.zeros(2, ranks, self.most_fused, dtype=torch.uint8)] * ranks
         self._pads = [torch.zeros(512, dtype=torch.int32)] * ranks
@@ -2203,7 +2203,7 @@ def a_fork_of_a_rank(rank: int) -> None:
         for turn in range(2):
             if rank == turn:
                 gc.collect()
-                gc.freeze()  # torch's groups of earlier cases crash where a fork collects them: no thread is there
+                gc.freeze()  # a fork that collects torch's groups of earlier cases crashes: it has no threads
                 child = os.fork()
                 if child == 0:
                     words = "in forked subprocess" if CUDA else "forked from"  # CUDA says it first
