@@ -97,7 +97,7 @@ def _reduce_norm(
     for line in range(first, lines, step):
         at = line * N + column
         bits = tl.load(PART + at, mask=real, other=0)
-        bits = tl.where(bits == -1, NAN, bits).to(bits.dtype)
+        bits = _sendable(bits, NAN)
         for rank in tl.static_range(RANKS):
             if rank != RANK:
                 here = real if SHOTS == 1 else real & (_adds(line, step, RANKS) == rank)
@@ -108,7 +108,7 @@ def _reduce_norm(
             at = line * N + column
             residual = tl.load(RESIDUAL + at, mask=real, other=0.0)
             own = tl.load(PART + at, mask=real, other=0)
-            own = tl.where(own == -1, NAN, own).to(own.dtype)
+            own = _sendable(own, NAN)
             summed = tl.zeros([PADDED], tl.float32)
             absent = 1
             while absent != 0:
@@ -130,7 +130,7 @@ def _reduce_norm(
                     tl.store(inbox + rank * room + at, tl.full([PADDED], -1, own.dtype), mask=real)
             total = (residual.to(tl.float32) + summed.to(residual.dtype).to(tl.float32)).to(residual.dtype)
             bits = total.to(own.dtype, bitcast=True)
-            bits = tl.where(bits == -1, NAN, bits).to(own.dtype)
+            bits = _sendable(bits, NAN)
             if SHOTS == 2:
                 for rank in tl.static_range(RANKS):
                     if rank != RANK:
@@ -147,6 +147,12 @@ def _reduce_norm(
                     bits = tl.load(come, mask=real, other=0, volatile=True)
                 tl.store(come, tl.full([PADDED], -1, bits.dtype), mask=real)
                 _store_norm(bits, TOTAL, OUT, weight, at, real, eps, RESIDUAL.dtype.element_ty, N, CENTERED)
+
+
+@triton.jit
+def _sendable(bits, NAN: tl.constexpr):
+    """The bits of numbers, none of which stands for what has not come."""
+    return tl.where(bits == -1, NAN, bits).to(bits.dtype)
 
 
 @triton.jit
