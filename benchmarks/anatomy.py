@@ -30,6 +30,7 @@ from traces import TRACES, Ask, trace
 from hf_paged import Engine
 
 KINDS = {
+    "sums of ranks": ("_reduce_norm", "all_reduce", "nccl"),
     "attention": ("_decode", "_merge", "_plan", "_prefill", "flash", "fmha"), "writing keys and values": ("write",), "rotary": ("rotary",),
     "norms": ("norm", "rsqrt"), "gate": ("swiglu", "silu"),
     "adapters": ("_shrink", "_expand", "_sort"),
@@ -144,11 +145,8 @@ def device(bench: AdapterBench) -> None:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
                 seconds = decode_steps(bench, engine, rows, count, others=others)
                 bench.wait()
-        events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        events = last_of(events, sum(seconds) * 1e6)
-        spent: Counter[str] = Counter()
-        for event in events:
-            spent[kind_of(event.name)] += event.time_range.elapsed_us()
+        events = last_of(kernels_of(profiler), sum(seconds) * 1e6)
+        spent = by_kind(events)
         bench.report.table(
             "anatomy device", f"The kernels of a decoding step of {rows} rows: {sum(seconds) / count * 1e3:.2f} ms by the clock, profiled",
             kind=("kernels", ""), cost=("ms a step", ".3f"), share=("of the kernels", ".1%"),
@@ -163,6 +161,19 @@ def device(bench: AdapterBench) -> None:
         print(
             "other:", *(f"{name} {cost / 1e3 / count:.3f}" for name, cost in other.most_common(6)), sep="\n  "
         )
+
+
+def kernels_of(profiler: torch.profiler.profile) -> list[Any]:
+    """The events of a device."""
+    return [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def by_kind(events: Sequence[Any]) -> Counter[str]:
+    """The microseconds of every kind of kernels."""
+    spent: Counter[str] = Counter()
+    for event in events:
+        spent[kind_of(event.name)] += event.time_range.elapsed_us()
+    return spent
 
 
 def last_of(events: list[Any], microseconds: float) -> list[Any]:

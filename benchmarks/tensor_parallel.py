@@ -11,7 +11,7 @@
 
 steps    milliseconds of a step in which every sequence takes one token, by the clock around `Engine.step()`, and
 the multiple of what reading a rank's weights takes; what of it rank 0 needs to send the step, and how many
-numbers that is
+numbers that is; with --kernels also the milliseconds of a step that each kind of kernels takes on rank 0's device
 trace    output tokens a second of sharegpt's lengths, forced, of the second of two runs and of the first, and what
 captures took in both
 generate milliseconds of a token of generate(), greedy, by pages and by stock's cache, median of calls behind two
@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from anatomy import by_kind, kernels_of
 from peers import Vllm
 from shapes import SHAPES
 from traces import Ask, trace
@@ -62,6 +63,8 @@ NEW = 64
 SECTIONS = ["steps", "trace", "generate"]
 WARM = 40
 """Steps before those that are measured: captures come in them."""
+PROFILED = 8
+"""Steps whose kernels are timed."""
 NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
 
 
@@ -140,7 +143,7 @@ def steps(engine: Engine, options: argparse.Namespace, rows: int, weights: int) 
         ranks.send = timed
     vocabulary = engine.model.config.vocab_size
     context = min(CONTEXT, engine.model.config.max_position_embeddings // 2)
-    new = WARM + options.steps + rows * context // 1024 + 64
+    new = WARM + options.steps + PROFILED + rows * context // 1024 + 64
     chance = torch.Generator().manual_seed(1)
     prompts = torch.randint(10, vocabulary - 10, (rows, context), generator=chance).tolist()
     handles = [engine.submit(each, max_new_tokens=new, do_sample=False) for each in prompts]
@@ -154,8 +157,6 @@ def steps(engine: Engine, options: argparse.Namespace, rows: int, weights: int) 
         begin = time.perf_counter()
         engine.step()
         taken.append(time.perf_counter() - begin)
-    for handle in handles:
-        handle.cancel()
     found = {"rows": rows, "ms": 1e3 * statistics.median(taken), "graphs": engine.stats()["graphs"]}
     speed = next((each for name, each in BANDWIDTH.items() if name in device_name(options.device)), None)
     if speed is not None:
@@ -163,7 +164,23 @@ def steps(engine: Engine, options: argparse.Namespace, rows: int, weights: int) 
     if sent:
         found["send_ms"] = 1e3 * statistics.median(seconds for seconds, _ in sent)
         found["numbers"] = statistics.median(count for _, count in sent)
+    if options.kernels:
+        found["kernels"] = kernels(engine)
+    for handle in handles:
+        handle.cancel()
     return found
+
+
+def kernels(engine: Engine) -> dict[str, float]:
+    """Milliseconds of a step that each kind of kernels takes on this rank's device. Sums of ranks wait for the
+    others.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED):
+            engine.step()
+        torch.cuda.synchronize()
+    spent = by_kind(kernels_of(profiler))
+    return {kind: round(microseconds / 1e3 / PROFILED, 3) for kind, microseconds in spent.most_common()}
 
 
 def asks_of(options: argparse.Namespace, config: LlamaConfig, longest: int) -> list[Ask]:
@@ -261,6 +278,7 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", default=SECTIONS, choices=SECTIONS)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--kernels", action="store_true", help="what the kernels of steps take, on GPUs")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--at-once", type=int, default=256)
     parser.add_argument("--engine", type=json.loads, default={}, help='e.g. {"fuse_projections": true}')

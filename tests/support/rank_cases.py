@@ -195,6 +195,33 @@ def steps_ahead_of_their_tokens(rank: int) -> None:
     compare("llama", rank, FEW + [(1, 2)], run_ahead=True)
 
 
+def tokens_that_a_broken_off_broadcast_leaves(rank: int) -> None:
+    """Any numbers. No rank looks one up that has no embedding, which would end the process of a CUDA device
+    before it hears of the error.
+    """
+    model = loaded("llama")
+    looked_up: list[int] = []
+    table = model.get_input_embeddings()
+    table.register_forward_pre_hook(lambda _, given: looked_up.extend(given[0].flatten().tolist()))
+    broadcast = Ranks.broadcast_on_device
+    left = itertools.cycle([2**40, -(2**40)])
+
+    def broken_off(own: Ranks, tokens: torch.Tensor) -> None:
+        broadcast(own, tokens)
+        tokens.fill_(next(left))
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Engine(model, run_ahead=True, graphs=False, **SMALL) as engine,
+    ):
+        if rank == 0:
+            engine.submit(PROMPTS[1], **GREEDY).result()
+            return
+        patch.setattr(Ranks, "broadcast_on_device", broken_off)
+        assert not engine.follow()
+    assert {0, table.num_embeddings - 1} <= set(looked_up) <= set(range(model.config.vocab_size))
+
+
 def windows(rank: int) -> None:
     compare("qwen2-window", rank, FEW + [(1, 2)], run_ahead=True)
 

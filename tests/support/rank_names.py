@@ -6,6 +6,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "chunks_recomputation_and_hits", ()),
     (2, "swap", ()),
     (2, "steps_ahead_of_their_tokens", ()),
+    (2, "tokens_that_a_broken_off_broadcast_leaves", ()),
     (2, "windows", ()),
     (2, "other_families", ()),
     (2, "captured_steps", ()),

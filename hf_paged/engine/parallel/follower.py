@@ -14,6 +14,7 @@ from ..background import use_device
 from ..forward_batch import LastTokens, PromptInputs
 from ..model_check import ModelCheck
 from ..multimodal.media import Media
+from ..requests.prompts import known_ids
 from ..runner import Runner
 from .joining import compare_models
 from .message import AdapterNews, MessageKind, Received, StepDecoder
@@ -42,6 +43,9 @@ class Follower:
         self._model_check = model_check
         self._forget = forget
         self._last_tokens = LastTokens(self.pools.config.limits().sequences, runner.eager.device)
+        model = runner.eager.model
+        ids = known_ids(model.get_decoder() if model.config.is_encoder_decoder else model)
+        self._last_id = None if ids is None else ids - 1
         self._decoder = StepDecoder(self.pools, self._last_tokens)
         self._held: list[int] = []
         self._given_back: int | None = None
@@ -185,6 +189,9 @@ class Follower:
             self.pools.prepare(preparation.plan)
         if received.shares:
             self.ranks.broadcast_on_device(self._last_tokens.tokens)
+            # One that is broken off leaves any numbers, and an id without an embedding would end the device's
+            # process in the midst of the error.
+            self._last_tokens.tokens.clamp_(0, self._last_id)
         if received.known:
             last = self._last_tokens
             tokens = upload(list(received.known.values()), last.tokens.device)

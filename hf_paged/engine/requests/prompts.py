@@ -103,17 +103,21 @@ def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
     return found
 
 
+def known_ids(module: Any) -> int | None:
+    """For how many token ids, from 0 on, a module has embeddings; None if it does not say."""
+    try:
+        table = module.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    own = getattr(table, "num_embeddings", None)
+    return own or getattr(getattr(table, "weight", None), "shape", (None,))[0]
+
+
 def checked_ids(tokens: tuple[int, ...], module: Any) -> tuple[int, ...]:
     """Token ids that the module has embeddings for: on a CUDA device any other would be the end of the
     process's device.
     """
-    try:
-        table = module.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return tokens
-    rows = (
-        getattr(table, "num_embeddings", None) or getattr(getattr(table, "weight", None), "shape", (None,))[0]
-    )
+    rows = known_ids(module)
     if rows is not None and tokens and not 0 <= min(tokens) <= max(tokens) < rows:
         wrong = next(token for token in tokens if not 0 <= token < rows)
         raise ValueError(
