@@ -1,7 +1,7 @@
 """Time the tilings of the kernels on this GPU: what kernels/hf_paged_kernels/tuning.py is made from.
 
-python scripts/tune_kernels.py OUT.tsv [decode] [prefill]; prints the best of every shape of
-benchmarks/paged_kernels.py.
+python scripts/tune_kernels.py OUT.tsv [decode] [prefill] [ranks]; prints the best of every shape of
+benchmarks/paged_kernels.py, or of what ranks have of heads, beside what the table has now.
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ SINGLE = [
     (16, 16, 1, 4), (16, 32, 1, 3), (16, 32, 1, 4), (16, 32, 1, 5), (16, 32, 2, 4), (16, 32, 2, 5), (16, 64, 1, 3), (16, 64, 2, 4),
     (16, 64, 4, 3), (64, 64, 4, 3),
 ]  # fmt: skip
+RANKS = [
+    Shape(rows, query_heads, heads, context, 16, 0)
+    for query_heads, heads in ((16, 2), (8, 2), (10, 10), (8, 4))
+    for rows, context in ((8, 448), (64, 448), (256, 448), (64, 2048))
+]
+"""The heads of 70B, 8B and 13B on each of four ranks, and of 8B on each of two."""
 PER_SM = (1, 2, 3, 4, 6, 8, 12)
 PROMPTS = [
     Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 4), Tiling(128, 128, 8, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 3),
@@ -72,8 +78,9 @@ def compile_all(jobs: list[tuple]) -> None:
 def main() -> None:
     what = sys.argv[2:] or ["decode", "prefill"]
     jobs = [("prefill", base) for base in PROMPTS] if "prefill" in what else []
-    if "decode" in what:
-        pages = {(s.query_heads, s.heads, s.block_size) for s in SHAPES}
+    shapes = (SHAPES if "decode" in what else []) + (RANKS if "ranks" in what else [])
+    if shapes:
+        pages = {(s.query_heads, s.heads, s.block_size) for s in shapes}
         jobs += [
             ("decode", *key, base)
             for key in sorted(pages)
@@ -82,8 +89,10 @@ def main() -> None:
     compile_all(jobs)
     noise = torch.empty(2**32 + 2**31, dtype=torch.bfloat16, device="cuda").normal_()
     with Path(sys.argv[1]).open("w") as out:
-        for shape in SHAPES if "decode" in what else []:
+        for shape in shapes:
             step, results = Step(shape, noise), []
+            now = step.plan()
+            known = f"{step.microseconds(now, 5):.1f}:{','.join(map(str, now.tiling[:5]))}"
             for tiling in tilings(shape):
                 try:
                     results.append((step.microseconds(step.plan(tiling), 5), tiling))
@@ -92,8 +101,11 @@ def main() -> None:
             results.sort()
             for micros, tiling in results:
                 out.write(f"{shape.name}\t{micros:.2f}\t{tuple(tiling)}\n")
-            best = " ".join(f"{micros:.1f}:{','.join(map(str, tiling))}" for micros, tiling in results[:5])
-            print(f"{shape.name} bar {shape.bar} | {best}", flush=True)
+            best = " ".join(
+                f"{micros:.1f}:{','.join(map(str, tiling[:5]))}" for micros, tiling in results[:5]
+            )
+            bar = f" bar {shape.bar}" if shape.bar else ""
+            print(f"{shape.name}{bar} now {known} | {best}", flush=True)
         for rows, length in ((1, 8192), (8, 2048)) if "prefill" in what else []:
             prompt, results = Prompt(rows, length, noise), []
             for base in PROMPTS:

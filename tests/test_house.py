@@ -48,7 +48,7 @@ BUDGETS = {
     "hf_paged/engine": 6952,
     "hf_paged/engine/multimodal": 970,
     "hf_paged/engine/outputs": 645,
-    "hf_paged/engine/parallel": 1761,
+    "hf_paged/engine/parallel": 1768,
     "hf_paged/engine/requests": 1387,
     "hf_paged/engine/sampling": 1960,
     "hf_paged/generate": 2345,

@@ -27,13 +27,15 @@ SHARED_MEMORY = 200 * 1024
 
 FOREVER = 2**62
 # Streams (rows times key heads) up to, mean length up to, and the tiling: the first line that fits. Measured
-# on an H200, bf16, head size 128, with scripts/tune_kernels.py; below two pieces a row stays whole, so
-# batches of many equal rows are never cut.
+# on an H200, bf16, head size 128, with scripts/tune_kernels.py; that of 132 streams up to 1024, and of 1024
+# single ones, on an H100 with `ranks`. Below two pieces a row stays whole, so batches of many equal rows are
+# never cut.
 GROUPED = [
     (16, 1024, Tiling(16, 64, 2, 3, 1)),
     (16, 8192, Tiling(16, 64, 4, 3, 1)),
     (16, FOREVER, Tiling(16, 128, 4, 3, 1)),
-    (132, 1024, Tiling(16, 64, 2, 3, 2)),
+    (96, FOREVER, Tiling(16, 32, 1, 3, 2)),
+    (132, 1024, Tiling(16, 64, 4, 3, 2)),
     (132, FOREVER, Tiling(16, 32, 1, 3, 2)),
     (300, FOREVER, Tiling(16, 64, 4, 3, 2)),
     (1024, 1024, Tiling(16, 32, 1, 3, 4)),
@@ -44,6 +46,7 @@ GROUPED = [
 ]
 SINGLE = [
     (512, FOREVER, Tiling(16, 32, 1, 3, 4)),
+    (1024, 768, Tiling(16, 32, 1, 3, 4)),
     (FOREVER, 768, Tiling(16, 32, 2, 4, 4)),
     (FOREVER, FOREVER, Tiling(64, 64, 4, 3, 2)),
 ]

@@ -43,7 +43,7 @@ class Follower:
         self._model_check = model_check
         self._forget = forget
         self._last_tokens = LastTokens(self.pools.config.limits().sequences, runner.eager.device)
-        model = runner.eager.model
+        model: Any = runner.eager.model
         ids = known_ids(model.get_decoder() if model.config.is_encoder_decoder else model)
         self._last_id = None if ids is None else ids - 1
         self._decoder = StepDecoder(self.pools, self._last_tokens)

@@ -363,13 +363,13 @@ class Ranks:
             self._store.set(f"collectives/{self.rank}", str(count))
 
     def _behind(self) -> str:
-        """The ranks that have begun fewer collectives than others, for which these wait."""
+        """The ranks for which the others wait."""
         with suppress(RuntimeError):  # the store's process may be gone
             keys = [f"collectives/{rank}" for rank in range(self.size)]
             counts = [int(self._store.get(key)) if self._store.check([key]) else 0 for key in keys]
-            behind = [str(rank) for rank, count in enumerate(counts) if count < max(counts)]
+            behind = waited_for(counts)
             if behind:
-                return f"rank {', '.join(behind)}"
+                return f"rank {', '.join(map(str, behind))}"
         return "a rank"
 
     def _break_off(self, reason: str) -> None:
@@ -506,6 +506,13 @@ def _at_exit(whose: weakref.ref[Ranks]) -> Callable[[], None]:
             ranks._end_breaking()
 
     return leave
+
+
+def waited_for(begun: Sequence[int]) -> list[int]:
+    """The ranks that have begun the fewest collectives, if any has begun more. One that waits may have begun
+    more than another: devices wait later than processes.
+    """
+    return [rank for rank, count in enumerate(begun) if count == min(begun) < max(begun)]
 
 
 def break_waits(group: dist.ProcessGroup, rank: int, size: int) -> None:
