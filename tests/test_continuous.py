@@ -10,6 +10,7 @@ import inspect
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,27 @@ def test_the_name_of_a_request_under_way_is_taken(model: Any) -> None:
         assert found["req_1"].prompt_ids == PROMPTS[1]
         assert manager.add_request(PROMPTS[2], request_id="req_1") == "req_1"  # that one has ended
         assert manager.get_result(timeout=GUARD).prompt_ids == PROMPTS[2]
+
+
+def test_of_threads_that_give_one_name_at_once_one_is_refused(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with model.continuous_batching_context_manager(greedy()) as manager:
+        submit = manager.engine.submit
+        both = threading.Barrier(2)
+
+        def slow(*given: Any, **options: Any) -> Any:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)  # for the other thread, if it comes as far
+            return submit(*given, **options)
+
+        monkeypatch.setattr(manager.engine, "submit", slow)
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(manager.add_request, each, request_id="mine") for each in PROMPTS[1:3]]
+        errors = [each.exception() for each in asked]
+        assert sorted(map(type, errors), key=str) == [type(None), ValueError]
+        found = manager.get_result(timeout=GUARD)
+        assert found.prompt_ids == PROMPTS[1 + errors.index(None)]
 
 
 def test_children_come_behind_their_parent(model: Any) -> None:

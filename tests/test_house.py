@@ -43,7 +43,7 @@ BUDGETS = {
     "hf_paged": 1040,
     "hf_paged/blocks": 1740,
     "hf_paged/checking": 1000,
-    "hf_paged/continuous": 1135,
+    "hf_paged/continuous": 1151,
     "hf_paged/demo": 250,
     "hf_paged/engine": 6952,
     "hf_paged/engine/multimodal": 970,
@@ -59,7 +59,7 @@ BUDGETS = {
     "hf_paged/model/invariant": 903,
     "hf_paged/ray": 1250,
     "hf_paged/scheduling": 2425,
-    "hf_paged/serve": 9266,
+    "hf_paged/serve": 9270,
 }
 """The most lines of each folder."""
 

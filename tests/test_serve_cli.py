@@ -116,6 +116,7 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (["trace", "no.jsonl"], "there is no file no.jsonl; give one that engine.trace() wrote"),
         (["serve", "demo", "--tensor-parallel-size=2", "--device=cpu"], "leave out --device"),
+        (["serve", "demo", "--rank-timeout=0"], "--rank-timeout: expected a number from 1"),
         (["serve", "demo", "--tensor-parallel-size=0"], "--tensor-parallel-size/--tp: expected a whole"),
         (["serve", "demo", "--por", "5"], "did you mean --port?"),
         (["serve"], "MODEL"),
@@ -396,7 +397,7 @@ def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "--api-key", "first-key", "--api-key-file", str(keys), "--max-num-seqs", "7", "--limit-body-bytes", "99", "--limit-drain-seconds",
         "1.5", "--served-model-name", "a", "b", "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching",
         "--gpu-memory-utilization", "0.5", "--scheduling-policy", "priority", "--host", "0.0.0.0", "--enable-lora", "--max-loras", "3",
-        "--lora-modules", "poet=a/b=c", '{"name": "pirate", "path": "d"}', "--allow-runtime-lora-updating",
+        "--rank-timeout", "900", "--lora-modules", "poet=a/b=c", '{"name": "pirate", "path": "d"}', "--allow-runtime-lora-updating",
     )  # fmt: skip
     options = server_options(given, "demo")
     assert options.api_keys == ("first-key", "two", "three", "four")
@@ -407,6 +408,7 @@ def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     engine = engine_options(given)
     assert engine["max_batch_sequences"] == 7
     assert engine["fuse_projections"]
+    assert engine["rank_timeout"] == 900
     assert engine["max_adapters"] == 3
     assert "max_adapters" not in engine_options(flags())
     assert adapter_sources(given.lora_modules, options.names) == {"poet": "a/b=c", "pirate": "d"}

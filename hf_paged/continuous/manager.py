@@ -85,6 +85,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._use_prefix_sharing = bool(continuous_batching_config.allow_block_sharing)
         self._request_counter = 0
         self._request_lock = threading.Lock()
+        self._entering: set[str] = set()
+        """Callers' ids on their way to the engine."""
         self._numbers = itertools.count()
         self._generation_thread: threading.Thread | None = None  # type: ignore[assignment]  # may end
         self._requests: dict[str, BatchRequest] = {}
@@ -256,11 +258,12 @@ class EngineBatchingManager(ContinuousBatchingManager):
         if not self._accepts():
             return None
         lengths = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        if request_id in self._requests:
-            raise ValueError(f"request_id={request_id!r} names a request that is under way; give another one")
-        ids = self._new_ids(1) if request_id is None else [request_id]
-        self._submit(ids, input_ids, streaming, record_timestamps, {**lengths, **options})
-        return ids[0]
+        own = self._new_ids(1)[0] if request_id is None else self._entered(request_id)
+        try:
+            self._submit([own], input_ids, streaming, record_timestamps, {**lengths, **options})
+        finally:
+            self._entering.discard(own)
+        return own
 
     def add_requests(
         self,
@@ -287,10 +290,23 @@ class EngineBatchingManager(ContinuousBatchingManager):
             _between_steps(self.engine, submit)
         return ids
 
+    def _entered(self, request_id: str) -> str:
+        """A caller's id, which no other request has until this one is submitted."""
+        with self._request_lock:
+            if self._is_taken(request_id):
+                raise ValueError(
+                    f"request_id={request_id!r} names a request that is under way; give another one"
+                )
+            self._entering.add(request_id)
+        return request_id
+
+    def _is_taken(self, request_id: str) -> bool:
+        return request_id in self._requests or request_id in self._entering
+
     def _new_ids(self, count: int) -> list[str]:
         with self._request_lock:
             first = self._request_counter
-            while any(f"req_{number}" in self._requests for number in range(first, first + count)):
+            while any(self._is_taken(f"req_{number}") for number in range(first, first + count)):
                 first += 1  # a caller's own
             self._request_counter = first + count
         return [f"req_{number}" for number in range(first, first + count)]

@@ -115,10 +115,13 @@ def _add_serve(to: Parser) -> None:
     names = "what clients call the model; the first is shown (MODEL)"
     add("--served-model-name", nargs="+", action="extend", metavar="NAME", help=names)
     _add_access(to.add_argument_group("access").add_argument)
-    to.add_argument_group("ranks").add_argument(
+    add = to.add_argument_group("ranks").add_argument
+    add(
         "--tensor-parallel-size", "--tp", type=number(int, 1), default=1, metavar="N",
         help="devices that compute the model together, each a process with its part (1)",
     )  # fmt: skip
+    seconds = "seconds of a step after which the server ends, as one of them hangs (300)"
+    add("--rank-timeout", type=number(float, 1), default=300.0, metavar="N", help=seconds)
     _add_adapters(to.add_argument_group("adapters").add_argument)
     _add_engine(to.add_argument_group("engine").add_argument)
     _add_limits(to)
@@ -538,6 +541,7 @@ def engine_options(given: argparse.Namespace) -> dict[str, Any]:
         "admission": given.admission,
         "preemption": given.preemption,
         "kernels": given.kernels,
+        "rank_timeout": given.rank_timeout,
         "graphs": not given.enforce_eager,
         "compile": given.compile,
         "fuse_projections": True,  # the weights are the server's own
