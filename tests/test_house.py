@@ -43,7 +43,7 @@ BUDGETS = {
     "hf_paged": 1040,
     "hf_paged/blocks": 1740,
     "hf_paged/checking": 1000,
-    "hf_paged/continuous": 1151,
+    "hf_paged/continuous": 1161,
     "hf_paged/demo": 250,
     "hf_paged/engine": 6952,
     "hf_paged/engine/multimodal": 970,

@@ -124,11 +124,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
     def _borrow(self) -> None:
         """Put the model into a state that the engine computes, until the manager has stopped."""
         model = self.model
-        if self._broadcasts and any(each is not self for each in running_with(model)):
-            raise RuntimeError(
-                "another manager runs on this tensor-parallel model, whose ranks follow one at a time; stop "
-                "that one first, or give it these requests"
-            )
+        if self._broadcasts:
+            self._wait_for_others()
         own_code = model.training and runs_unknown_code(model)  # NEFTune's draws noise
         if why_random(model) or why_dropped(model) or own_code:
             self._evaluating.enter_context(evaluating(model))
@@ -136,6 +133,20 @@ class EngineBatchingManager(ContinuousBatchingManager):
         if setting.startswith(PAGED):
             self._evaluating.callback(model.set_attn_implementation, setting)
             model.set_attn_implementation(setting.removeprefix(PAGED))
+
+    def _wait_for_others(self) -> None:
+        """Other ranks follow one manager at a time: wait for one that stops, and raise if one does not."""
+        for other in running_with(self.model):
+            status, thread = other.background_thread_status, other._generation_thread
+            if other is self:
+                continue
+            if status.local_status == status.DONT_STOP or thread is threading.current_thread():
+                raise RuntimeError(
+                    "another manager runs on this tensor-parallel model, whose ranks follow one at a time; "
+                    "stop that one first, or give it these requests"
+                )
+            if thread is not None:
+                thread.join()
 
     def _give_back(self) -> None:
         """Restore the model's modes and attention, or let another manager that runs with it do so."""
@@ -489,7 +500,6 @@ class EngineBatchingManager(ContinuousBatchingManager):
             request.read()
             request.handle.cancel()
             self._fail(request_id, request.prompt, reason, request.tokens_of(request_id))
-        end_on(self.engine, self)
         try:
             while not _between_steps(self.engine, self._end_session):
                 time.sleep(POLL)

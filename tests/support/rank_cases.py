@@ -75,7 +75,7 @@ from transformers.generation.continuous_batching import RequestStatus
 import hf_paged
 from hf_paged.blocks import OutOfBlocks
 from hf_paged.continuous.manager import EngineBatchingManager
-from hf_paged.engine import Engine, RankError
+from hf_paged.engine import Engine, Handle, RankError
 from hf_paged.engine.adapters import EngineAdapters
 from hf_paged.engine.in_flight import InFlightStep
 from hf_paged.engine.parallel import Ranks, follower, joining, ranks
@@ -2195,7 +2195,17 @@ def a_manager_of_batches(rank: int) -> None:
             manager.stop(timeout=20, hard_stop=True)
             assert manager.get_result(timeout=20).status == RequestStatus.FAILED
             assert not manager.is_running()
-        manager.destroy()
+        expected = alone(other, PROMPTS[2], **GREEDY)
+        for first, second in ((manager, another), (another, manager)):  # which starts while the other stops
+            first.start()
+            first.add_request(PROMPTS[2])
+            first.stop(block=False)
+            second.start()
+            assert [first.get_result(timeout=20).generated_tokens] == expected
+            second.add_request(PROMPTS[2])
+            assert [second.get_result(timeout=20).generated_tokens] == expected
+            second.stop(timeout=20)
+            first.destroy()
 
 
 def a_manager_whose_engine_is_closed(rank: int) -> None:
@@ -2294,7 +2304,7 @@ def requests_of_a_processor(rank: int) -> None:
 def a_pause_beside_a_stop(rank: int) -> None:
     """One thread enters a pause while another stops the manager: the pause ends first, then all ranks stop."""
     model = loaded("llama")
-    stop = Engine.stop
+    cancel = Handle.cancel
     entered = threading.Event()
     with batches_on_pages(), pytest.MonkeyPatch.context() as patch:
         manager = model.init_continuous_batching(
@@ -2310,17 +2320,17 @@ def a_pause_beside_a_stop(rank: int) -> None:
 
         holding = threading.Thread(target=hold)
 
-        def while_a_pause_begins(engine: Engine) -> None:
-            if not entered.is_set():
-                holding.start()
-                entered.wait()
-            stop(engine)
+        def while_a_pause_begins(handle: Handle) -> None:
+            holding.start()
+            entered.wait()
+            cancel(handle)
 
         if rank == 0:
-            patch.setattr(Engine, "stop", while_a_pause_begins)
+            patch.setattr(Handle, "cancel", while_a_pause_begins)
         else:
             holding.start()
-        manager.stop(timeout=10)
+        manager.add_request(PROMPTS[2], max_new_tokens=200)
+        manager.stop(timeout=10, hard_stop=True)  # it cancels the request
         assert not manager.is_running()
         assert manager.background_thread_status.fatal_error is None
         holding.join()
