@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("ray", reason="ray is an extra: pip install 'hf_paged[ray]'")
 
+import psutil
 import pyarrow as pa
 import ray
 import torch
@@ -157,6 +158,32 @@ def test_a_replicas_death_loses_nothing_that_had_not_streamed(served: Applicatio
     assert served.complete(PROMPTS[0]).status_code == 200
 
 
+def test_an_engine_that_ends_is_a_replica_that_dies(served: Application) -> None:
+    """Its process is killed under 8 whole answers of both replicas: none is lost."""
+    before = served.actors()
+
+    def ask(i: int) -> Any:
+        if i < 8:
+            return served.complete(list(range(100 + 30 * i, 120 + 30 * i)), 400, ignore_eos=True)
+        time.sleep(0.5)
+        engines()[0].kill()
+        return None
+
+    for response in together(9, ask)[:8]:
+        assert response.status_code == 200, response.text
+    until(lambda: len(set(served.actors()) - set(before)) == 1 and served.states == {"RUNNING": 2})
+
+
+def engines(rank: str | None = None) -> list[psutil.Process]:
+    """The processes of this machine's replicas that compute, those of one rank."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if "hf_paged.ray.engine_process" in each.cmdline() and each.environ().get("RANK") == rank:
+                found.append(each)
+    return found
+
+
 def test_a_client_that_leaves_ends_its_request(served: Application) -> None:
     """Both replicas have five answers of 800 tokens, which take seconds, and are free at once."""
     replicas = serve.get_deployment_handle("Replica", NAME)
@@ -223,6 +250,41 @@ def changed(tmp_path: Path) -> tuple[Path, Path]:
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     peft.get_peft_model(demo.model(), lora).save_pretrained(tmp_path / "adapter")
     return tmp_path / "weights", tmp_path / "adapter"
+
+
+def test_replicas_of_two_ranks(served: Application, tmp_path: Path) -> None:
+    """The answers of one process, also by new weights. One rank of one replica is killed under 8 answers: none is
+    lost, and the replica is replaced.
+    """
+    served.deploy(
+        {**DEMO, "tensor-parallel-size": 2}, num_replicas=2, autoscaling_config=None, user_config=None
+    )
+    before = served.actors()
+    assert len(engines("0")) == len(engines("1")) == 2
+    for prompt in PROMPTS[:2]:
+        assert served.complete(prompt, 12).json()["choices"][0]["text"] == greedy(prompt, 12)
+
+    def ask(i: int) -> Any:
+        if i < 8:
+            return served.complete(list(range(100 + 30 * i, 120 + 30 * i)), 400, ignore_eos=True)
+        time.sleep(0.5)
+        engines("1")[0].kill()
+        return None
+
+    for response in together(9, ask)[:8]:
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["completion_tokens"] == 400
+    until(lambda: len(set(served.actors()) - set(before)) == 1 and served.states == {"RUNNING": 2})
+    folder, _ = changed(tmp_path)
+    config = {"weights": str(folder)}
+    served.deploy(
+        {**DEMO, "tensor-parallel-size": 2}, num_replicas=2, autoscaling_config=None, user_config=config
+    )
+    assert served.complete(PROMPTS[0], 12).json()["choices"][0]["text"] != greedy(PROMPTS[0], 12)
+    served.deploy(
+        {**DEMO, "tensor-parallel-size": None}, num_replicas=2, autoscaling_config=None, user_config=None
+    )
+    until(lambda: not engines("1"))
 
 
 def test_batches_survive_a_worker(served: Application, tmp_path: Path) -> None:

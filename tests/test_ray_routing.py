@@ -355,7 +355,6 @@ def test_flags_are_those_of_the_server() -> None:
             "block-size: expected a whole number from 1 on, got 'many'",
         ),
         ({"model": "demo", "port": 1}, "http_options.port"),
-        ({"model": "demo", "tensor_parallel_size": 2}, "a replica is one process"),
         ({"model": "demo", "dev": True}, "user_config"),
     ],
 )

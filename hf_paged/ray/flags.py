@@ -18,8 +18,6 @@ OF_RAY = {
     "ssl_certfile": "set http_options.ssl_certfile of Ray Serve",
     "ssl_keyfile_password": "set http_options of Ray Serve",
     "ssl_ca_certs": "set http_options of Ray Serve",
-    "tensor_parallel_size": "a replica is one process; start hf-paged serve with it, without Ray",
-    "tp": "a replica is one process; start hf-paged serve with it, without Ray",
     "dev": "weights of replicas change together, by user_config",
     "allow_runtime_lora_updating": "adapters of replicas change together, by user_config",
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
@@ -17,6 +19,8 @@ from ..serve.service import Service
 from . import engine_process
 from .autoscaling import FUTURE_PEAK, ROWS
 from .flags import namespace
+
+log = logging.getLogger("hf_paged.ray")
 
 
 class HttpCall(NamedTuple):
@@ -82,10 +86,23 @@ class Replica:
         task.add_done_callback(self._ended)
         try:
             while messages := await exchange.messages():
+                self._end_with_the_engine()
                 yield messages
             await task
         finally:
             exchange.leave()
+
+    def _end_with_the_engine(self) -> None:
+        """End this process if its engine has stopped. Until the next health check it would answer whatever
+        comes with an error; a replica that has died is asked nothing.
+        """
+        if not self._computes:
+            log.error("the engine has stopped, and its replica ends")
+            os._exit(1)
+
+    @property
+    def _computes(self) -> bool:
+        return self._service.engine.driven and not self._service.engine.lost
 
     async def _respond(self, scope: Scope, exchange: _Exchange) -> None:
         try:
@@ -143,8 +160,7 @@ class Replica:
 
     async def check_health(self) -> None:
         """Raise if the replica must be replaced."""
-        service = self._service
-        if not service.engine.driven or service.engine.lost or service.admission.state == "failed":
+        if not self._computes or self._service.admission.state == "failed":
             raise RuntimeError("the engine has stopped after an error; its log has the reason")
 
     def record_routing_stats(self) -> dict[str, Any]:

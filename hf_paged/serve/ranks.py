@@ -81,12 +81,12 @@ def _started(
     ranks: list[subprocess.Popen[bytes]] = []
     before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        port = _free_port()
+        port = free_port()
         for rank in range(size):
             ranks.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "hf_paged", *arguments],
-                    env=_environment(rank, size, port),
+                    env={**environment(rank, size, port), STARTED: "1"},
                     stdin=subprocess.PIPE,  # closed when this process ends, in whatever way
                     start_new_session=True,  # a terminal's interrupt comes by way of this process, once
                 )
@@ -104,16 +104,18 @@ def _started(
             signal.signal(each, handler)
 
 
-def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+def environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """The variables of a process that is a rank."""
     threads = str(max(1, (os.cpu_count() or 1) // size))
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port, STARTED: 1}
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     given = {name: str(value) for name, value in own.items()}
     # Of a store that is gone torch writes a C++ stack for each question, before the one error that counts.
     unless = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return {**unless, **os.environ, **given, "MASTER_ADDR": "127.0.0.1"}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port at which the ranks can meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

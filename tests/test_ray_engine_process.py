@@ -1,0 +1,119 @@
+"""The engine's process of a replica on two ranks, without Ray: the first rank starts the other (C41, C42)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+from serving import until
+
+from hf_paged import demo
+from hf_paged.ray.engine_process import start
+from hf_paged.serve.engine_client import CallError, EngineClient
+
+TWO = {"model": "demo", "tensor-parallel-size": 2, "num-blocks": 300, "block-size": 8, "log-level": "error"}
+IDS = tuple(range(20, 30))
+NEW = 12
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    connection, process = start(TWO)
+    try:
+        yield connection, process
+    finally:
+        connection.close()
+        for each in [*psutil.Process(process.pid).children(), process] if process.poll() is None else []:
+            each.kill()
+        process.wait()
+
+
+def with_client(
+    connection: socket.socket, act: Callable[[EngineClient], Coroutine[Any, Any, None]]
+) -> EngineClient:
+    client = EngineClient(connection)
+
+    async def run() -> None:
+        await client.open()
+        await asyncio.wait_for(act(client), 60)
+        client.close()
+
+    asyncio.run(run())
+    return client
+
+
+async def answer(client: EngineClient) -> list[int]:
+    ended = asyncio.Event()
+    request = await client.submit(IDS, {"max_new_tokens": NEW, "do_sample": False}, ended.set, False)
+    while request.end is None and client.driven:
+        await ended.wait()
+        ended.clear()
+    return [token for increment in request.read() for token in increment.token_ids]
+
+
+def alone(model: Any) -> list[int]:
+    found = model.generate(torch.tensor([IDS]), max_new_tokens=NEW, do_sample=False)
+    tokens: list[int] = found[0, len(IDS) :].tolist()
+    return tokens
+
+
+def test_the_tokens_are_those_of_one_process(started: Any, tmp_path: Path) -> None:
+    """Also with new weights, which both ranks read; none is left behind the connection."""
+    connection, process = started
+    model = demo.model()
+    others = demo.model()
+    with torch.no_grad():
+        for parameter in others.parameters():
+            parameter.mul_(0.9)
+    save_file({name: each.detach() for name, each in others.named_parameters()}, tmp_path / "others")
+    save_file({"no.such.weight": torch.ones(3)}, tmp_path / "wrong")
+    ranks: list[psutil.Process] = []
+
+    async def act(client: EngineClient) -> None:
+        ranks.extend(psutil.Process(process.pid).children())
+        assert len(ranks) == 1
+        assert await answer(client) == alone(model)
+        with pytest.raises(CallError, match=r"no\.such\.weight"):
+            await client.call("load_weights", [str(tmp_path / "wrong")])
+        assert await client.call("load_weights", [str(tmp_path / "others")]) == len(list(model.parameters()))
+        assert await answer(client) == alone(others) != alone(model)
+
+    with_client(connection, act)
+    assert process.wait(30) == 0
+    assert not psutil.wait_procs(ranks, timeout=5)[1]
+
+
+def test_a_rank_that_is_killed_stops_the_engine(started: Any) -> None:
+    """The replica's health check sees that; nothing waits for the rank."""
+    connection, process = started
+
+    async def act(client: EngineClient) -> None:
+        psutil.Process(process.pid).children()[0].kill()
+        with contextlib.suppress(CallError):  # it may take the request and then fail
+            await answer(client)
+        while client.driven:
+            await asyncio.sleep(0.05)
+
+    with_client(connection, act)
+    assert process.wait(30) == 0
+
+
+def test_ranks_end_with_the_first(started: Any) -> None:
+    connection, process = started
+    EngineClient(connection)
+    (other,) = psutil.Process(process.pid).children()
+    process.kill()
+    until(lambda: not other.is_running() or other.status() == psutil.STATUS_ZOMBIE)
