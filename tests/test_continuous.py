@@ -29,7 +29,7 @@ from transformers.integrations.neftune import activate_neftune
 import hf_paged
 from hf_paged.blocks import OutOfBlocks
 from hf_paged.continuous import EngineBatchingManager
-from hf_paged.continuous.engines import PLACE
+from hf_paged.continuous.engines import PLACE, begin_on, end_on
 from hf_paged.continuous.requests import BatchRequest
 from hf_paged.model.registry import memory_of
 
@@ -148,25 +148,43 @@ def test_the_name_of_a_request_under_way_is_taken(model: Any) -> None:
         assert manager.get_result(timeout=GUARD).prompt_ids == PROMPTS[2]
 
 
-def test_of_threads_that_give_one_name_at_once_one_is_refused(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("given", ["mine", None])
+def test_the_name_of_a_request_on_its_way_is_taken(
+    model: Any, monkeypatch: pytest.MonkeyPatch, given: str | None
 ) -> None:
+    """Whether a caller gave it or not: another thread that gives it is refused, and nothing is lost."""
     with model.continuous_batching_context_manager(greedy()) as manager:
         submit = manager.engine.submit
-        both = threading.Barrier(2)
+        entered, refused = threading.Event(), threading.Event()
 
-        def slow(*given: Any, **options: Any) -> Any:
-            with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.5)  # for the other thread, if it comes as far
-            return submit(*given, **options)
+        def slow(*asked: Any, **options: Any) -> Any:
+            entered.set()
+            assert refused.wait(GUARD)
+            return submit(*asked, **options)
 
         monkeypatch.setattr(manager.engine, "submit", slow)
-        with ThreadPoolExecutor(2) as pool:
-            asked = [pool.submit(manager.add_request, each, request_id="mine") for each in PROMPTS[1:3]]
-        errors = [each.exception() for each in asked]
-        assert sorted(map(type, errors), key=str) == [type(None), ValueError]
-        found = manager.get_result(timeout=GUARD)
-        assert found.prompt_ids == PROMPTS[1 + errors.index(None)]
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(manager.add_request, PROMPTS[1], request_id=given)
+            assert entered.wait(GUARD)
+            name = given or "req_0"
+            with pytest.raises(ValueError, match=f"'{name}' names a request that is under way"):
+                manager.add_request(PROMPTS[2], request_id=name)
+            refused.set()
+            assert first.result() == name
+        assert manager.get_result(timeout=GUARD).prompt_ids == PROMPTS[1]
+
+
+def test_of_managers_that_begin_at_once_one_is_refused(model: Any) -> None:
+    """Where ranks follow one at a time: the check and the beginning are one step."""
+    one, other = (model.init_continuous_batching(greedy()) for _ in range(2))
+    assert begin_on(one.engine, one, alone=True)
+    with pytest.raises(RuntimeError, match="another manager runs"):
+        begin_on(one.engine, other, alone=True)
+    assert begin_on(one.engine, other, alone=False)
+    for each in (one, other):
+        end_on(one.engine, each)
+    assert begin_on(one.engine, other, alone=True)
+    end_on(one.engine, other)
 
 
 def test_children_come_behind_their_parent(model: Any) -> None:

@@ -20,6 +20,7 @@ from serving import until
 
 from hf_paged import demo
 from hf_paged.ray.engine_process import start
+from hf_paged.serve import ranks
 from hf_paged.serve.engine_client import CallError, EngineClient
 
 TWO = {"model": "demo", "tensor-parallel-size": 2, "num-blocks": 300, "block-size": 8, "log-level": "error"}
@@ -80,11 +81,11 @@ def test_the_tokens_are_those_of_one_process(started: Any, tmp_path: Path) -> No
             parameter.mul_(0.9)
     save_file({name: each.detach() for name, each in others.named_parameters()}, tmp_path / "others")
     save_file({"no.such.weight": torch.ones(3)}, tmp_path / "wrong")
-    ranks: list[psutil.Process] = []
+    second: list[psutil.Process] = []
 
     async def act(client: EngineClient) -> None:
-        ranks.extend(psutil.Process(process.pid).children())
-        assert len(ranks) == 1
+        second.extend(psutil.Process(process.pid).children())
+        assert len(second) == 1
         assert await answer(client) == alone(model)
         with pytest.raises(CallError, match=r"no\.such\.weight"):
             await client.call("load_weights", [str(tmp_path / "wrong")])
@@ -93,7 +94,7 @@ def test_the_tokens_are_those_of_one_process(started: Any, tmp_path: Path) -> No
 
     with_client(connection, act)
     assert process.wait(30) == 0
-    assert not psutil.wait_procs(ranks, timeout=5)[1]
+    assert not psutil.wait_procs(second, timeout=5)[1]
 
 
 def test_a_rank_that_is_killed_stops_the_engine(started: Any) -> None:
@@ -109,6 +110,34 @@ def test_a_rank_that_is_killed_stops_the_engine(started: Any) -> None:
 
     with_client(connection, act)
     assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_while_it_loads(started: Any, rank: int) -> None:
+    """The others end as well, within seconds."""
+    connection, process = started
+    command = psutil.Process(process.pid)
+    until(lambda: len(command.children()) == 1)
+    both = [command, *command.children()]
+    both[rank].kill()
+    until(lambda: process.poll() is not None)
+    _, left = psutil.wait_procs(both, timeout=ranks.LAST_SECONDS / 2)
+    assert not left
+    with pytest.raises((EOFError, ConnectionError)):
+        EngineClient(connection)
+
+
+def test_a_process_that_loads_ends_with_its_connection(started: Any) -> None:
+    """Also while it waits for another rank."""
+    connection, process = started
+    command = psutil.Process(process.pid)
+    until(lambda: len(command.children()) == 1)
+    (other,) = command.children()
+    other.suspend()
+    connection.close()
+    assert process.wait(ranks.LAST_SECONDS / 2) == 1
+    other.resume()
+    until(lambda: not other.is_running() or other.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_ranks_end_with_the_first(started: Any) -> None:

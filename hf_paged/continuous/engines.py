@@ -21,6 +21,8 @@ PLACE = "_hf_paged_engine"
 """The attribute of a model that keeps its engine; no check of the model reads it."""
 changing = fork_safe_lock()
 """Which engine a model keeps, and who runs on it, is changed by one thread at a time."""
+_listing = fork_safe_lock()
+"""Held for a moment while managers are added, taken out or counted: a set that is read must not change."""
 _running: weakref.WeakKeyDictionary[Engine, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 """The managers that run on each engine."""
 
@@ -67,13 +69,25 @@ def engine_for(
         return engine
 
 
-def begin_on(engine: Engine, manager: Any) -> bool:
-    """Let a manager run on an engine, if that is not closed."""
+def begin_on(engine: Engine, manager: Any, alone: bool) -> bool:
+    """Let a manager run on an engine, if that is not closed; `alone`, if no other runs with the model."""
     with changing:
         if engine.closed:
             return False
-        _running.setdefault(engine, weakref.WeakSet()).add(manager)
+        if alone:
+            require_alone(manager)
+        with _listing:
+            _running.setdefault(engine, weakref.WeakSet()).add(manager)
         return True
+
+
+def require_alone(manager: Any) -> None:
+    """Raise if another manager runs with the same model, whose ranks follow one at a time."""
+    if any(each is not manager for each in running_with(manager.model)):
+        raise RuntimeError(
+            "another manager runs on this tensor-parallel model, whose ranks follow one at a time; stop that "
+            "one first, or give it these requests"
+        )
 
 
 def end_on(engine: Engine, manager: Any) -> None:
@@ -84,7 +98,8 @@ def end_on(engine: Engine, manager: Any) -> None:
         managers = _running.get(engine, weakref.WeakSet())
         if manager not in managers:
             return
-        managers.discard(manager)
+        with _listing:
+            managers.discard(manager)
         if not managers:
             engine.stop()
             if _kept_on(manager.model).engine is not engine:
@@ -93,12 +108,15 @@ def end_on(engine: Engine, manager: Any) -> None:
 
 def running_on(engine: Engine) -> list[Any]:
     """The managers that run on an engine."""
-    return list(_running.get(engine, ()))
+    with _listing:
+        return list(_running.get(engine, ()))
 
 
 def running_with(model: Any) -> list[Any]:
     """The managers that run with a model, on any engine."""
-    return [manager for engine in list(_running) for manager in running_on(engine) if manager.model is model]
+    with _listing:
+        managers = [manager for several in _running.values() for manager in several]
+    return [each for each in managers if each.model is model]
 
 
 def _bound_host(engine: Engine, most: int) -> None:

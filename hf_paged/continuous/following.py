@@ -32,7 +32,7 @@ class FollowingBatchingManager(EngineBatchingManager):
 
     def _start_engine(self) -> None:
         self._stopped = False
-        begin_on(self.engine, self)  # ranks make their engines together
+        begin_on(self.engine, self, alone=True)  # ranks make their engines together
 
     def add_request(self, *_: Any, **__: Any) -> None:
         """Nothing: rank 0's manager takes requests."""

@@ -27,7 +27,17 @@ from ..model.support import why_dropped
 from ..model.switch import original_implementation
 from ..model.tensor_parallel import mesh_of
 from ..model.training import evaluating, why_random
-from .engines import begin_on, changing, drop_engine, end_on, engine_for, holds, running_on, running_with
+from .engines import (
+    begin_on,
+    changing,
+    drop_engine,
+    end_on,
+    engine_for,
+    holds,
+    require_alone,
+    running_on,
+    running_with,
+)
 from .options import ManagerProcessors, WorkloadNeed, host_bytes, options_of_config
 from .requests import BatchProcessor, BatchRequest, output_id
 
@@ -86,7 +96,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._request_counter = 0
         self._request_lock = threading.Lock()
         self._entering: set[str] = set()
-        """Callers' ids on their way to the engine."""
+        """The ids of requests on their way to the engine."""
         self._numbers = itertools.count()
         self._generation_thread: threading.Thread | None = None  # type: ignore[assignment]  # may end
         self._requests: dict[str, BatchRequest] = {}
@@ -125,7 +135,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         """Put the model into a state that the engine computes, until the manager has stopped."""
         model = self.model
         if self._broadcasts:
-            self._wait_for_others()
+            require_alone(self)
         own_code = model.training and runs_unknown_code(model)  # NEFTune's draws noise
         if why_random(model) or why_dropped(model) or own_code:
             self._evaluating.enter_context(evaluating(model))
@@ -134,24 +144,10 @@ class EngineBatchingManager(ContinuousBatchingManager):
             self._evaluating.callback(model.set_attn_implementation, setting)
             model.set_attn_implementation(setting.removeprefix(PAGED))
 
-    def _wait_for_others(self) -> None:
-        """Other ranks follow one manager at a time: wait for one that stops, and raise if one does not."""
-        for other in running_with(self.model):
-            status, thread = other.background_thread_status, other._generation_thread
-            if other is self:
-                continue
-            if status.local_status == status.DONT_STOP or thread is threading.current_thread():
-                raise RuntimeError(
-                    "another manager runs on this tensor-parallel model, whose ranks follow one at a time; "
-                    "stop that one first, or give it these requests"
-                )
-            if thread is not None:
-                thread.join()
-
     def _give_back(self) -> None:
-        """Restore the model's modes and attention, or let another manager that runs with it do so."""
-        if self._engine is not None:
-            end_on(self._engine, self)
+        """Restore the model's modes and attention, or let another manager that runs with it do so. Until then
+        this one runs.
+        """
         with changing:
             restoring = self._evaluating.pop_all()
             heir = next((each for each in running_with(self.model) if each is not self), None)
@@ -159,6 +155,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
                 restoring.close()
             else:
                 heir._evaluating.callback(restoring.close)
+        if self._engine is not None:
+            end_on(self._engine, self)
 
     def warmup(self) -> None:
         """Make the engine: it tries the model out and compiles its kernels."""
@@ -181,7 +179,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._generation_thread.start()
 
     def _start_engine(self) -> None:
-        while not begin_on(self.engine, self):
+        while not begin_on(self.engine, self, alone=self._broadcasts):
             self._engine = None  # it was closed this moment
         if self._broadcasts:
             self.engine.resume()
@@ -269,12 +267,9 @@ class EngineBatchingManager(ContinuousBatchingManager):
         if not self._accepts():
             return None
         lengths = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        own = self._new_ids(1)[0] if request_id is None else self._entered(request_id)
-        try:
-            self._submit([own], input_ids, streaming, record_timestamps, {**lengths, **options})
-        finally:
-            self._entering.discard(own)
-        return own
+        with self._names(1, request_id) as ids:
+            self._submit(ids, input_ids, streaming, record_timestamps, {**lengths, **options})
+        return ids[0]
 
     def add_requests(
         self,
@@ -288,38 +283,43 @@ class EngineBatchingManager(ContinuousBatchingManager):
         them, equal prompts are samples of one request of the engine.
         """
         self._require_known(options)
-        ids = self._new_ids(len(inputs))
-        if self.is_tp_driver and self._accepts():
-            options["max_new_tokens"] = max_new_tokens
-            most = 1 if streaming or record_timestamps else self._most_together(options)
-            groups = self._grouped(ids, inputs, most)
+        with self._names(len(inputs)) as ids:
+            if self.is_tp_driver and self._accepts():
+                options["max_new_tokens"] = max_new_tokens
+                most = 1 if streaming or record_timestamps else self._most_together(options)
+                groups = self._grouped(ids, inputs, most)
 
-            def submit() -> None:
-                for some, prompt in groups:
-                    self._submit(some, prompt, streaming, record_timestamps, options)
+                def submit() -> None:
+                    for some, prompt in groups:
+                        self._submit(some, prompt, streaming, record_timestamps, options)
 
-            _between_steps(self.engine, submit)
+                _between_steps(self.engine, submit)
         return ids
 
-    def _entered(self, request_id: str) -> str:
-        """A caller's id, which no other request has until this one is submitted."""
+    @contextlib.contextmanager
+    def _names(self, count: int, request_id: str | None = None) -> Iterator[list[str]]:
+        """Ids, the caller's or new ones, that no other request has or gets while these are submitted."""
         with self._request_lock:
-            if self._is_taken(request_id):
+            if request_id is not None and self._is_taken(request_id):
                 raise ValueError(
                     f"request_id={request_id!r} names a request that is under way; give another one"
                 )
-            self._entering.add(request_id)
-        return request_id
+            ids = self._new_ids(count) if request_id is None else [request_id]
+            self._entering.update(ids)
+        try:
+            yield ids
+        finally:
+            with self._request_lock:
+                self._entering.difference_update(ids)
 
     def _is_taken(self, request_id: str) -> bool:
         return request_id in self._requests or request_id in self._entering
 
     def _new_ids(self, count: int) -> list[str]:
-        with self._request_lock:
-            first = self._request_counter
-            while any(self._is_taken(f"req_{number}") for number in range(first, first + count)):
-                first += 1  # a caller's own
-            self._request_counter = first + count
+        first = self._request_counter
+        while any(self._is_taken(f"req_{number}") for number in range(first, first + count)):
+            first += 1  # a caller's own
+        self._request_counter = first + count
         return [f"req_{number}" for number in range(first, first + count)]
 
     def _accepts(self) -> bool:

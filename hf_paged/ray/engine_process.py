@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from ..serve.wire import first_message, frame
 from .flags import namespace
 
 log = logging.getLogger("hf_paged.ray")
+LOADING_SECONDS = 2.0
+"""For a rank to say what is wrong with the model or its options, where another has ended for that."""
 
 
 def start(options: Mapping[str, Any]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
@@ -60,29 +63,37 @@ def main(descriptor: int) -> int:
     shares = cli.cache_shares(given.prefix_cache_share, keys.names)
     modules = cli.adapter_sources(given.lora_modules, options.names)
     size = given.tensor_parallel_size
+    computing = threading.Event()
+    if size > 1:
+        threading.Thread(target=_end_behind, args=(connection, computing), daemon=True).start()
     if size > 1 and not ranks.leads():
-        threading.Thread(target=_end_behind, args=(connection,), daemon=True).start()
-        return ranks.follow(cli.engine_of(given, source, shares, {}), load_what_was_sent)
-    with _others(wanted, size), tuned():
+        engine = cli.engine_of(given, source, shares, {})
+        computing.set()
+        return ranks.follow(engine, load_what_was_sent)
+    with _others(wanted, size, computing), tuned():
         engine = cli.engine_of(given, source, shares, modules)
+        computing.set()
         EngineHost(engine, source.load_processor(), connection).run()
     return 0
 
 
 @contextlib.contextmanager
-def _others(options: Mapping[str, Any], size: int) -> Iterator[None]:
-    """The processes of the other ranks, none of which is left behind."""
+def _others(options: Mapping[str, Any], size: int, computing: threading.Event) -> Iterator[None]:
+    """The other ranks' processes, none of which is left behind. computing: set when the engine is there."""
     started: list[tuple[socket.socket, subprocess.Popen[bytes]]] = []
     over = threading.Event()
+    seconds = 0.0
     try:
         for rank in range(1, size):
             started.append(_start(options, ranks.environment(rank, size, int(os.environ["MASTER_PORT"]))))
-        processes = [process for _, process in started]
-        threading.Thread(target=_end_with_any, args=(processes, over), daemon=True).start()
+            threading.Thread(
+                target=_end_with, args=(rank, started[-1][1], computing, over), daemon=True
+            ).start()
         yield
+        seconds = ranks.LAST_SECONDS
     finally:
         over.set()
-        end = time.monotonic() + ranks.LAST_SECONDS
+        end = time.monotonic() + seconds
         for connection, process in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
@@ -90,21 +101,26 @@ def _others(options: Mapping[str, Any], size: int) -> Iterator[None]:
             connection.close()
 
 
-def _end_with_any(processes: list[subprocess.Popen[bytes]], over: threading.Event) -> None:
-    """End this process some time after one of these has failed: it may wait for that one."""
-    while not over.wait(ranks.POLL):
-        for rank, process in enumerate(processes, 1):
-            if process.poll():
-                log.error("rank %d has ended with %d", rank, process.returncode)
-                if not over.wait(ranks.LAST_SECONDS):
-                    os._exit(1)
+def _end_with(
+    rank: int, process: subprocess.Popen[bytes], computing: threading.Event, over: threading.Event
+) -> None:
+    """End this process when a rank has failed, some time later: it may wait for that one, or say why."""
+    code = process.wait()
+    if code and not over.is_set():
+        log.error("rank %d has ended with %d", rank, code)
+        if not over.wait(ranks.LAST_SECONDS if computing.is_set() else LOADING_SECONDS):
+            os._exit(1)
 
 
-def _end_behind(connection: socket.socket) -> None:
-    """End this process some time after the first rank's, which has the other end."""
-    with contextlib.suppress(OSError):
-        connection.recv(1)
-    time.sleep(ranks.LAST_SECONDS)
+def _end_behind(connection: socket.socket, computing: threading.Event) -> None:
+    """End this process when the other end of its connection has closed: at once while it loads, as it may
+    wait for another rank; else some time later, if it has not ended by itself.
+    """
+    closed = select.poll()
+    closed.register(connection, 0)  # what there is to read is not ours
+    closed.poll()
+    if computing.is_set():
+        time.sleep(2 * ranks.LAST_SECONDS)
     os._exit(1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
@@ -80,25 +80,25 @@ class Replica:
             await self._updated.wait()
         self._under_way += 1
         self._idle.clear()
-        exchange = _Exchange(call.body)
+        exchange = _Exchange(call.body, lambda: self._computes)
         task = asyncio.create_task(self._respond(call.scope, exchange))
         self._tasks.add(task)  # it ends by itself, also behind a caller that has left
         task.add_done_callback(self._ended)
         try:
             while messages := await exchange.messages():
-                self._end_with_the_engine()
+                if exchange.broken:
+                    self._end()
                 yield messages
             await task
         finally:
             exchange.leave()
 
-    def _end_with_the_engine(self) -> None:
-        """End this process if its engine has stopped. Until the next health check it would answer whatever
-        comes with an error; a replica that has died is asked nothing.
+    def _end(self) -> None:
+        """End this process, whose engine has stopped: until the next health check it would answer all that
+        comes with an error. A replica that has died is asked nothing.
         """
-        if not self._computes:
-            log.error("the engine has stopped, and its replica ends")
-            os._exit(1)
+        log.error("the engine has stopped, and its replica ends")
+        os._exit(1)
 
     @property
     def _computes(self) -> bool:
@@ -180,7 +180,11 @@ class Replica:
 class _Exchange:
     """The two ends of one request between the application and its caller."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, computes: Callable[[], bool]) -> None:
+        """computes: whether the engine does."""
+        self.broken = False
+        """Whether something was said after the engine had stopped."""
+        self._computes = computes
         self._body: bytes | None = body
         self._unread: list[Message] = []
         self._news = asyncio.Event()
@@ -198,6 +202,7 @@ class _Exchange:
 
     async def send(self, message: Message) -> None:
         """Take a message of the application."""
+        self.broken = self.broken or not self._computes()
         self._unread.append(message)
         self._news.set()
 

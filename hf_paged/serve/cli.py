@@ -120,7 +120,7 @@ def _add_serve(to: Parser) -> None:
         "--tensor-parallel-size", "--tp", type=number(int, 1), default=1, metavar="N",
         help="devices that compute the model together, each a process with its part (1)",
     )  # fmt: skip
-    seconds = "seconds of a step after which the server ends, as one of them hangs (300)"
+    seconds = "a step that takes more seconds ends the server, since a device hangs (300)"
     add("--rank-timeout", type=number(float, 1), default=300.0, metavar="N", help=seconds)
     _add_adapters(to.add_argument_group("adapters").add_argument)
     _add_engine(to.add_argument_group("engine").add_argument)

@@ -44,8 +44,7 @@ class Follower:
         self._forget = forget
         self._last_tokens = LastTokens(self.pools.config.limits().sequences, runner.eager.device)
         model: Any = runner.eager.model
-        ids = known_ids(model.get_decoder() if model.config.is_encoder_decoder else model)
-        self._last_id = None if ids is None else ids - 1
+        self._reader = model.get_decoder() if model.config.is_encoder_decoder else model
         self._decoder = StepDecoder(self.pools, self._last_tokens)
         self._held: list[int] = []
         self._given_back: int | None = None
@@ -189,9 +188,9 @@ class Follower:
             self.pools.prepare(preparation.plan)
         if received.shares:
             self.ranks.broadcast_on_device(self._last_tokens.tokens)
-            # One that is broken off leaves any numbers, and an id without an embedding would end the device's
-            # process in the midst of the error.
-            self._last_tokens.tokens.clamp_(0, self._last_id)
+            # Broken off, it leaves any numbers, and an id without an embedding would end this process.
+            known = known_ids(self._reader)
+            self._last_tokens.tokens.clamp_(0, None if known is None else known - 1)
         if received.known:
             last = self._last_tokens
             tokens = upload(list(received.known.values()), last.tokens.device)

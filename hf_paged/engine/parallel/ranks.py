@@ -509,8 +509,8 @@ def _at_exit(whose: weakref.ref[Ranks]) -> Callable[[], None]:
 
 
 def waited_for(begun: Sequence[int]) -> list[int]:
-    """The ranks that have begun the fewest collectives, if any has begun more. One that waits may have begun
-    more than another: devices wait later than processes.
+    """The ranks that have begun the fewest collectives, if any has begun more. Those that wait may differ: a
+    host runs ahead of its device.
     """
     return [rank for rank, count in enumerate(begun) if count == min(begun) < max(begun)]
 
