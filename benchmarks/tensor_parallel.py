@@ -11,7 +11,7 @@
 
 steps    milliseconds of a step in which every sequence takes one token, by the clock around `Engine.step()`, and
 the multiple of what reading a rank's weights takes; what of it rank 0 needs to send the step, and how many
-numbers that is; with --kernels also the milliseconds of a step that each kind of kernels takes on rank 0's device
+numbers that is; with --kernels also the milliseconds of a step that each kind of kernels takes on rank 0
 trace    output tokens a second of sharegpt's lengths, forced, of the second of two runs and of the first, and what
 captures took in both
 generate milliseconds of a token of generate(), greedy, by pages and by stock's cache, median of calls behind two
@@ -172,9 +172,7 @@ def steps(engine: Engine, options: argparse.Namespace, rows: int, weights: int) 
 
 
 def kernels(engine: Engine) -> dict[str, float]:
-    """Milliseconds of a step that each kind of kernels takes on this rank's device. Sums of ranks wait for the
-    others.
-    """
+    """Milliseconds of a step that each kind of kernels takes on this rank, sums with their waits for others."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED):
             engine.step()

@@ -155,7 +155,8 @@ def test_the_name_of_a_request_on_its_way_is_taken(
     """Whether a caller gave it or not: another thread that gives it is refused, and nothing is lost."""
     with model.continuous_batching_context_manager(greedy()) as manager:
         submit = manager.engine.submit
-        entered, refused = threading.Event(), threading.Event()
+        entered = threading.Event()
+        refused = threading.Event()
 
         def slow(*asked: Any, **options: Any) -> Any:
             entered.set()

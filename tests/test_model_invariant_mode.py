@@ -686,7 +686,7 @@ def test_modes_of_generate(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("word", [{}, {"cache_implementation": "paged"}])
 def test_generate_of_what_rounds_otherwise_in_pieces(word: dict[str, str]) -> None:
-    """MPT's biases are relative to the last token: tokens one by one have other bits than a forward of all."""
+    """MPT's biases are relative to the last token: one by one, tokens have other bits than together."""
     model = model_of("mpt")
     options = {"max_new_tokens": 3, "pad_token_id": 0, "do_sample": False, **word}
     with batch_invariant():

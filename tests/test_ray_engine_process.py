@@ -42,9 +42,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, su
         process.wait()
 
 
-def with_client(
-    connection: socket.socket, act: Callable[[EngineClient], Coroutine[Any, Any, None]]
-) -> EngineClient:
+def with_client(connection: socket.socket, act: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
     client = EngineClient(connection)
 
     async def run() -> None:
@@ -53,7 +51,11 @@ def with_client(
         client.close()
 
     asyncio.run(run())
-    return client
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whoever its parent is now may not have asked for its exit code."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 async def answer(client: EngineClient) -> list[int]:
@@ -137,7 +139,7 @@ def test_a_process_that_loads_ends_with_its_connection(started: Any) -> None:
     connection.close()
     assert process.wait(ranks.LAST_SECONDS / 2) == 1
     other.resume()
-    until(lambda: not other.is_running() or other.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: has_ended(other))
 
 
 def test_ranks_end_with_the_first(started: Any) -> None:
@@ -145,4 +147,4 @@ def test_ranks_end_with_the_first(started: Any) -> None:
     EngineClient(connection)
     (other,) = psutil.Process(process.pid).children()
     process.kill()
-    until(lambda: not other.is_running() or other.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: has_ended(other))

@@ -159,18 +159,22 @@ def test_a_replicas_death_loses_nothing_that_had_not_streamed(served: Applicatio
 
 
 def test_an_engine_that_ends_is_a_replica_that_dies(served: Application) -> None:
-    """Its process is killed under 8 whole answers of both replicas: none is lost."""
+    lose_nothing_while(served, lambda: engines()[0].kill())
+
+
+def lose_nothing_while(served: Application, kill: Callable[[], None]) -> None:
+    """8 whole answers run on both replicas when something of one is killed: none is lost, and it is replaced."""
     before = served.actors()
 
     def ask(i: int) -> Any:
         if i < 8:
             return served.complete(list(range(100 + 30 * i, 120 + 30 * i)), 400, ignore_eos=True)
         time.sleep(0.5)
-        engines()[0].kill()
-        return None
+        return kill()
 
     for response in together(9, ask)[:8]:
         assert response.status_code == 200, response.text
+        assert response.json()["usage"]["completion_tokens"] == 400
     until(lambda: len(set(served.actors()) - set(before)) == 1 and served.states == {"RUNNING": 2})
 
 
@@ -253,37 +257,21 @@ def changed(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_replicas_of_two_ranks(served: Application, tmp_path: Path) -> None:
-    """The answers of one process, also by new weights. One rank of one replica is killed under 8 answers: none is
-    lost, and the replica is replaced.
-    """
-    served.deploy(
-        {**DEMO, "tensor-parallel-size": 2}, num_replicas=2, autoscaling_config=None, user_config=None
-    )
-    before = served.actors()
+    """The answers of one process, also by new weights; a rank that is killed ends its replica."""
+
+    def deploy(size: int | None, weights: dict[str, str] | None) -> None:
+        args = {**DEMO, "tensor-parallel-size": size}
+        served.deploy(args, num_replicas=2, autoscaling_config=None, user_config=weights)
+
+    deploy(2, None)
     assert len(engines("0")) == len(engines("1")) == 2
     for prompt in PROMPTS[:2]:
         assert served.complete(prompt, 12).json()["choices"][0]["text"] == greedy(prompt, 12)
-
-    def ask(i: int) -> Any:
-        if i < 8:
-            return served.complete(list(range(100 + 30 * i, 120 + 30 * i)), 400, ignore_eos=True)
-        time.sleep(0.5)
-        engines("1")[0].kill()
-        return None
-
-    for response in together(9, ask)[:8]:
-        assert response.status_code == 200, response.text
-        assert response.json()["usage"]["completion_tokens"] == 400
-    until(lambda: len(set(served.actors()) - set(before)) == 1 and served.states == {"RUNNING": 2})
+    lose_nothing_while(served, lambda: engines("1")[0].kill())
     folder, _ = changed(tmp_path)
-    config = {"weights": str(folder)}
-    served.deploy(
-        {**DEMO, "tensor-parallel-size": 2}, num_replicas=2, autoscaling_config=None, user_config=config
-    )
+    deploy(2, {"weights": str(folder)})
     assert served.complete(PROMPTS[0], 12).json()["choices"][0]["text"] != greedy(PROMPTS[0], 12)
-    served.deploy(
-        {**DEMO, "tensor-parallel-size": None}, num_replicas=2, autoscaling_config=None, user_config=None
-    )
+    deploy(None, None)
     until(lambda: not engines("1"))
 
 

@@ -397,7 +397,8 @@ def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "--api-key", "first-key", "--api-key-file", str(keys), "--max-num-seqs", "7", "--limit-body-bytes", "99", "--limit-drain-seconds",
         "1.5", "--served-model-name", "a", "b", "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching",
         "--gpu-memory-utilization", "0.5", "--scheduling-policy", "priority", "--host", "0.0.0.0", "--enable-lora", "--max-loras", "3",
-        "--rank-timeout", "900", "--lora-modules", "poet=a/b=c", '{"name": "pirate", "path": "d"}', "--allow-runtime-lora-updating",
+        "--lora-modules", "poet=a/b=c", '{"name": "pirate", "path": "d"}', "--allow-runtime-lora-updating",
+        "--rank-timeout", "900",
     )  # fmt: skip
     options = server_options(given, "demo")
     assert options.api_keys == ("first-key", "two", "three", "four")

@@ -67,8 +67,8 @@ def _continued(model: Any) -> str:
 
 
 def test_a_server_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same tokens as of one process, of the model, of an adapter and of new weights; a signal drains it, and
-    no rank is left behind.
+    """The same tokens as of one process, of the model, of an adapter and of new weights; a signal drains it,
+    and no rank is left behind.
     """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the ranks
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -32,7 +32,7 @@ LOADING_SECONDS = 2.0
 def start(options: Mapping[str, Any]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """Start the process: a connection for EngineClient, and the process, which ends with the connection."""
     size = namespace(options).tensor_parallel_size
-    return _start(options, ranks.environment(0, size, ranks.free_port()) if size > 1 else {})
+    return _start(options, ranks.environment(0, size, ranks.free_port()) if size > 1 else os.environ)
 
 
 def _start(
@@ -45,7 +45,7 @@ def _start(
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
     ours.sendall(frame(dict(options)))
     return ours, process
@@ -93,11 +93,8 @@ def _others(options: Mapping[str, Any], size: int, computing: threading.Event) -
         seconds = ranks.LAST_SECONDS
     finally:
         over.set()
-        end = time.monotonic() + seconds
-        for connection, process in started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
-            process.kill()
+        ranks.end_all([process for _, process in started], seconds)
+        for connection, _ in started:
             connection.close()
 
 

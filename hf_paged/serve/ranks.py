@@ -95,17 +95,22 @@ def _started(
             signal.signal(each, take)
         yield ranks
     finally:
-        end = time.monotonic() + LAST_SECONDS
-        for process in ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
-            process.kill()
+        end_all(ranks, LAST_SECONDS)
         for each, handler in before.items():
             signal.signal(each, handler)
 
 
+def end_all(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Kill those of the processes that do not end by themselves within so many seconds."""
+    end = time.monotonic() + seconds
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end - time.monotonic()))
+        process.kill()
+
+
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """The variables of a process that is a rank."""
+    """The whole environment of a process that is a rank."""
     threads = str(max(1, (os.cpu_count() or 1) // size))
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     given = {name: str(value) for name, value in own.items()}

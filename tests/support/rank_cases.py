@@ -588,7 +588,8 @@ def sums_of_half_a_layer(rank: int) -> None:
 
 def a_forward_that_breaks_off(rank: int) -> None:
     """On all ranks behind a sum that waited for its norm: they meet before another uses the same inboxes."""
-    broken, met = [], []
+    broken: list[bool] = []
+    met: list[bool] = []
     add_norm, capture = Fusion.add_norm, CapturePool.capture_or_compare
 
     def breaks(*given: Any) -> Any:
