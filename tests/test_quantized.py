@@ -18,7 +18,8 @@ import torch
 import transformers as tf
 from compare import assert_clean, assert_same, both
 from families import ALTERNATING, LONG, SMALL, TOKENS, Family, build
-from prefix_reuse import ask, continued, words
+from prefix_reuse import ask, continued, counted, words
+from seen_models import Seen
 
 import hf_paged
 from hf_paged.checking.ties import NOISE, judge, judge_beams
@@ -209,14 +210,41 @@ def test_c24_changed_weights_and_scales_are_noticed(
     kind: str, change: Callable[[Any], None], tmp_path: Path
 ) -> None:
     model = quantized(kind, tmp_path)
-    ids = words(1, 29)
-    call = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 2}
-    before, _ = ask(model, ids, 4, **call)
-    assert ask(model, ids, 4, **call)[1][0] == 1
+    before, _ = _scored(model)
+    assert _scored(model)[1] == 1
     change(model)
-    after, seen = ask(model, ids, 4, **call)
-    assert seen[0] == 29
-    assert (before.scores[0] - after.scores[0]).abs().max() > 1e-2, (
-        "a change that changes nothing proves nothing"
-    )
-    assert ask(model, ids, 4, **call)[1][0] == 1
+    after, columns = _scored(model)
+    assert columns == 29
+    assert (before - after).abs().max() > 1e-2, "a change that changes nothing proves nothing"
+    assert _scored(model)[1] == 1
+
+
+def _scored(model: Any) -> tuple[torch.Tensor, int]:
+    """Scores behind a prompt, and how many of its columns were computed. Rounded activations flip at ties, so
+    that they are not compared with stock's.
+    """
+    ids = words(1, 29)
+    with counted(model) as seen:
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False,
+            return_dict_in_generate=True, output_scores=True, cache_implementation="paged",
+            cache_config={"block_size": 4, "prefix_caching": True},
+        )  # fmt: skip
+    return found.scores[0], seen[0]
+
+
+@pytest.mark.parametrize("entry", ["prefixes", "open_engine", "released"])
+def test_a_model_that_we_have_seen_is_moved(kind: str, entry: str, tmp_path: Path) -> None:
+    """torch swaps the parts of torchao's weights, which it refuses where anything has a weak reference."""
+    if kind == "bitsandbytes-int8-outliers" and entry != "prefixes":
+        return  # the engine refuses layers that round a token by the others of its batch
+    seen = Seen(quantized(kind, tmp_path))
+    getattr(seen, entry)()
+    if kind.startswith("torchao"):
+        seen.model.to(torch.bfloat16)
+        seen.model.to(torch.float32)
+    else:
+        seen.model.to("cpu")  # bitsandbytes refuses to cast
+    expected = seen.unseen()
+    assert torch.equal(getattr(seen, entry)(), expected)
+    seen.close()

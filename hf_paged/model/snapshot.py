@@ -15,19 +15,20 @@ from functools import cached_property, lru_cache, partial
 from itertools import chain, repeat, takewhile
 from operator import attrgetter, is_, itemgetter
 from types import CellType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..kv.reference import invariant
 from . import patches
 from .adapters.peft_layers import MODEL_SETTINGS, OWN_SETTINGS, LoraLayers, adapter_names_of
 from .offloaded import divided, offloaded, stored
-from .quantized import looks_around, scales_of
+from .quantized import holders_of, is_quantized, looks_around, scales_of
 from .switch import modules_of, original_implementation
 from .training import training_effect
-from .weights_digest import PLAIN_TENSORS, Unreadable, memory_of_parts
+from .weights_digest import Unreadable, memory_of_parts, storages_of
 
 PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"} | {
@@ -57,13 +58,22 @@ _dtype_of = attrgetter("dtype")
 
 
 class StateKey:
-    """Facts about a model, the same as equal ones while each object among them, known by its id, is alive."""
+    """Facts about a model, the same as equal ones while each object among them, known by its id, is alive.
 
-    __slots__ = ("_alive", "_facts", "_kept")
+    Of tensors the memory is watched: a key leaves no mark on a model's weights.
+    """
+
+    __slots__ = ("_alive", "_facts", "_kept", "_storages")
 
     def __init__(self, facts: Any, objects: Iterable[object]) -> None:
         self._facts = facts
-        several = list(objects)
+        self._storages: list[StorageWeakRef] = []
+        several: list[object] = []
+        for each in objects:
+            if _is_tensor(each):
+                self._storages += storages_of(each)
+            else:
+                several.append(each)
         self._alive = [weakref.ref(each) for each in several if type(each).__weakrefoffset__]
         self._kept = [each for each in several if not type(each).__weakrefoffset__]
 
@@ -72,7 +82,8 @@ class StateKey:
         if self._facts != facts:
             return False
         gone = [known() is None for known in self._alive]
-        return not any(gone)
+        freed = [storage.expired() for storage in self._storages]
+        return not (any(gone) or any(freed))
 
     def same(self, other: StateKey) -> bool:
         """Whether both say the same of objects that are still there."""
@@ -189,7 +200,8 @@ class ModelSnapshot:
         values = [*chain(*map(_values, self._nested.values()), *[source() for source in sources])]
         parts = [value if type(value) in PLAIN else id(value) for value in values]
         own = [module.__dict__[part].values() for module in self.modules for part in TENSORS]
-        where = _layouts(chain(*own, self._tensors, memory_of_parts(chain(*own))))
+        beside = [*self._tensors, *self._scales(), *filter(_is_tensor, values)]
+        where = _layouts(chain(*own, beside, memory_of_parts(chain(*own))))
         facts = self.facts, tuple(parts), where, torch_settings(), self.steady
         known = _graph_keys.get(self.model, [])
         for key in known:
@@ -204,14 +216,20 @@ class ModelSnapshot:
 
         Raises Unreadable if a place cannot be compared.
         """
-        tensors = self.resident() + self._tensors
-        if not PLAIN_TENSORS.issuperset(map(type, tensors)):
-            for module, tensor in self._quantized():
-                tensors += scales_of(module, tensor)
+        tensors = self.reads()
         if not self._elsewhere:
             return tensors, ()
         kept = stored(self.modules, self._elsewhere)
         return tensors + kept.tensors, tuple(kept.files)
+
+    def reads(self) -> list[torch.Tensor]:
+        """The tensors in the model that a forward may read: parameters, buffers, settings, scales.
+
+        A rehearsal knows them, a graph's key has their places, and a look compares their content.
+        """
+        return list(
+            {id(each): each for each in chain(self.resident(), self._tensors, self._scales())}.values()
+        )
 
     def resident(self) -> list[torch.Tensor]:
         """The parameters and buffers that lie in modules, without those that are loaded for a forward."""
@@ -226,7 +244,7 @@ class ModelSnapshot:
         """Of every parameter which one it is now, where it lies, and how often torch wrote to it."""
         found: Any = _tags(chain.from_iterable(self._parameters))
         if self._wrapped:
-            found = found, _tags(memory_of_parts(self._wrapped))
+            found = found, _tags(memory_of_parts(self._wrapped)), _tags(self._first_scales)
         if not self._elsewhere:
             return found
         try:
@@ -242,9 +260,20 @@ class ModelSnapshot:
 
     @cached_property
     def _wrapped(self) -> list[torch.Tensor]:
-        """The parameters that consist of other tensors, which torch counts writes to by themselves."""
+        """The parameters of a quantized or divided model: some consist of other tensors, which torch counts
+        writes to by themselves.
+        """
         several = [each for each in chain.from_iterable(self._parameters) if each is not None]
-        return [] if PLAIN_TENSORS.issuperset(map(type, several)) else several
+        return several if any(map(is_quantized, several)) else []
+
+    @cached_property
+    def _first_scales(self) -> list[torch.Tensor]:
+        """The scales that were there when they were first asked for."""
+        return self._scales()
+
+    def _scales(self) -> list[torch.Tensor]:
+        """The scales that quantized weights are read with now, where they are no parameters or buffers."""
+        return [scale for module, weight in self._quantized() for scale in scales_of(module, weight)]
 
     def set_since(self, before: ModelSnapshot) -> patches.Restless:
         """The settings that differ from those before, by kind of module. Modules with buffers are left out:
@@ -291,7 +320,7 @@ class ModelSnapshot:
     def _quantized(self) -> Iterator[tuple[nn.Module, torch.Tensor]]:
         for module in self.modules:
             for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None and type(tensor) not in PLAIN_TENSORS:
+                if tensor is not None and is_quantized(tensor):
                     yield module, tensor
 
 
@@ -339,6 +368,8 @@ class _Places:
         settings.add([own["_modules"] for own in self._owns if own["_modules"]])
         others.add([own[part] for own in self._owns for part in HOOKS if own[part]])
         objects = [getattr(config, "__dict__", {}) for config in self._configs]
+        for module, weight in snapshot._quantized():
+            objects += map(vars, holders_of(module, weight))
         for own in (*objects, *snapshot._nested.values()):
             others.add_values([name for name in own if name not in patches.SETTINGS], [own])
             others.sized.append(own)
@@ -475,6 +506,11 @@ def _settings_of(names: tuple[str, ...], adapted: bool) -> tuple[tuple[str, ...]
     others = INTERNAL | {"config", "forward"} | (OWN_SETTINGS | MODEL_SETTINGS if adapted else frozenset())
     found = tuple(name for name in names if name not in others)
     return found, itemgetter(*found) if len(found) > 1 else lambda own: tuple(own[name] for name in found)
+
+
+def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    # Not isinstance: a config looks every question up in itself.
+    return issubclass(type(value), torch.Tensor)
 
 
 def _values(own: dict[str, Any]) -> list[Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..kv.ops import digester
 from ..kv.upload import upload
@@ -200,10 +202,18 @@ class DeviceParts:
 
     def _hash(self, piece: Sample) -> int:
         # Python's own, of 64 bits under a key of the process: hashlib's take several times as long.
-        return hash(self._read(piece).contiguous().numpy().tobytes())
+        return hash(host_bytes(self._read(piece)))
 
     def _read(self, piece: Sample) -> torch.Tensor:
         return _words(self.parts[piece.part])[piece.first :: piece.step][: piece.words]
+
+
+def host_bytes(tensor: torch.Tensor) -> bytes:
+    """A copy of what a tensor holds. Its storage stays as it is: `numpy()` would make it one that can never
+    be resized again.
+    """
+    part = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(part.data_ptr(), part.nbytes) if part.nbytes else b""
 
 
 def hashes(device: torch.device) -> bool:
@@ -250,6 +260,16 @@ def memory_of_parts(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor
             parts = tensors_in(tensor)
             found += [part for part in parts if not wraps(part)] + memory_of_parts(parts)
     return found
+
+
+def storages_of(tensor: torch.Tensor) -> list[StorageWeakRef]:
+    """Weak references to the memory of a tensor, in all its parts.
+
+    A weak reference to the tensor itself would forbid torch to swap it, as `Module.to` does with quantized
+    weights.
+    """
+    parts = memory_of_parts([tensor]) if wraps(tensor) else [tensor]
+    return [StorageWeakRef(part.untyped_storage()) for part in parts]
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...model.offloaded import input_device
+from ...model.weights_digest import host_bytes
 
 
 def checked(model: Any, embeds: object, ids: tuple[int, ...]) -> torch.Tensor:
@@ -50,7 +51,9 @@ def names_of(embeds: torch.Tensor, key: bytes) -> tuple[int, ...]:
     Equal rows have equal names, so prompts of embeddings share prefixes as others do. Without the key it is
     infeasible to find two rows with one name.
     """
-    rows = embeds.cpu().contiguous().view(torch.uint8).numpy()
+    content = memoryview(host_bytes(embeds))
+    width = embeds.shape[1] * embeds.element_size()
+    rows = [content[i * width : (i + 1) * width] for i in range(len(embeds))]
     return tuple(
         -2 - (int.from_bytes(blake2b(row, digest_size=8, key=key).digest(), "big") >> 2) for row in rows
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...model.cache_name import NAMES
+from ...model.weights_digest import host_bytes
 from .extras import DecoderExtras
 
 SHOWN = re.compile(
@@ -218,7 +219,7 @@ def _parts(value: Any) -> Iterator[bytes]:
             yield from _parts(each)
     elif isinstance(value, torch.Tensor):
         yield f"<{value.dtype}{list(value.shape)}".encode()
-        yield value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield host_bytes(value)
     else:
         said = f"{type(value).__name__} {value!r}".encode()
         yield b"=%d " % len(said)

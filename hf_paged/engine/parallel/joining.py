@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ...model.adapters.peft_layers import why_no_adapters_on_ranks
 from ...model.tensor_parallel import mesh_of, why_not_divided
+from ...model.weights_digest import host_bytes
 from ..adapters import EngineAdapters
 from ..config import EngineConfig
 from ..pools import Pools
@@ -70,7 +71,7 @@ def _digest_of_norms(model: Any) -> int:
     for name, weight in model.named_parameters():
         whole = type(weight.data) is torch.Tensor and weight.shape == (width,) and not weight.is_meta
         if whole and name.endswith("norm.weight") and not name.endswith(("q_norm.weight", "k_norm.weight")):
-            digest = crc32(weight.detach().float().cpu().numpy().tobytes(), digest)
+            digest = crc32(host_bytes(weight.float()), digest)
     return digest
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..tensor_parallel import local_part, mesh_of
+from ..weights_digest import host_bytes
 from .divided import part_here
 from .lora import Adapter, LowRank
 
@@ -95,9 +96,8 @@ def _content(layers: Mapping[str, LowRank]) -> bytes:
     for path, part in layers.items():
         digest.update(repr((path, part.scale, part.a.shape, part.b.shape)).encode())
         for each in (part.a, part.b):
-            own = each.detach().cpu().contiguous()
-            digest.update(repr(own.dtype).encode())
-            digest.update(own.flatten().view(torch.uint8).numpy().data)
+            digest.update(repr(each.dtype).encode())
+            digest.update(host_bytes(each))
     return digest.digest()
 
 

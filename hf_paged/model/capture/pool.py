@@ -565,7 +565,7 @@ class CapturePool:
         """
         lengths = LengthsOnDevice()
         stores = [data for group in source.groups for data in group.tensors]
-        own = [*source.model.parameters(), *source.model.buffers()]
+        own = [*source.model.parameters(), *source.snapshot().reads()]  # the former with adapters
         plain = [each for each in own if type(each) in PLAIN_TENSORS or not wraps(each)]
         known = [*plain, *memory_of_parts(own), *step.tensors, *step.shared, *stores, *symmetric_memories()]
         with Rehearsal(source.devices, known):
