@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,7 @@ from hf_paged import Engine
 from hf_paged.engine.check_policy import WeightsChanged
 from hf_paged.model.adapters.loading import HostAdapter
 from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.registry import memory_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
@@ -392,3 +395,84 @@ def test_captured_steps_know_the_layers_that_adapters_change(monkeypatch: pytest
         add("two")
         assert same("two")
         assert counts(engine)["replayed"] > 20, reasons(engine)
+
+
+# ---- peft adds and deletes an adapter beside requests of others
+
+TARGETS = (["k_proj"], ["o_proj", "down_proj"], ["q_proj", "up_proj"])
+"""Layers of an adapter that comes later: without LoRA so far, or with."""
+
+
+def change_at_random(chance: random.Random, model: Any, there: bool) -> bool:
+    """Add "b", delete it, or set what is active; whether it is there afterwards."""
+    what = chance.random()
+    if what < 0.4 and not there:
+        model.add_adapter("b", lora(r=chance.choice([2, 8]), target_modules=chance.choice(TARGETS)))
+        return True
+    if 0.4 <= what < 0.55 and there:
+        model.delete_adapter("b")
+        return False
+    if 0.55 <= what < 0.7:
+        model.set_adapter("b" if there else "one")
+    return there
+
+
+@pytest.mark.parametrize("threaded", [False, True], ids=["steps", "thread"])
+@pytest.mark.parametrize("seed", range(4))
+def test_an_adapter_that_comes_or_goes_concerns_its_own_requests_alone(seed: int, threaded: bool) -> None:
+    """C24: on layers that had no LoRA so far, too, and under the engine's own thread."""
+    chance = random.Random(seed)
+    model = adapted(lora(target_modules=["q_proj", "v_proj"]), lora(r=3, target_modules=["q_proj"]))
+    expected = {name: alone(model, prompt(1), name) for name in ("one", "two", None)}
+    with Engine(model, block_size=4) as engine:
+        if threaded:
+            engine.start()
+        asked = []
+        there = False
+        for _ in range(10):
+            name = chance.choice(["one", "two", None])
+            asked.append((name, engine.submit(prompt(1), adapter=name, **GREEDY)))
+            for _ in range(0 if threaded else chance.randrange(3)):
+                engine.step()
+            there = change_at_random(chance, model, there)
+            if there:
+                handle = engine.submit(prompt(1), adapter="b", **GREEDY)
+                handle.cancel()
+        for name, handle in asked:
+            assert tokens(handle) == expected[name]
+        engine.check()
+
+
+def test_a_new_adapter_is_served_beside_running_requests() -> None:
+    """It has layers that no other adapter has, and its requests run in one step with the others'."""
+    model = adapted(lora(target_modules=["q_proj"]))
+    one = alone(model, prompt(1), "one")
+    with Engine(model, block_size=4) as engine:
+        first_of_one = engine.submit(prompt(1), adapter="one", **GREEDY)
+        engine.step()
+        model.add_adapter("b", lora(r=4, target_modules=["k_proj", "down_proj"]))
+        of_b = engine.submit(prompt(2), adapter="b", **GREEDY)
+        assert tokens(first_of_one) == one
+        assert tokens(of_b) == alone(model, prompt(2), "b")
+
+
+def test_changes_of_peft_wait_for_a_forward() -> None:
+    """A layer in the making computes with the new adapter: no forward of another thread meets it."""
+    model = adapted(lora(target_modules=["q_proj"]))
+    base = model.get_base_model()
+    with Engine(model, block_size=4) as engine:
+        engine.generate([prompt(1)], max_new_tokens=1)
+        memory = memory_of(base)
+        done = threading.Event()
+
+        def add() -> None:
+            model.add_adapter("b", lora(r=4, target_modules=["k_proj"]))
+            done.set()
+
+        thread = threading.Thread(target=add)
+        with memory.lock:
+            thread.start()
+            assert not done.wait(0.3)
+            assert not hasattr(base.model.layers[0].self_attn.k_proj, "lora_A")
+        thread.join()
+        assert done.is_set()

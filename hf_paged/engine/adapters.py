@@ -24,7 +24,6 @@ from ..model.adapters.warmup import compiling
 from ..model.device_map import is_spread
 from ..model.identity import identity_of
 from ..model.snapshot import StateKey
-from ..model.switch import modules_of
 from ..model.tensor_parallel import local_part
 from ..scheduling import AdapterSlots, Names, Scheduler, SequenceGroup, TokenSequence
 from .forward_batch import ForwardBatch
@@ -129,7 +128,7 @@ class EngineAdapters:
         if found is None:
             self._configs = self._noted()
             unmerge_disabled(self.model)
-            found = self._in_model = LoraLayers(modules_of(self.model))
+            found = self._in_model = LoraLayers.of(self.model)
         return found
 
     def _noted(self) -> Any:
@@ -163,6 +162,13 @@ class EngineAdapters:
                 own.follow(self.model)
                 self._release(name)
         self._stepped.clear()
+        self._note_layers()
+
+    def follow_model(self) -> None:
+        """Requests run, and adapters have come to layers of the peft model, or left them: look at it again.
+        What runs keeps what is known of its adapters.
+        """
+        self._in_model = None
         self._note_layers()
 
     def _note_layers(self) -> None:

@@ -22,6 +22,7 @@ from ..blocks import check_salt, extra_key
 from ..kv import fork_safe_lock, in_forked_process
 from ..model.adapters.loading import HostAdapter
 from ..model.adapters.lora import LowRank
+from ..model.adapters.peft_changes import let_changes_wait
 from ..model.capture.replay import drop_captures
 from ..model.invariant.mode import batch_invariant, require_invariant
 from ..model.offloaded import input_device
@@ -92,6 +93,7 @@ class Engine:
         The options come by name or as `config`; help(hf_paged.EngineConfig) explains each.
         """
         check_transformers()
+        let_changes_wait()
         self.config = EngineConfig.of(config, options)
         inner: Any = base_model(model)
         self.model = inner
@@ -1058,6 +1060,7 @@ class Engine:
         also that no dropout is active.
         """
         running = len(self.scheduler.running)
+        let_changes_wait()
         if self.model.training and not (self._training and running):
             self._require_no_dropout()
         self._training = self.model.training
@@ -1070,6 +1073,9 @@ class Engine:
                 self._atomically(look)
             else:
                 look()
+            if self._model_check.adapters_moved:
+                self._model_check.adapters_moved = False
+                self._atomically(self._adapters.follow_model)
             if self._adapters.layers:
                 self._undelivered += self._atomically(self._loop.end_changed_adapters)
         if not running or self._adapters.layers:

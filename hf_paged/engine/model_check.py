@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..kv import fork_safe_lock
+from ..model.adapters.peft_layers import settled
 from ..model.dispatch import has_foreign_code, may_skip_autograd
 from ..model.identity import identity_of
 from ..model.patches import only_observes, restless_of
@@ -35,6 +36,8 @@ class ModelCheck:
         self._unreadable = False
         self._stepped = False
         """Whether an optimizer has taken a step on the weights: fused ones write without torch's counting."""
+        self.adapters_moved = False
+        """Set when adapters have come to layers, or left them, since whoever reads this has cleared it."""
         when_stepped(self)
         self._snapshot = ModelSnapshot(model, watch=True)
         self._check()
@@ -47,16 +50,26 @@ class ModelCheck:
             return True
         if self._snapshot.same_settings():
             return False
+        now = settled(self._look_anew)
+        if now is None:
+            return True
+        parameters = now.parameters()
+        if self._snapshot.parameters() != self._parameters:
+            return True  # meanwhile
+        self.adapters_moved |= now.modules != self._snapshot.modules
+        self._snapshot = now  # equal values in other objects, or adapters beside other layers
+        self._parameters = parameters
+        self._note_code()
+        return False
+
+    def _look_anew(self) -> ModelSnapshot | None:
+        """The model as it is, if it is the same one; None if it is another, or is being changed."""
         try:
             now = ModelSnapshot(self._snapshot.model, watch=True)
         except (KeyError, RuntimeError):  # another thread changes a setting at this moment
-            return True
+            return None
         differ = now.set_since(self._snapshot) - restless_of(now.model)
-        if differ or now.modules != self._snapshot.modules:
-            return True
-        self._snapshot = now  # equal values in other objects
-        self._note_code()
-        return False
+        return now if not differ and now.same_modules(self._snapshot) else None
 
     def _note_code(self) -> None:
         modules = self._snapshot.modules
@@ -125,6 +138,7 @@ class ModelCheck:
         self._note_code()
         self._parameters = snapshot.parameters()
         self._stepped = False
+        self.adapters_moved = False
         # Torch numbers hooks, and gives no number twice. Transformers' own, which collect hidden states,
         # come with the first picture.
         hooks = chain.from_iterable(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..kv import fork_safe_lock, in_forked_process
+from ..model.adapters.peft_changes import let_changes_wait
 from ..model.attention import NAME
 from ..model.device_map import forwards_without_hooks
 from ..model.dispatch import may_skip_autograd
@@ -112,6 +113,7 @@ class Call:
 
     def open(self, snapshots: CallSnapshots) -> None:
         """The call of generate() begins."""
+        let_changes_wait()
         if _plugs:
             settle_models()
         _running.add(self)

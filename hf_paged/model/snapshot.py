@@ -280,15 +280,29 @@ class ModelSnapshot:
         they may note in a forward how long it was (rotary positions).
         """
         known = dict(zip(map(id, before.modules), before._settings, strict=True))
+        wrappers = self._wrappers()
         found: set[tuple[type, str]] = set()
         for module, kind, settings in zip(self.modules, self._types, self._settings, strict=True):
             was = known.get(id(module), ((), ()))
-            if was != settings and self.is_calm(module):
+            if was != settings and self.is_calm(module) and id(module) not in wrappers:
                 old = dict(zip(*was, strict=True))
                 new = dict(zip(*settings, strict=True))
                 names = [name for name in old | new if old.get(name, NOTHING) != new.get(name, NOTHING)]
                 found.update((kind, name) for name in names)
         return frozenset(found)
+
+    def same_modules(self, other: ModelSnapshot) -> bool:
+        """True if both are of the same modules. A LoRA layer counts as the layer that it is wrapped around:
+        adapters come and go beside the model.
+        """
+        return self._base() == other._base()
+
+    def _base(self) -> set[int]:
+        return set(map(id, self.modules)) - self._wrappers()
+
+    def _wrappers(self) -> set[int]:
+        """The LoRA layers, by id, where adapters are apart from the model."""
+        return set(map(id, self.lora.layers)) if self.lora.apart else set()
 
     def is_calm(self, module: nn.Module) -> bool:
         """Whether a forward does not set the module's settings."""

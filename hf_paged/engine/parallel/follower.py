@@ -182,6 +182,9 @@ class Follower:
         checks = self.runner.eager.checks
         if received.checks:
             self._model_check.require_untouched(len(received.batch.rows))
+            if self._model_check.adapters_moved:
+                self._model_check.adapters_moved = False
+                self._adapters.follow_model()
         else:
             checks.skip(self._model_check.memory, decided=True)
         for preparation in received.preparations:

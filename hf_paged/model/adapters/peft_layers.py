@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -47,6 +49,21 @@ MODEL_SETTINGS = frozenset({"peft_config", "_hf_peft_config_loaded", "active_ada
 """What peft and transformers note on the model itself."""
 
 
+SETTLES = 0.2
+"""Seconds that another thread is given to finish a change of peft's, which goes from layer to layer."""
+T = TypeVar("T")
+
+
+def settled(look: Callable[[], T | None]) -> T | None:
+    """What a look at a model finds, once no other thread is in the middle of a change; None if it goes on
+    finding none.
+    """
+    last = time.monotonic() + SETTLES
+    while (found := look()) is None and threading.active_count() > 1 and time.monotonic() < last:
+        time.sleep(SETTLES / 100)
+    return found
+
+
 class LoraLayers:
     """The LoRA layers among a model's modules. False where there are none.
 
@@ -60,7 +77,7 @@ class LoraLayers:
         tuner_classes = _tuner_classes()
         tuners = [module for module in modules if isinstance(module, tuner_classes)] if tuner_classes else []
         self.layers: list[Any] = [module for module in tuners if isinstance(module, layer_class)]
-        self._first: Any = tuners[0] if tuners else None
+        self._first: Any = next(filter(has_adapters, self.layers), tuners[0] if tuners else None)
         self._merged = bool(self.layers) and bool(self.layers[0].merged_adapters)
         self.why_not = (_why_not(tuners, self.layers) or _why_not_local(self.layers)) if tuners else None
 
@@ -103,6 +120,20 @@ class LoraLayers:
                     return str(name)
         return None
 
+    @classmethod
+    def of(cls, model: nn.Module) -> LoraLayers:
+        """Those of a model, once no other thread is in the middle of a change: peft sets the active adapter
+        layer by layer.
+        """
+
+        def look() -> LoraLayers | None:
+            found = cls(modules_of(model))
+            layers = filter(has_adapters, found.layers)
+            states = {(tuple(layer.active_adapters), layer.disable_adapters) for layer in layers}
+            return found if len(states) < 2 else None
+
+        return settled(look) or cls(modules_of(model))
+
     def why_not_now(self) -> str | None:
         """`why_not` of layers that were apart, as they are now."""
         return _why_not(self.layers, self.layers)
@@ -122,6 +153,11 @@ class LoraLayers:
                 b = local_part(layer.lora_B[name].weight)
                 found[layer] = LowRank(a, b, float(layer.scaling[name]))
         return Adapter(found)
+
+
+def has_adapters(layer: Any) -> bool:
+    """True unless all adapters of a LoRA layer were deleted, which leaves it with no active one."""
+    return bool(layer.lora_A or layer.lora_embedding_A)
 
 
 def unmerge_disabled(model: nn.Module) -> None:
@@ -153,7 +189,7 @@ def _why_not(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
     others = [each for each in tuners if type(each).__name__ not in LINEAR or id(each) not in own]
     if others:
         return f"an adapter has parts of the kind {_kind_of(others[0])}"
-    first = layers[0]
+    first = next(filter(has_adapters, layers), layers[0])
     state = first.active_adapters, first.disable_adapters
     for layer in layers:
         if layer.merged_adapters:
@@ -169,7 +205,7 @@ def _why_not(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
             return "the dropout of an adapter is active (model.eval() turns it off)"
         if any(layer.lora_bias.values()):
             return "an adapter has biases"
-        if (layer.active_adapters, layer.disable_adapters) != state:
+        if has_adapters(layer) and (layer.active_adapters, layer.disable_adapters) != state:
             return "the layers have different active adapters"
         if "forward" in layer.__dict__ and own_forward(layer) is not None:
             return "a layer's forward was replaced"
