@@ -17,6 +17,7 @@ from releases import layers_say_dtype
 from tiny import build, config_class
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
+import hf_paged
 from hf_paged import PagedCache
 from hf_paged.config import CacheConfig
 from hf_paged.model.registry import memory_of
@@ -658,3 +659,25 @@ def test_a_pair_of_ours_answers_as_stocks(family: str, state: str) -> None:
     logits = [feed_pair(model, pair, 2, rows) for pair in (stock, paged)]
     torch.testing.assert_close(*logits, **CLOSE)
     assert_pairs_alike(stock, paged, f"{state}, gone on")
+
+
+@pytest.mark.parametrize("reuse", [False, True], ids=["", "prefixes"])
+def test_a_model_is_cast_while_an_answers_cache_is_kept(llama: Any, reuse: bool) -> None:
+    """The kept cache has its pool, the next call another; back in the first dtype both are there."""
+    ids = torch.randint(5, 90, (2, 9), generator=torch.Generator().manual_seed(1))
+    call = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    word = {"cache_implementation": "paged", "cache_config": {"block_size": 4, "prefix_caching": reuse}}
+    first = llama.generate(ids, **call, **word)
+    kept = first.past_key_values.to_dynamic()
+    expected = {}
+    for cast in (torch.bfloat16, torch.float64, torch.float32):
+        llama.to(cast)
+        expected[cast] = llama.generate(ids, **call).sequences
+        assert torch.equal(llama.generate(ids, **call, **word).sequences, expected[cast])
+    for one, other in zip(kept.layers, first.past_key_values.to_dynamic().layers, strict=True):
+        assert torch.equal(one.keys, other.keys)
+    longer = llama.generate(first.sequences, past_key_values=first.past_key_values, **call).sequences
+    assert torch.equal(longer, llama.generate(first.sequences, **call).sequences)
+    del first
+    llama.generate(ids, **call, **word)
+    assert len(hf_paged.stats(llama).pools) <= 4

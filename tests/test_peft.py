@@ -10,6 +10,7 @@ import pytest
 import torch
 from compare import assert_clean
 from families import BY_NAME, build
+from prefix_reuse import words
 from releases import prefixes_are_ignored
 
 import hf_paged
@@ -201,3 +202,53 @@ def test_layers_that_take_the_mean_of_all_tokens(ids: torch.Tensor) -> None:
                 **call, cache_implementation="paged", cache_config={"block_size": 4, "prefix_caching": True}
             )
             assert torch.equal(paged, model.generate(**call))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("new", [1, 3])
+def test_adapter_names_for_fewer_rows_than_there_are(model: Any, rows: int, new: int) -> None:
+    """peft does not repeat the names for several answers of a prompt: its own error, also where equal rows are
+    computed once.
+    """
+    ids = words(1, 7).repeat(rows, 1)
+    call = {"max_new_tokens": new, "do_sample": True, "num_return_sequences": 2}
+    for word in ({}, {"cache_implementation": "paged"}):
+        with pytest.raises(ValueError, match=f"got {rows} and {2 * rows} respectively"):
+            model.generate(ids, adapter_names=["one"] * rows, **call, **word)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [None, ["al", "other"] * 5, ["al", "__base__", "plain", "other", "al"] * 2],
+    ids=["active", "mixed", "mixed with others"],
+)
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 2}, {"prefill_chunk_size": 2}], ids=str)
+def test_equal_rows_of_an_alora_are_computed_once(names: list[str] | None, mode: dict[str, Any]) -> None:
+    """What peft tells its layers of each row is narrowed with the rows: the names and the invocation tokens."""
+    peft = pytest.importorskip("peft", reason="peft is an extra")
+    torch.manual_seed(0)
+
+    def config(tokens: list[int] | None) -> Any:
+        return peft.LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, alora_invocation_tokens=tokens
+        )
+
+    model = peft.get_peft_model(build(BY_NAME["llama"]), config([7, 8]), adapter_name="al").eval()
+    model.add_adapter("other", config([6, 7]))
+    model.add_adapter("plain", config(None))
+    rows = [[5, 6, 7, 8, 9], [9, 9, 7, 8, 5], [11, 12, 13, 14, 5], [7, 8, 7, 8, 6], [6, 7, 8, 9, 10]]
+    ids = torch.tensor(rows).repeat(2, 1)
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    call |= {**mode, "return_dict_in_generate": True, "output_scores": True}
+    call |= {} if names is None else {"adapter_names": names}
+    seen: list[int] = []
+    embedding = model.get_base_model().model.embed_tokens
+    handle = embedding.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    stock = model.generate(**call)
+    seen.clear()
+    paged = model.generate(**call, cache_implementation="paged")
+    handle.remove()
+    assert seen[0] == (10 if names is not None and names[0] != names[5] else 5)
+    assert torch.equal(stock.sequences, paged.sequences)
+    for one, other in zip(stock.scores, paged.scores, strict=True):
+        torch.testing.assert_close(other, one, atol=2e-4, rtol=2e-4)

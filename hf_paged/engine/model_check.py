@@ -40,6 +40,7 @@ class ModelCheck:
         """Set when adapters have come to layers, or left them, since whoever reads this has cleared it."""
         when_stepped(self)
         self._snapshot = ModelSnapshot(model, watch=True)
+        self._parameters = self._snapshot.parameters()
         self._check()
 
     def touched(self) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..config import CacheConfig
-from ..kv import LayerKind, Sequences
+from ..kv import Arithmetic, LayerKind, Sequences
 from ..model.layer import DIFFER, PagedLayer
 from ..model.lazy import Path
 from ..model.registry import base_model, memory_of
@@ -76,7 +76,11 @@ class PagedCache(DynamicCache):
         counts = Counter(slot.kind for slot in slots if slot.kind is not None)
         memory = memory_of(model)
         total = sum(counts.values())
-        groups = {kind: memory.group(kind, config, count, count / total) for kind, count in counts.items()}
+        arithmetic = Arithmetic.of(model)
+        groups = {
+            kind: memory.group(kind, config, count, count / total, arithmetic)
+            for kind, count in counts.items()
+        }
         for group in groups.values():
             group.kept = config.keep_pools
         across = None

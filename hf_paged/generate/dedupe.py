@@ -17,6 +17,7 @@ from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
+from ..model.adapters.apply import PEFT_KEYWORDS
 from ..model.cache_name import CACHE
 from ..model.offloaded import input_device
 from ..model.outputs import ROWS_FIRST, repeat_fields
@@ -137,7 +138,10 @@ def _comparable(model: nn.Module, arguments: Mapping[str, Any], rows: int) -> li
     if keeps_another_cache(kind) or why_random(model) is not None:
         return None
     tensors = rows_to_compare(arguments, rows)
-    adapters = adapters_by_row(model, rows)
+    try:
+        adapters = adapters_by_row(model, rows)
+    except ValueError:
+        return None  # peft's layers say what they were given
     if not tensors or adapters is None:
         return tensors or None
     return [*tensors, torch.tensor(adapters, device=tensors[0].device)]
@@ -258,36 +262,38 @@ def repeat_rows(value: Any, rows: int, index: torch.Tensor, layout: Any = ROWS_F
 
 @contextmanager
 def narrow_adapter_names(model: nn.Module, count: int, rows: Sequence[int]) -> Iterator[None]:
-    """Let peft's mixed batches of `count` rows see the adapter names of some rows only."""
-    changed: list[tuple[dict[str, Any], Any]] = []
+    """Let peft's mixed batches of `count` rows see the adapters of some rows only."""
+    changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for keywords in _adapter_keywords(model, count):
-            changed.append((keywords, keywords["adapter_names"]))
-            keywords["adapter_names"] = [keywords["adapter_names"][row] for row in rows]
+        for keywords, name in _adapter_keywords(model):
+            if len(keywords[name]) == count:
+                changed.append((keywords, name, keywords[name]))
+                keywords[name] = [keywords[name][row] for row in rows]
         yield
     finally:
-        for keywords, names in changed:
-            keywords["adapter_names"] = names
+        for keywords, name, values in changed:
+            keywords[name] = values
 
 
 def adapters_by_row(model: nn.Module, rows: int) -> list[int] | None:
     """A number for the adapters of each row, the same for the same adapters; None if rows have none of their
-    own.
+    own. Raises ValueError if peft was given adapters for another number of rows.
     """
-    told = {id(names): names for names in (each["adapter_names"] for each in _adapter_keywords(model, rows))}
+    told = {id(keywords[name]): keywords[name] for keywords, name in _adapter_keywords(model)}
     if not told:
         return None
-    numbers: dict[tuple[str, ...], int] = {}
-    return [numbers.setdefault(names, len(numbers)) for names in zip(*told.values(), strict=True)]
+    by_row = [values for values in told.values() if len(values) == rows]  # others are an encoder's
+    if not by_row:
+        raise ValueError(f"peft was given adapters for another number of rows than {rows}")
+    numbers: dict[tuple[Any, ...], int] = {}
+    return [numbers.setdefault(each, len(numbers)) for each in zip(*by_row, strict=True)]
 
 
-def _adapter_keywords(model: nn.Module, rows: int) -> Iterator[dict[str, Any]]:
-    """The keywords of the hooks with which peft hands each layer its rows' adapters."""
+def _adapter_keywords(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """The keywords of the hooks with which peft hands each layer what is of its rows, and their names."""
     for module in modules_of(model):
         for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, partial) and _is_list_of(hook.keywords.get("adapter_names"), rows):
-                yield hook.keywords
-
-
-def _is_list_of(value: object, rows: int) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == rows
+            for name in PEFT_KEYWORDS if isinstance(hook, partial) else ():
+                values = hook.keywords.get(name)
+                if isinstance(values, Sequence) and not isinstance(values, str):
+                    yield hook.keywords, name

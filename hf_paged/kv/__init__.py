@@ -3,7 +3,7 @@
 from .batch import Batch, RowBatch
 from .flat import FlatBatch
 from .forks import fork_safe_lock, in_forked_process
-from .group import LayerGroup, Memory, is_out_of_memory
+from .group import Arithmetic, LayerGroup, Memory, is_out_of_memory
 from .history import TokenHistory
 from .host import HostBlocks, Transfer
 from .layout import LayerKind, Layout
@@ -17,6 +17,7 @@ from .static import StaticBatch
 from .store import Store, tensors_agree
 
 __all__ = [
+    "Arithmetic",
     "Batch",
     "FlatBatch",
     "HostBlocks",

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -45,7 +45,21 @@ class Observer(Protocol):
         """The stores of a group move, or go."""
 
 
-GroupKey = tuple[LayerKind, CacheConfig, object | None]  # the last one is the owner
+class Arithmetic(NamedTuple):
+    """Where and in what numbers a model computes. Caches from before and after a cast have pools apart."""
+
+    dtype: torch.dtype
+    device: torch.device
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(cls, model: Any) -> Arithmetic:
+        kind = model.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return cls(model.dtype, model.device, autocast)
+
+
+GroupKey = tuple[LayerKind, CacheConfig, object | None]  # the last one is the owner, or an `Arithmetic`
 
 
 class LayerGroup:
@@ -415,13 +429,17 @@ class Memory:
         self, kind: LayerKind, config: CacheConfig, layers: int, share: float, owner: object | None = None
     ) -> LayerGroup:
         """The group of `kind` under `config`: other options mean another pool, so no call changes the options
-        of a pool in use. An owner's groups are shared with no other cache.
+        of a pool in use. An owner's groups are shared with no other cache; an `Arithmetic` is all caches'
+        that compute so.
         """
         key = kind, config, owner
         with self.lock:
             self.drain()
             for other in self.groups.values():
                 used = other.pool.held or other.pool.cached or other.on_ranks
+                if isinstance(owner, Arithmetic) and isinstance(other.key[2], Arithmetic):
+                    # What is cached there was computed before a cast: nobody finds it any more.
+                    used = other.pool.held or (used and other.key[2] == owner)
                 if other.kind == kind and other.key != key and not used:
                     other.give_back()
             if key not in self.groups:
