@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import warnings
@@ -37,11 +38,23 @@ def why_not(model: Any, generation_config: Any, slots: list[Slot] | None = None)
         return state_alone if getattr(model, "_is_stateful", False) else f"{name}.forward takes no {CACHE}"
     slots = [] if slots is None else slots
     slots += slots_of(model, cross=False)
+    if any(adds_layers(type(module)) for module in (model, model.get_decoder())):
+        return f"{name} adds layers to its cache while it runs, as copies of others"
     if all(isinstance(slot.source, STATE) and slot.kind is None for slot in slots):
         return state_alone
     if all(slot.kind is None for slot in slots):
         return f"no layer of {name} keeps plain keys and values"
     return None
+
+
+@functools.cache
+def adds_layers(kind: Any) -> bool:
+    """True for a class whose forward copies layers of its cache: a model that runs its layers in loops, each
+    of which has keys and values of its own.
+    """
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    instructions = [] if code is None else dis.get_instructions(code)
+    return any((each.opname, each.argval) == ("STORE_ATTR", "layers") for each in instructions)
 
 
 @functools.cache
