@@ -78,12 +78,13 @@ def test_requests_that_come_together_are_looked_at_once(
 ) -> None:
     """A rollout submits its prompts to an idle engine, and each has what is active then."""
     looks: list[Any] = []
+    look = LoraLayers.of
 
-    def layers(*given: Any) -> LoraLayers:
-        looks.append(given)
-        return LoraLayers(*given)
+    def layers(model: Any) -> LoraLayers:
+        looks.append(model)
+        return look(model)
 
-    monkeypatch.setattr("hf_paged.engine.adapters.LoraLayers", layers)
+    monkeypatch.setattr(LoraLayers, "of", layers)
     ids = [prompt(i) for i in range(5)]
     names = ["one", "two", "two", "three", "one"]
     handles = []

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -555,3 +556,17 @@ def test_the_page_names_every_flag_field_and_metric() -> None:
         assert f"`{name}" in page, name
     for line in page.splitlines():
         assert len(line) <= 150 or line.startswith("|"), line
+
+
+def test_a_full_disk_is_said_where_it_can_be(tmp_path: Path) -> None:
+    """The log cannot be written at the start: why it ends is on the other stream, and the code is not 0."""
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "hf_paged", "serve", str(tmp_path / "none")],
+            stdout=subprocess.PIPE, stderr=full, text=True, timeout=600, check=False,
+        )  # fmt: skip
+    assert run.returncode == 1
+    assert "hf-paged serve: " in run.stdout
+    assert "No space left" in run.stdout

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ pytest.importorskip("fastapi")
 from serving import GUARD, Served, serving, until
 
 from hf_paged.serve import connection
+from hf_paged.serve.guard import Guard
 
 BEGIN = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
 CHUNKED = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -160,3 +163,66 @@ def test_a_whole_answer_that_is_not_read_is_closed(served: Served) -> None:
     until(counted)
     unread.close()
     assert served.client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("size", [70_000, 120_000])
+@pytest.mark.parametrize("where", ["header", "path", "body behind it"])
+def test_a_long_head_in_one_piece_is_refused(served: Served, size: int, where: str) -> None:
+    """The limit is of the head, whatever comes with it in one read."""
+    head = {
+        "header": BEGIN + b"x: " + b"a" * size + b"\r\n\r\n",
+        "path": b"GET /" + b"a" * size + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        "body behind it": b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\nx: "
+        + b"a" * size
+        + b"\r\n\r\n{}",
+    }[where]
+    with connect(served) as client:
+        client.sendall(head)
+        answer = rest(client)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert "65536 bytes" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_a_head_below_the_limit_is_taken(served: Served) -> None:
+    with connect(served) as client:
+        client.sendall(BEGIN + b"authorization: Bearer red\r\nconnection: close\r\nx: " + b"a" * 60_000 + b"\r\n\r\n")
+        assert rest(client).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("text", [b"no HTTP at all\r\n\r\n", b"GET / HTTP/1.1\r\nbad header\r\n\r\n"])
+def test_what_is_no_http_gets_an_error_of_the_usual_form(served: Served, text: bytes) -> None:
+    with connect(served) as client:
+        client.sendall(text)
+        head, _, body = rest(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"content-type: application/json" in head
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_an_answer_that_the_end_of_the_server_breaks_off_says_so(served: Served) -> None:
+    """A load of an adapter, say, that a drain does not wait for: 503 in the usual form, and no bare 500."""
+    sent: list[Any] = []
+
+    begun = asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        begun.set()
+        await asyncio.sleep(3600)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        guard = Guard(endless, served.service)
+        headers = [(b"host", b"localhost"), (b"authorization", b"Bearer red")]
+        scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers, "query_string": b""}
+        task = asyncio.create_task(guard(scope, None, send))
+        await begun.wait()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+
+    asyncio.run(run())
+    assert sent[0]["status"] == 503
+    assert json.loads(sent[1]["body"])["error"]["code"] == "shutting_down"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.server
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from PIL import Image
 from serving import Served, events, serving
 from words_and_pictures import llava, picture
 
+from hf_paged.serve import images
 from hf_paged.serve.errors import ApiError
 from hf_paged.serve.images import ChatPrompt, Images
 from hf_paged.serve.loading import Source
@@ -333,3 +336,37 @@ def test_random_bytes_as_images(served: Served) -> None:
             assert response.status_code in (200, 400, 413), response.text
             if response.status_code == 200:
                 assert not any("error" in each for each in events(response.text))
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nx: ", b""], ids=["head", "status line"])
+def test_a_host_that_drips_its_head_is_left_in_time(
+    seer: tuple[Any, Any], head: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte comes in time, and the head never ends: the deadline is of the whole fetch."""
+    monkeypatch.setattr(images, "FETCH_SECONDS", 0.5)
+    over = threading.Event()
+    dripped = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        with client:
+            client.sendall(head)
+            try:
+                while not over.wait(0.05):
+                    client.sendall(b"a")
+            except OSError:
+                dripped.set()  # the fetcher has left
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        fetcher = Images(seer[1], ServerLimits(), ("127.0.0.1",))
+        try:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/a.png"
+            with pytest.raises(ApiError, match=r"took longer than 0\.5 s"):
+                asyncio.run(fetcher.prompt("a", [url], False))
+            assert dripped.wait(60)
+        finally:
+            over.set()
+            thread.join()
+            fetcher.close()

@@ -125,7 +125,9 @@ def test_c43_a_key_keeps_its_share_of_the_cache() -> None:
         for i in range(30):
             ask("loud", [100 + i, *range(20, 119)], cache_salt=str(i))
         assert [ask("quiet", prompt) for prompt in mine] == [79] * 3
-        assert "tenant" not in served.client.get("/metrics", headers=asking("loud")).text
+        refused = served.client.get("/metrics", headers=asking("loud"))
+        assert refused.status_code == 403
+        assert "admin key" in refused.json()["error"]["message"]
         metrics = served.client.get("/metrics", headers=asking("boss")).text
         assert 'hf_paged:prefix_cache_blocks{model_name="demo",tenant="key-1"} 30' in metrics
         assert 'hf_paged:prefix_cache_lost_blocks_total{model_name="demo",tenant="key-1"}' not in metrics

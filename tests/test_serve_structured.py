@@ -189,7 +189,7 @@ def test_a_hostile_grammar_stops_nothing_else() -> None:
             each.start()
         until(lambda: served.service.admission.in_flight == len(threads))
         begun = time.monotonic()
-        assert served.client.get("/metrics").status_code == 200
+        assert served.client.get("/v1/models").status_code == 200
         assert served.complete("The fox", max_tokens=5)["choices"][0]["text"]
         found = served.post(
             "/v1/completions",
@@ -213,3 +213,13 @@ def test_a_form_that_cannot_be_followed_is_the_clients_error(served: Served) -> 
     assert "too complex" in response.json()["error"]["message"]
     *_, last = served.stream(prompt="The fox", **fields)
     assert last["error"]["type"] == "invalid_request_error"
+
+
+def test_thousands_of_choices_are_served() -> None:
+    """They were compiled, and refused in the middle of the answer."""
+    choices = [f"{'abcdefghij'[i % 10]} story {i}" for i in range(3000)]
+    body = {"prompt": "The fox", "max_tokens": 40, "guided_choice": choices}
+    with serving() as served:
+        answer = served.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] in choices

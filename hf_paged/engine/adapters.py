@@ -62,6 +62,9 @@ class EngineAdapters:
     engine was given are its own: they wait on the host, and come to the device when a request needs them.
     """
 
+    _over = False
+    """True once the engine was closed: nobody needs an adapter that is still being read."""
+
     def __init__(self, model: nn.Module, slots: int, device: torch.device, kernels: str) -> None:
         parameter = next(model.parameters())
         self.model = model
@@ -202,6 +205,7 @@ class EngineAdapters:
         self._loading.clear()
         self._last = None
         self._indexed = None
+        self._over = True
         if self._compiling is not None:
             self._compiling.stop()
 
@@ -224,7 +228,7 @@ class EngineAdapters:
         if not isinstance(name, str) or name in ("", BASE, ACTIVE):
             raise ValueError(f"name={name!r} cannot name an adapter; give another text")
         self.require_new(name)
-        return load_adapter(self.model, source, config, name)
+        return load_adapter(self.model, source, config, name, lambda: self._over)
 
     def hold(self, layers: Mapping[str, LowRank]) -> HostAdapter:
         """An adapter on the host, on several ranks the part of this one."""

@@ -293,7 +293,8 @@ def _adapter_keywords(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     """The keywords of the hooks with which peft hands each layer what is of its rows, and their names."""
     for module in modules_of(model):
         for hook in module._forward_pre_hooks.values():
-            for name in PEFT_KEYWORDS if isinstance(hook, partial) else ():
-                values = hook.keywords.get(name)
+            keywords = hook.keywords if isinstance(hook, partial) else {}
+            for name in PEFT_KEYWORDS:
+                values = keywords.get(name)
                 if isinstance(values, Sequence) and not isinstance(values, str):
-                    yield hook.keywords, name
+                    yield keywords, name

@@ -38,7 +38,8 @@ def why_not(model: Any, generation_config: Any, slots: list[Slot] | None = None)
         return state_alone if getattr(model, "_is_stateful", False) else f"{name}.forward takes no {CACHE}"
     slots = [] if slots is None else slots
     slots += slots_of(model, cross=False)
-    if any(adds_layers(type(module)) for module in (model, model.get_decoder())):
+    kinds: list[Any] = [type(model), type(model.get_decoder())]
+    if any(map(adds_layers, kinds)):
         return f"{name} adds layers to its cache while it runs, as copies of others"
     if all(isinstance(slot.source, STATE) and slot.kind is None for slot in slots):
         return state_alone

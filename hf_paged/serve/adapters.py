@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,9 +11,6 @@ from typing import Any
 
 from .engine_client import CallError, EngineClient
 from .errors import ApiError, invalid
-
-CONFIG = "adapter_config.json"
-"""What a folder of peft's has in it."""
 
 
 @dataclass(eq=False)
@@ -101,15 +97,11 @@ class Adapters:
             self._leave(old)
 
     async def _load(self, own: str, path: str) -> None:
-        if not os.path.isfile(os.path.join(path, CONFIG)):
-            raise ApiError(
-                404,
-                f"{path[:200]!r} is no folder with {CONFIG} in it; give one as peft saves it",
-                "lora_path",
-            )
         try:
             await self._engine.call("add_adapter", own, path)
         except CallError as error:  # whatever a reader of files raises
+            if error.kind == "FileNotFoundError":
+                raise ApiError(404, str(error), "lora_path") from error
             raise invalid(
                 f"the adapter cannot be loaded: {error.kind}: {error!s:.500}", "lora_path"
             ) from error

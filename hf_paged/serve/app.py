@@ -197,9 +197,11 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": openapi.TEXT}})
     async def metrics(request: Request) -> Response:
+        tenant = Context.of(request.scope).tenant
+        if not tenant.sees_all and len(service.keys.names) > 1:
+            raise ApiError(403, "metrics count the requests of all keys; scrape them with an admin key")
         stats = await service.engine.call("stats")
         infos = service.adapters.shown(await service.engine.call("adapters"))
-        tenant = Context.of(request.scope).tenant
         text = service.metrics.exposition(stats, service.admission.in_flight, infos, tenant.sees_all)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import webbrowser
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -278,10 +280,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and given.command != "serve":  # a reader, as head, has enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        print(f"{command.prog}: {error}", file=sys.stderr)
+        _complain(f"{command.prog}: {error}")
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _complain(text: str) -> None:
+    """Write why a command ends: to stderr, or where that cannot be written (a full disk), to stdout."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError as error:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what it still holds fails again at exit
+        with suppress(OSError):
+            print(f"{text} (stderr: {error.strerror})", flush=True)
 
 
 def source_of(given: argparse.Namespace) -> Any:
@@ -475,7 +487,7 @@ def adapter_sources(given: Sequence[str], models: Sequence[str]) -> dict[str, st
     """Where adapters lie, by name: of name=path, or of JSON with both as vLLM takes it. models: the names of
     the model.
     """
-    from .adapters import CONFIG
+    from ..model.adapters.files import CONFIG
     from .loading import LOCAL
 
     found: dict[str, str] = {}
@@ -652,8 +664,12 @@ def chat_template_of(given: argparse.Namespace, tokenizer: Any) -> str | None:
         raise ValueError(
             f"--chat-template is broken in line {error.lineno}: {error.message}; give a Jinja template"
         ) from error
-    except Exception:  # it may want more than this message
-        pass
+    except Exception as error:  # it may want more than this message, and requests get what it says
+        logging.getLogger("hf_paged.serve").info(
+            "--chat-template writes no lone message of a user (%s: %s); requests that it refuses are 400",
+            type(error).__name__,
+            error,
+        )
     return template
 
 
@@ -671,8 +687,6 @@ def response_template_of(given: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _warn_if_open(options: Any) -> None:
-    import logging
-
     if not (options.api_keys or options.admin_api_keys):
         log = logging.getLogger("hf_paged.serve")
         if options.loopback:

@@ -30,6 +30,8 @@ class Connection(HttpToolsProtocol):
         self._root_path = service.options.root_path
         self._received = 0
         """Bytes since the last complete head, part of a body, or end."""
+        self._head_bytes = 0
+        """Those of a head's names and values so far."""
         self._head: asyncio.TimerHandle | None = None
         """Closes the connection unless a head becomes complete."""
         self._unread: asyncio.TimerHandle | None = None
@@ -56,6 +58,18 @@ class Connection(HttpToolsProtocol):
         elif self._head is None and self._idle:  # uvicorn's own timer has ended with these bytes
             self._expect_head()
 
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._head_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value) + len(b": \r\n")
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._received = 0
         self._cancel_timers(self._head)
@@ -63,6 +77,8 @@ class Connection(HttpToolsProtocol):
         path = self.url.partition(b"?")[0].decode("latin-1").removeprefix(self._root_path)
         full = len(self.tasks) >= self._limits.connections and path not in OPEN_PATHS
         self.app = _refuse_busy if full else self.config.loaded_app
+        if self._head_bytes > HEAD_BYTES:  # which came in one piece
+            self.app = _refuse_head
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -86,12 +102,19 @@ class Connection(HttpToolsProtocol):
         if not self._idle:
             self.transport.abort()
             return
-        error = ApiError(431, f"the head has more than {HEAD_BYTES} bytes; send fewer and shorter headers")
+        self._end_with(_long_head(), "431 Request Header Fields Too Large")
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP gets the form of all errors, and the connection ends."""
+        if self._head_bytes > HEAD_BYTES:  # the parser takes no longer path, either
+            self._refuse()
+            return
+        self._end_with(ApiError(400, f"this is no valid HTTP request: {msg}"), "400 Bad Request")
+
+    def _end_with(self, error: ApiError, status: str) -> None:
         body = json.dumps(error.body).encode()
-        head = "HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-        self.transport.write(
-            f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
-        )
+        head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
         self.transport.close()
 
     # ---- clients that do not read
@@ -123,3 +146,14 @@ async def _refuse_busy(scope: Scope, receive: Receive, send: Send) -> None:
     """The answer beyond --limit-connections."""
     error = unavailable("too many requests are being answered; try again soon", 1, "too_many_connections")
     await JSONResponse(error.body, error.status, headers=error.headers)(scope, receive, send)
+
+
+def _long_head() -> ApiError:
+    return ApiError(431, f"the head has more than {HEAD_BYTES} bytes; send fewer and shorter headers")
+
+
+async def _refuse_head(scope: Scope, receive: Receive, send: Send) -> None:
+    """The answer to a head that is too long, behind which the connection ends."""
+    error = _long_head()
+    headers = {"connection": "close"}
+    await JSONResponse(error.body, error.status, headers=headers)(scope, receive, send)

@@ -20,6 +20,7 @@ from ..engine import Engine, Handle, Output
 from ..engine.background import use_device
 from ..engine.outputs.output import NewTokens
 from ..engine.requests.prompts import words_of
+from ..model.adapters.files import require_folder
 from ..model.registry import invalidate
 from ..trace import Step, encode_header
 from .facts import ModelFacts
@@ -85,7 +86,7 @@ class EngineHost:
         self._calls: dict[str, Callable[..., Any]] = {
             "stats": engine.stats,
             "adapters": engine.adapters,
-            "add_adapter": engine.add_adapter,
+            "add_adapter": partial(add_folder, engine),
             "remove_adapter": engine.remove_adapter,
             "grammar": self._processors.compile,
             "prepare": self._processors.prepare,
@@ -278,6 +279,12 @@ class EngineHost:
         if output is not None:
             del self._requests[ticket]
         return Progress(ticket, new, scores, None if output is None else End.of(output))
+
+
+def add_folder(engine: Engine, name: str, folder: str) -> None:
+    """Let requests name the adapter in a folder of this machine."""
+    require_folder(folder, lambda: engine.closed)
+    engine.add_adapter(name, folder)
 
 
 def _plain(request: _HostedRequest, new: NewTokens) -> bool:

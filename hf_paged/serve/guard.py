@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -13,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .context import KEY, Context
-from .errors import ApiError
+from .errors import ApiError, unavailable
 from .keys import Tenant, bearer
 from .service import Service
 
@@ -62,6 +63,11 @@ class Guard:
         except Exception:
             log.exception("unexpected error", extra={"request_id": context.request_id})
             await answer.fail(ApiError(500, "the server failed; see its log"), scope, receive)
+        except asyncio.CancelledError:  # the server ends, and does not wait for this answer
+            await answer.fail(
+                unavailable("the server ends; send the request again", 30, "shutting_down"), scope, receive
+            )
+            raise
         finally:
             self._note(scope, headers, context, answer.status, time.monotonic() - begun)
 

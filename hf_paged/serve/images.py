@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 import re
+import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.client import HTTPException
+from contextlib import contextmanager, suppress
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from io import BytesIO
 from typing import Any, NamedTuple, TypeVar
-from urllib.request import HTTPRedirectHandler, build_opener
+from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, build_opener
 
 from .admission import ByteBudget
 from .errors import invalid, too_large
@@ -122,15 +126,17 @@ class Images:
         end = time.monotonic() + FETCH_SECONDS
         found = bytearray()
         try:
-            with build_opener(_NoRedirects).open(url, timeout=FETCH_SECONDS) as answer:
+            with build_opener(_NoRedirects, _InTime(end)).open(url, timeout=FETCH_SECONDS) as answer:
                 while piece := answer.read1():
                     found += piece
                     if len(found) > most:
                         raise too_large(f"the image at {url[:80]!r} has more than {most} bytes", "messages")
-                    if time.monotonic() > end:
-                        raise TimeoutError(f"it took longer than {FETCH_SECONDS:g} s")
+            if time.monotonic() > end:
+                raise TimeoutError
         except (OSError, HTTPException, ValueError) as error:
-            raise invalid(f"the image at {url[:80]!r} cannot be read: {error!s:.200}", "messages") from error
+            late = time.monotonic() > end
+            why = f"it took longer than {FETCH_SECONDS:g} s" if late else f"{error!s:.200}"
+            raise invalid(f"the image at {url[:80]!r} cannot be read: {why}", "messages") from error
         return bytes(found)
 
     def _decoded(self, files: Sequence[bytes]) -> Iterator[Any]:
@@ -171,6 +177,38 @@ class _NoRedirects(HTTPRedirectHandler):
 
     def redirect_request(self, *arguments: Any) -> None:
         return None
+
+
+class _InTime(HTTPHandler, HTTPSHandler):
+    """Connections that end at a time, whatever the other side sends, and however slowly."""
+
+    def __init__(self, end: float) -> None:
+        HTTPSHandler.__init__(self)
+        self._end = end
+
+    def http_open(self, request: Any) -> Any:
+        return self.do_open(partial(self._made, HTTPConnection), request)
+
+    def https_open(self, request: Any) -> Any:
+        return self.do_open(partial(self._made, HTTPSConnection), request)
+
+    def _made(self, kind: Any, host: str, **options: Any) -> Any:
+        connection = kind(host, **options)
+        connection._create_connection = self._connected  # below TLS, whose handshake may be slow, too
+        return connection
+
+    def _connected(self, *arguments: Any) -> socket.socket:
+        made = socket.create_connection(*arguments)
+        twin = socket.socket(fileno=os.dup(made.fileno()))  # of its own: TLS takes the first one's place
+        timer = threading.Timer(max(0.0, self._end - time.monotonic()), _shut, [twin])
+        timer.daemon = True
+        timer.start()
+        return made
+
+
+def _shut(connection: socket.socket) -> None:
+    with connection, suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _of_data(url: str) -> bytes:

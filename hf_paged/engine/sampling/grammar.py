@@ -39,8 +39,10 @@ def regex_grammar(pattern: str) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """The grammar of some texts."""
-    return lark_grammar("start: " + " | ".join(json.dumps(each) for each in choices))
+    """The grammar of some texts. They are one terminal: thousands of rules would pass a limit of llguidance's
+    in the middle of an answer.
+    """
+    return lark_grammar("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(each) for each in choices))
 
 
 def lark_grammar(grammar: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from ..tensor_parallel import local_part, mesh_of
 from ..weights_digest import host_bytes
 from .divided import part_here
+from .files import read_folder
 from .lora import Adapter, LowRank
 
 KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.([^.]+))?\.weight")
@@ -113,11 +114,14 @@ def _padded(part: LowRank) -> LowRank:
     )
 
 
-def load_adapter(model: nn.Module, source: Any, config: Any, name: str) -> dict[str, LowRank]:
+def load_adapter(
+    model: nn.Module, source: Any, config: Any, name: str, over: Callable[[], bool] = lambda: False
+) -> dict[str, LowRank]:
     """An adapter from a folder as peft saves it, from a state dict with its LoraConfig, or from another peft
-    model that has an adapter of that name: what it adds to layers, by their names.
+    model that has an adapter of that name: what it adds to layers, by their names. over: true as soon as
+    files need not be read any more.
     """
-    state, config = _read(source, config, name)
+    state, config = _read(source, config, name, over)
     _check(config)
     halves: dict[str, dict[str, torch.Tensor]] = {}
     others = []
@@ -177,7 +181,9 @@ def _is_of_model(model: nn.Module, key: str, tensor: torch.Tensor) -> bool:
     return torch.equal(known.detach().to(tensor), tensor)
 
 
-def _read(source: Any, config: Any, name: str) -> tuple[Mapping[str, torch.Tensor], Any]:
+def _read(
+    source: Any, config: Any, name: str, over: Callable[[], bool]
+) -> tuple[Mapping[str, torch.Tensor], Any]:
     """An adapter's state dict and its LoraConfig."""
     try:
         import peft
@@ -185,6 +191,8 @@ def _read(source: Any, config: Any, name: str) -> tuple[Mapping[str, torch.Tenso
         raise ImportError("adapters need peft: pip install 'hf_paged[peft]'") from error
     if isinstance(source, (str, os.PathLike)):
         path = os.fspath(source)
+        if os.path.isdir(path):
+            return read_folder(path, config, over)
         found: Any = peft.PeftConfig.from_pretrained(path) if config is None else config
         return peft.load_peft_weights(path, device="cpu"), found
     configs = getattr(source, "peft_config", None)
