@@ -21,6 +21,7 @@ from dropout import train_with_dropout
 from engine_answers import PROMPTS
 from engine_logprobs import one_forward
 from families import BY_NAME, build
+from processes import LIMIT
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
 from transformers.generation.continuous_batching.utils import WorkloadHints
@@ -36,7 +37,7 @@ from hf_paged.model.registry import memory_of
 NEW = 6
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
 SMALL = {PAGE: 4, "num_blocks": 60}
-GUARD = 30.0
+GUARD = LIMIT
 
 
 @pytest.fixture

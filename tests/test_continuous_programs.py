@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import LIMIT
 from transformers.utils.import_utils import is_serve_available
 
 import hf_paged
@@ -21,7 +22,7 @@ from hf_paged import demo
 from hf_paged.continuous.engines import PLACE
 
 CHAT = "{% for each in messages %}{{ each.content }}{% endfor %}"
-GUARD = 60.0
+GUARD = LIMIT
 
 
 def ask(url: str, body: dict[str, Any] | None = None) -> Any:

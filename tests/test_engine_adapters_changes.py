@@ -16,6 +16,7 @@ from adapters import adapted, lora
 from captures import counts, drop, policy, reasons
 from families import BY_NAME, build
 from kernel_cases import load
+from processes import LIMIT
 from tape import rerun
 
 from hf_paged import Engine
@@ -337,7 +338,7 @@ def test_one_that_leaves_goes_with_its_last_request(model: Any) -> None:
         handle = engine.submit(prompt(1), max_new_tokens=60, do_sample=False, adapter="one")
         engine.remove_adapter("one", when="idle")
         handle.result()
-        end = time.monotonic() + 10
+        end = time.monotonic() + LIMIT
         while engine.adapters() and time.monotonic() < end:
             time.sleep(0.01)
         assert engine.adapters() == {}

@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from processes import LIMIT
+
 from hf_paged import Engine, demo
 from hf_paged.engine.sampling.grammar import Grammars, json_grammar, regex_grammar
 from hf_paged.engine.sampling.grammar_trials import CPU_SECONDS, MEMORY, GrammarError
@@ -51,13 +53,13 @@ def test_a_hostile_grammar_is_refused_and_others_do_not_wait(grammars: Grammars,
     for i in range(5):
         grammars.compiled(regex_grammar(f"{name} fox {i}"))
     assert not refused
-    thread.join(60)
+    thread.join(LIMIT)
     assert f"more than {CPU_SECONDS} s" in refused[0]
     assert "multipleOf" in refused[0]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MEMORY >> 12
-    begun = time.monotonic()
+    begun = time.process_time()
     ask()
-    assert time.monotonic() - begun < 0.5
+    assert time.process_time() - begun < 0.5
     assert refused[1] == refused[0]
 
 
@@ -78,7 +80,7 @@ def test_an_engine_computes_meanwhile(grammars: Grammars) -> None:
         output = engine.submit([5], max_new_tokens=9, do_sample=False, logits_processor=[processor]).result()
         assert output.sequences[0].finish_reason == "stop"
         assert not found
-        thread.join(60)
+        thread.join(LIMIT)
         engine.check()
 
 

@@ -20,6 +20,7 @@ from captures import counts, forms, policy, pool_of, reasons, sizes
 from compiling import MODELS, Compiler, Specialisation, make, noting_compiler  # noqa: F401  # a fixture
 from engine_answers import alone, answers
 from kernel_cases import GPU
+from processes import LIMIT
 
 from hf_paged.engine import Engine, Unservable, loop, runner
 from hf_paged.engine import warmup as warming
@@ -258,7 +259,7 @@ def test_threads_end_where_the_model_is_refused(compiler: Compiler, monkeypatch:
     monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})
 
     def apart(*given: Any) -> float:
-        end = time.monotonic() + 30
+        end = time.monotonic() + LIMIT
         while not compiler.params and time.monotonic() < end:
             time.sleep(0.01)
         return 1.0

@@ -16,6 +16,7 @@ from engine_answers import answers
 from families import BY_NAME, build
 from interrupting import DRIVING, OUTER, Interrupted
 from invariance import compiles
+from processes import LIMIT
 from releases import RENAMED
 
 import hf_paged
@@ -77,7 +78,7 @@ def in_another_thread(act: Callable[[], Any]) -> Any:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(act()), daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(LIMIT)
     assert found, "a lock is held by a thread that is done with it"
     return found[0]
 

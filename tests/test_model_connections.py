@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+from processes import LIMIT
 
 from hf_paged.model.connections import Connections
 
@@ -17,7 +18,7 @@ SIZE = 3
 
 def _connected() -> dict[int, Connections]:
     """Three ranks, as threads that meet as ranks do."""
-    meeting = threading.Barrier(SIZE, timeout=20)
+    meeting = threading.Barrier(SIZE, timeout=LIMIT)
     values: list[Any] = [None] * SIZE
     found: dict[int, Connections] = {}
 
@@ -40,7 +41,7 @@ def _connected() -> dict[int, Connections]:
 
 
 def _closed(connections: Connections) -> list[int]:
-    end = time.monotonic() + 5
+    end = time.monotonic() + LIMIT
     found: list[int] = []
     while not found and time.monotonic() < end:
         found = connections.closed()
@@ -96,7 +97,7 @@ def test_votes_of_all_ranks() -> None:
     for each in threads:
         each.start()
     for each in threads:
-        each.join(20)
+        each.join(LIMIT)
     for rank in ranks:
         assert found[rank][:50] == [[0, -2, 0, 2**40]] * 50
         assert [type(each) for each in found[rank][50:]] == [ConnectionResetError] * (rank != 2)
@@ -122,7 +123,7 @@ def test_who_waits_is_let_go(waiting: str) -> None:
     thread.join(0.2)
     assert thread.is_alive()
     ranks[rank].shut()
-    thread.join(5)
+    thread.join(LIMIT)
     assert trouble
     for each in ranks.values():
         each.close()
@@ -146,7 +147,7 @@ def test_a_signal_in_the_middle_of_a_message_takes_nothing_of_it() -> None:
         signal.signal(signal.SIGALRM, before)
     assert heard
     for each in others:
-        each.join(20)
+        each.join(LIMIT)
     for rank in ranks.values():
         rank.close()
 

@@ -16,6 +16,7 @@ import torch
 from families import BY_NAME, build
 from invariance import compiles, model_of
 from modes import MODES
+from processes import LIMIT
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -266,7 +267,7 @@ def test_one_object_in_two_threads() -> None:
     def work() -> None:
         with mode:
             entered.set()
-            left.wait(10)
+            left.wait(LIMIT)
             found.append(invariant.get())
         found.extend((invariant.get(), mode_depths()))
 
@@ -274,7 +275,7 @@ def test_one_object_in_two_threads() -> None:
     with Passing():
         with mode:
             thread.start()
-            entered.wait(10)
+            entered.wait(LIMIT)
         assert (invariant.get(), mode_depths()) == (False, (0, 1))
     left.set()
     thread.join()

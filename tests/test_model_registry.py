@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import BY_NAME, build
+from processes import LIMIT
 
 from hf_paged.engine import Engine
 from hf_paged.model.registry import memory_of
@@ -58,7 +59,7 @@ def test_behind_an_engine(closed: bool, thread: bool) -> None:
         engine.close()
     del engine, model
     if driver is not None:
-        driver.join(60)
+        driver.join(LIMIT)
     assert gone() is None
     assert not any(each() is not None for each in pools)
 

@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from processes import LIMIT, ended, has_ended
 from safetensors.torch import save_file
 from serving import until
 
 from hf_paged import demo
 from hf_paged.ray.engine_process import start
-from hf_paged.serve import ranks
 from hf_paged.serve.engine_client import CallError, EngineClient
 
 TWO = {"model": "demo", "tensor-parallel-size": 2, "num-blocks": 300, "block-size": 8, "log-level": "error"}
@@ -51,11 +51,6 @@ def with_client(connection: socket.socket, act: Callable[[EngineClient], Corouti
         client.close()
 
     asyncio.run(run())
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Whoever its parent is now may not have asked for its exit code."""
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 async def answer(client: EngineClient) -> list[int]:
@@ -95,8 +90,8 @@ def test_the_tokens_are_those_of_one_process(started: Any, tmp_path: Path) -> No
         assert await answer(client) == alone(others) != alone(model)
 
     with_client(connection, act)
-    assert process.wait(30) == 0
-    assert not psutil.wait_procs(second, timeout=5)[1]
+    assert process.wait(LIMIT) == 0
+    assert ended(second)
 
 
 def test_a_rank_that_is_killed_stops_the_engine(started: Any) -> None:
@@ -111,7 +106,7 @@ def test_a_rank_that_is_killed_stops_the_engine(started: Any) -> None:
             await asyncio.sleep(0.05)
 
     with_client(connection, act)
-    assert process.wait(30) == 0
+    assert process.wait(LIMIT) == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -123,8 +118,7 @@ def test_a_rank_that_is_killed_while_it_loads(started: Any, rank: int) -> None:
     both = [command, *command.children()]
     both[rank].kill()
     until(lambda: process.poll() is not None)
-    _, left = psutil.wait_procs(both, timeout=ranks.LAST_SECONDS / 2)
-    assert not left
+    assert ended(both)
     with pytest.raises((EOFError, ConnectionError)):
         EngineClient(connection)
 
@@ -137,7 +131,7 @@ def test_a_process_that_loads_ends_with_its_connection(started: Any) -> None:
     (other,) = command.children()
     other.suspend()
     connection.close()
-    assert process.wait(ranks.LAST_SECONDS / 2) == 1
+    assert process.wait(LIMIT) == 1
     other.resume()
     until(lambda: has_ended(other))
 

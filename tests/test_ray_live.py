@@ -20,6 +20,7 @@ import psutil
 import pyarrow as pa
 import ray
 import torch
+from processes import LIMIT
 from ray import serve
 from ray_serving import DEMO, NAME, Application, free_port, kill_worker, local_ray, together, until
 
@@ -134,10 +135,10 @@ def test_a_replicas_death_loses_nothing_that_had_not_streamed(served: Applicatio
     def ask(i: int) -> Any:
         prompt = list(range(100 + 30 * i, 120 + 30 * i))  # none begins like another
         if 12 < i < 18:
-            assert begun[i - 13].wait(60)
+            assert begun[i - 13].wait(LIMIT)
         if 12 <= i < 18:
             return served.stream(prompt, 800, begun[i - 12].set)
-        assert begun[5].wait(60)
+        assert begun[5].wait(LIMIT)
         if i < 12:
             return served.complete(prompt, 400, ignore_eos=True)
         time.sleep(0.3)

@@ -18,6 +18,7 @@ import httpx
 import openai
 import peft
 import torch
+from processes import LIMIT
 from serving import Served, events, generated, serving, text, tokenizer, until
 
 from hf_paged import Engine, demo
@@ -144,7 +145,7 @@ def test_an_adapter_in_use_goes_when_its_last_request_has_ended(
 
         thread = threading.Thread(target=read)
         thread.start()
-        assert begun.wait(60)
+        assert begun.wait(LIMIT)
         if way == "replace":
             body = {"lora_name": "poet", "lora_path": folders["pirate"]}
             assert "load_inplace" in change(served, "load", **body).json()["error"]["message"]
@@ -153,7 +154,7 @@ def test_an_adapter_in_use_goes_when_its_last_request_has_ended(
         else:
             assert change(served, "unload", lora_name="poet").status_code == 200
             assert served.post("/v1/completions", {**long, "max_tokens": 1}).status_code == 404
-        thread.join(60)
+        thread.join(LIMIT)
         pieces = [each["choices"][0]["text"] for each in events(texts[0])]
         assert "".join(pieces) == alone
         if way == "replace":

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from dropout import train_with_dropout
+from processes import LIMIT
 from serving import connected, serving, until
 
 from hf_paged.serve.admission import QueueLimit
@@ -155,7 +156,7 @@ def test_an_engine_that_dies_is_503_everywhere() -> None:
         until(lambda: engine.stats()["running"] == 2)
         train_with_dropout(engine.model)
         for thread in threads:
-            thread.join(60)
+            thread.join(LIMIT)
         # Whether the change is seen at a check of the model first, which ends its requests, is a matter of time.
         code = {503: '"code":"engine_stopped"', 500: '"code":"failed"'}[found[False].status_code]
         assert code in found[False].text.replace(" ", "")
@@ -181,7 +182,7 @@ def test_a_model_that_cannot_be_warmed_up_stops_the_server(monkeypatch: pytest.M
     codes = []
     thread = threading.Thread(target=lambda: codes.append(run(service)))
     thread.start()
-    thread.join(60)
+    thread.join(LIMIT)
     assert codes == [1]
 
 
@@ -237,7 +238,7 @@ def test_a_second_signal_ends_at_once() -> None:
         until(lambda: served.service.admission.state == "draining")
         assert served.client.get("/ready").status_code == 503
         assert served.client.get("/health").status_code == 200
-        thread.join(60)
+        thread.join(LIMIT)
         assert answer == [900]
         until(lambda: served.server.should_exit)
         assert not served.server.force_exit

@@ -101,7 +101,8 @@ def test_a_head_that_does_not_come(served: Served, begin: bytes, monkeypatch: py
         assert client.recv(100).startswith(b"HTTP/1.1 401")
         client.settimeout(0.05)
         since = time.monotonic()
-        while time.monotonic() - since < 4:  # uvicorn closes after 5 s without a byte
+        while True:  # uvicorn closes after 5 s without a byte, of which some come all the time
+            assert time.monotonic() - since < GUARD
             try:
                 client.sendall(b"E")
                 if client.recv(1 << 16) == b"":
@@ -110,7 +111,6 @@ def test_a_head_that_does_not_come(served: Served, begin: bytes, monkeypatch: py
                 pass
             except ConnectionError:
                 break
-        assert time.monotonic() - since < 3
 
 
 def test_idle_connections_take_nothing_from_others(served: Served) -> None:

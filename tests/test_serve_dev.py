@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from processes import LIMIT
 from safetensors.torch import save_file
 from serving import Served, generated, ids, serving, until
 
@@ -40,7 +41,7 @@ def test_requests_wait_while_it_is_paused_and_are_answered_as_before() -> None:
         thread.join(0.2)
         assert not answers
         post(served, "/resume")
-        thread.join(60)
+        thread.join(LIMIT)
         assert answers == [served.complete("The fox", max_tokens=8)["choices"][0]["text"]]
         assert served.client.get("/is_paused").json() == {"is_paused": False}
         post(served, "/sleep?level=2")
@@ -81,7 +82,7 @@ def test_blocks_are_not_forgotten_under_requests() -> None:
         until(lambda: served.engine.stats()["running"])
         assert "pause" in str(post(served, "/reset_prefix_cache", 409))
         post(served, "/pause")  # by default what runs ends
-        thread.join(60)
+        thread.join(LIMIT)
         post(served, "/reset_prefix_cache")
         post(served, "/resume")
         served.complete()
@@ -160,7 +161,7 @@ def test_pauses_that_wait_hold_up_no_other_calls() -> None:
         post(served, "/resume")
         assert threads[0].is_alive()
         for each in threads:
-            each.join(60)
+            each.join(LIMIT)
         post(served, "/resume")
 
 

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from processes import LIMIT
 from serving import generated, ids, until
 
 from hf_paged import Engine, demo
@@ -37,7 +38,7 @@ def hosted(sent: int | None = None, **options: Any) -> Iterator[tuple[Engine, so
     finally:
         with ours:
             ours.shutdown(socket.SHUT_RDWR)
-        thread.join(60)
+        thread.join(LIMIT)
     assert not thread.is_alive()
     assert engine.closed
 

@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+from processes import LIMIT
 
 from hf_paged.serve import logs
 
@@ -21,7 +22,7 @@ class Stuck(io.StringIO):
         self.reads = threading.Event()
 
     def write(self, text: str) -> int:
-        assert self.reads.wait(30)
+        assert self.reads.wait(LIMIT)
         return super().write(text)
 
 

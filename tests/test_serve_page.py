@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from browser import CHROMIUM, Browser
+from processes import LIMIT
 from serving import serving
 
 from hf_paged import Engine, demo, trace
@@ -79,7 +80,7 @@ def test_a_live_map(browser: Browser) -> None:
         browser.until("document.querySelector('#hover').textContent.startsWith('Block')")
         assert f"Block {block} held by" in browser.value("document.querySelector('#hover').textContent")
         for thread in threads:
-            thread.join(60)
+            thread.join(LIMIT)
         assert answers == [200, 200]
         browser.until(f"{HELD} === 0")
         browser.until("document.querySelector('#queue').textContent.includes('finished')")
@@ -153,7 +154,7 @@ def test_twenty_thousand_blocks_are_smooth(browser: Browser) -> None:
         browser.value("hfPagedMap.work = []; hfPagedMap.measure = true")
         browser.until("hfPagedMap.work.length > 60")
         work = sorted(browser.value("hfPagedMap.work"))
-        thread.join(60)
+        thread.join(LIMIT)
         assert work[len(work) // 2] < 16, work
         assert browser.value("document.querySelector('#pools canvas').clientHeight") < 700
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ pytest.importorskip("llguidance")
 pytest.importorskip("openai")
 
 import openai
+from processes import LIMIT
 from pydantic import BaseModel
 from serving import Served, generated, serving, text, until
 
@@ -188,7 +188,6 @@ def test_a_hostile_grammar_stops_nothing_else() -> None:
         for each in threads:
             each.start()
         until(lambda: served.service.admission.in_flight == len(threads))
-        begun = time.monotonic()
         assert served.client.get("/v1/models").status_code == 200
         assert served.complete("The fox", max_tokens=5)["choices"][0]["text"]
         found = served.post(
@@ -197,10 +196,9 @@ def test_a_hostile_grammar_stops_nothing_else() -> None:
             headers={"authorization": "Bearer blue"},
         )
         assert found.json()["choices"][0]["finish_reason"] == "stop"
-        assert time.monotonic() - begun < 3
         assert not refused
         for each in threads:
-            each.join(60)
+            each.join(LIMIT)
         assert [each.status_code for each in refused] == [400] * len(threads)
         assert "multipleOf" in refused[0].json()["error"]["message"]
         assert served.complete(guided_regex="[a-z]{4}", max_tokens=9)["choices"][0]["finish_reason"] == "stop"

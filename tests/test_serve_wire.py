@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from processes import LIMIT
+
 from hf_paged.serve.wire import frame, messages
 
 
@@ -55,6 +57,6 @@ def test_messages_end_where_this_process_closes_the_connection() -> None:
         theirs.sendall(frame("first"))
         time.sleep(0.2)  # it waits for the next one
         ours.close()
-        thread.join(10)
+        thread.join(LIMIT)
         assert not thread.is_alive()
     assert found == ["first"]

@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from processes import LIMIT
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-GUARD = 60
+GUARD = LIMIT
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run",
     "--disable-dev-shm-usage", "--disable-extensions", "--disable-background-networking", "--hide-scrollbars",

@@ -61,6 +61,7 @@ from fused_models import Kernels
 from kernel_cases import load as load_kernels
 from modes import MODES as MODES_BY_NAME
 from pictures import with_pictures, with_recordings
+from processes import LIMIT
 from rank_models import DIVIDED, SHOWN
 from rank_names import CASES
 from safetensors.torch import save_file
@@ -308,7 +309,7 @@ def a_warm_up(rank: int) -> None:
             patch.setattr("hf_paged.kv.ops.why_no_kernels", lambda layout: None)
 
         def act(engine: Engine) -> None:
-            end = time.monotonic() + 30
+            end = time.monotonic() + LIMIT
             while not engine.warm_up():
                 assert time.monotonic() < end
                 time.sleep(0.1)
@@ -1942,7 +1943,7 @@ def two_models_in_two_threads(rank: int) -> None:
         for each in threads:
             each.start()
         for each in threads:
-            each.join(30)
+            each.join(LIMIT)
         for each in models:  # the one that had no turn captures later
             assert generated(each, MODES[0], cache_implementation="paged") == expected
     assert found == {0: [expected] * 6, 1: [expected] * 6}, found
@@ -2179,22 +2180,22 @@ def a_manager_of_batches(rank: int) -> None:
             raises(RuntimeError, "another manager runs .* one at a time", another.start)
             raises(RuntimeError, "another manager", lambda: model.generate_batch(PROMPTS[:2], config))
             manager.add_request(PROMPTS[1], request_id="streamed", streaming=True)
-            found = [manager.get_result(timeout=20).generated_tokens for _ in range(NEW)]
+            found = [manager.get_result(timeout=LIMIT).generated_tokens for _ in range(NEW)]
             assert found == [expected[0][:count] for count in range(1, NEW + 1)]
             manager.add_request([5] * 100000, request_id="refused")
-            assert "100009 tokens" in manager.get_result(timeout=20).error
+            assert "100009 tokens" in manager.get_result(timeout=LIMIT).error
             with manager.pause(), torch.no_grad():
                 for each in (model, other):
                     each.lm_head.weight.mul_(-1)
                 manager.add_request([5] * 100000, request_id="refused in a pause")
-            assert "100009 tokens" in manager.get_result(timeout=20).error
+            assert "100009 tokens" in manager.get_result(timeout=LIMIT).error
             assert alone(other, PROMPTS[1], **GREEDY) != expected
             manager.add_request(PROMPTS[1], request_id="later")
-            later = manager.get_result(timeout=20)
+            later = manager.get_result(timeout=LIMIT)
             assert [later.generated_tokens] == alone(other, PROMPTS[1], **GREEDY), later
             assert manager.add_request(PROMPTS[2], max_new_tokens=200, request_id="cut") in ("cut", None)
-            manager.stop(timeout=20, hard_stop=True)
-            assert manager.get_result(timeout=20).status == RequestStatus.FAILED
+            manager.stop(timeout=LIMIT, hard_stop=True)
+            assert manager.get_result(timeout=LIMIT).status == RequestStatus.FAILED
             assert not manager.is_running()
         broadcast = Engine.broadcast
         refused: list[str] = []
@@ -2209,7 +2210,7 @@ def a_manager_of_batches(rank: int) -> None:
         manager.start()
         if rank == 0:
             patch.setattr(Engine, "broadcast", another_starts_before)  # by which the others hear of the stop
-        manager.stop(timeout=20)
+        manager.stop(timeout=LIMIT)
         assert (rank == 0) == any("another manager runs" in each for each in refused)
         manager.destroy()
 
@@ -2222,7 +2223,7 @@ def a_manager_whose_engine_is_closed(rank: int) -> None:
         manager = model.init_continuous_batching(config, tf.ContinuousBatchingConfig(num_blocks=60))
         manager.start()
         manager.add_request(PROMPTS[2], max_new_tokens=200, streaming=True)
-        assert manager.get_result(timeout=20).status == RequestStatus.DECODING
+        assert manager.get_result(timeout=LIMIT).status == RequestStatus.DECODING
         if rank == 0:
             manager.engine.close()
         manager.join(0.0, 20)
@@ -2232,9 +2233,9 @@ def a_manager_whose_engine_is_closed(rank: int) -> None:
         assert rank > 0 or last.status == RequestStatus.FAILED, last
         manager.start()
         manager.add_request(PROMPTS[1])
-        found = manager.get_result(timeout=20)
+        found = manager.get_result(timeout=LIMIT)
         assert [found.generated_tokens] == alone(whole("llama"), PROMPTS[1], **GREEDY), found
-        manager.stop(timeout=20)
+        manager.stop(timeout=LIMIT)
         manager.destroy()
 
 
@@ -2300,9 +2301,9 @@ def requests_of_a_processor(rank: int) -> None:
 
         for given in ([processor], None, None, None):
             manager.add_request(PROMPTS[1], streaming=True, logits_processor=given)
-        found = [manager.get_result(timeout=20) for _ in range(4 * 20 + 5)]
+        found = [manager.get_result(timeout=LIMIT) for _ in range(4 * 20 + 5)]
         assert None not in found
-        manager.stop(timeout=20)
+        manager.stop(timeout=LIMIT)
         assert not manager.is_running()
         manager.destroy()
 
@@ -2336,7 +2337,7 @@ def a_pause_beside_a_stop(rank: int) -> None:
         else:
             holding.start()
         manager.add_request(PROMPTS[2], max_new_tokens=200)
-        manager.stop(timeout=10, hard_stop=True)  # it cancels the request
+        manager.stop(timeout=LIMIT, hard_stop=True)  # it cancels the request
         assert not manager.is_running()
         assert manager.background_thread_status.fatal_error is None
         holding.join()

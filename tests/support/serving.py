@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import httpx
+from processes import LIMIT
 
 from hf_paged import Engine, demo
 from hf_paged.serve.engine_client import EngineClient
@@ -21,7 +22,7 @@ from hf_paged.serve.options import ServerLimits, ServerOptions
 from hf_paged.serve.server import Server
 from hf_paged.serve.service import Service
 
-GUARD = 60
+GUARD = LIMIT
 """Seconds after which something hangs."""
 ENGINE = {"block_size": 8, "num_blocks": 600, "max_batch_tokens": 256, "max_batch_sequences": 32}
 
