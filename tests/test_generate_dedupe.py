@@ -6,16 +6,13 @@ import warnings
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from counted_rows import counted
 from families import BY_NAME, VOCABULARY, build
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_paged import FallbackWarning, PagedCache
 from hf_paged.generate import dedupe
-from hf_paged.generate import forward as forwards
 from hf_paged.generate.forward import wrap
 
 PROMPT, NEW = 24, 10
@@ -273,72 +270,3 @@ def test_mixed_adapters_are_sliced_with_the_rows(ids: torch.Tensor) -> None:
         paged = model.generate(**call, cache_implementation="paged")
     assert seen[0] == (3, 13)
     assert torch.equal(paged, model.generate(**call))
-
-
-HYBRIDS = [
-    name
-    for name in (
-        "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "inkling2_text", "inkling_text", "jamba",
-        "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
-        "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2", "zaya",
-    )
-    if name in CONFIG_MAPPING
-]  # fmt: skip
-"""Families with recurrent layers beside attention, as far as this transformers has them."""
-IN_MODULES = {"recurrent_gemma"}
-"""Their states lie in the modules and have the rows of the last forward."""
-PADDED = torch.tensor([[0] * 4 + [1] * 9, [1] * 13, [0] * 4 + [1] * 9])
-HYBRID_MODES: dict[str, dict[str, Any]] = {
-    "samples": {"do_sample": True, "num_return_sequences": 3},
-    "beams": {"do_sample": False, "num_beams": 3},
-    "equal rows, padded": {"do_sample": False, "attention_mask": PADDED},
-    "chunks": {"do_sample": True, "num_return_sequences": 2, "prefill_chunk_size": 5},
-}
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_a_hybrid_computes_a_prompt_once(name: str) -> None:
-    """What its layers keep beside the pages follows the rows as in stock: states are repeated with them."""
-    model = tiny.build("causal", tiny.config_class("causal", name))
-    embedding = model.get_input_embeddings()
-    seen: list[int] = []
-    embedding.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
-    for mode, options in HYBRID_MODES.items():
-        if name in IN_MODULES and mode == "chunks":
-            continue  # stock cannot
-        order = [0, 1, 0] if "equal" in mode else [0, 1]
-        ids = torch.randint(5, 60, (2, 13), generator=torch.Generator().manual_seed(3))[order]
-        call = {"attention_mask": torch.ones_like(ids), **options, "max_new_tokens": 5, "min_new_tokens": 5}
-        ids = torch.where(call["attention_mask"] > 0, ids, 3)
-        call |= {"pad_token_id": 3, "return_dict_in_generate": True, "output_scores": True}
-        torch.manual_seed(0)
-        stock = model.generate(ids, **call)
-        seen.clear()
-        torch.manual_seed(0)
-        paged = model.generate(ids, **call, cache_implementation="paged")
-        assert torch.equal(stock.sequences, paged.sequences), mode
-        for one, other in zip(stock.scores, paged.scores, strict=True):
-            torch.testing.assert_close(other, one, atol=2e-4, rtol=2e-4)
-        assert seen[0] == 2 or name in IN_MODULES, (
-            f"{mode}: a prompt of 2 different rows was computed as {seen[0]}"
-        )
-        assert set(paged.past_key_values.paths) <= {"paged", "dense", "stock"}
-
-
-def test_states_are_put_back_where_a_prompt_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward that draws is computed again for all rows: its states begin where they began, in every chunk."""
-    model = tiny.build("causal", tiny.config_class("causal", "qwen3_5_text"))
-    ids = torch.randint(5, 60, (2, 13), generator=torch.Generator().manual_seed(3))
-    call = {
-        "attention_mask": torch.ones_like(ids),
-        "num_beams": 2,
-        "do_sample": False,
-        "prefill_chunk_size": 5,
-    }
-    call |= {"max_new_tokens": 4, "return_dict_in_generate": True, "output_scores": True, "pad_token_id": 0}
-    stock = model.generate(ids, **call)
-    monkeypatch.setattr(forwards, "has_drawn", lambda *args: True)
-    paged = model.generate(ids, **call, cache_implementation="paged")
-    assert torch.equal(stock.sequences, paged.sequences)
-    for one, other in zip(stock.scores, paged.scores, strict=True):
-        torch.testing.assert_close(other, one, atol=2e-4, rtol=2e-4)

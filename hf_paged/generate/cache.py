@@ -15,7 +15,7 @@ from ..kv import Arithmetic, LayerKind, Sequences
 from ..model.layer import DIFFER, PagedLayer
 from ..model.lazy import Path
 from ..model.registry import base_model, memory_of
-from ..model.slots import CROSS, NO_CONTENT, STATE, Slot, copied, has_tensors, kept_beside, slots_of
+from ..model.slots import CROSS, NO_CONTENT, Slot, slots_of
 from .prefix_reuse import Reuse
 
 
@@ -25,8 +25,6 @@ class Mark(NamedTuple):
     columns: dict[LayerKind, int]
     initialized: list[bool] | None
     """Which paged layers were initialized; None where all rows held something."""
-    beside: list[dict[str, Any]] | None = None
-    """What the layers kept outside the pages, if a forward is to be computed again."""
 
 
 class PagedCache(DynamicCache):
@@ -261,28 +259,16 @@ class PagedCache(DynamicCache):
         for layer in self.own_layers:
             layer.follow()
 
-    def mark(self, repeats: bool = False) -> Mark:
-        """The state of the cache before a step, for `roll_back`. repeats: whether the step may be computed
-        again then, for which what layers keep outside the pages is copied.
-        """
+    def mark(self) -> Mark:
+        """The state of the cache before a step, for `roll_back`."""
         columns = self.sequences.positions
         begins = not all(columns.values())
-        beside = [copied(kept_beside(layer)) for layer in self._layers_of_rows()] if repeats else None
-        return Mark(columns, [layer.is_initialized for layer in self.own_layers] if begins else None, beside)
-
-    @property
-    def holds_states(self) -> bool:
-        """True if every recurrent layer has its state here behind a forward, not in the model's modules."""
-        return all(
-            has_tensors(kept_beside(layer)) for layer in self._layers_of_rows() if isinstance(layer, STATE)
-        )
+        return Mark(columns, [layer.is_initialized for layer in self.own_layers] if begins else None)
 
     def roll_back(self, mark: Mark) -> None:
         """Undo a step that failed halfway: every group back to where it was. What layers keep outside the
-        pages stays, unless it was marked.
+        pages stays.
         """
-        for layer, beside in zip(self._layers_of_rows(), mark.beside or (), strict=mark.beside is not None):
-            vars(layer).update(copied(beside))
         for kind, rows in self.sequences.rows.items():
             if rows.columns > mark.columns[kind] and not rows.torn:
                 rows.crop(rows.columns - mark.columns[kind])

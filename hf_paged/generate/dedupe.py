@@ -131,11 +131,11 @@ def read_prompt(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCach
 
 
 def _comparable(model: nn.Module, arguments: Mapping[str, Any], rows: int) -> list[torch.Tensor] | None:
-    """What the rows of a prompt are compared by; None if equal rows may become different ones: by dropout, or
-    because an argument has no rows.
+    """What the rows of a prompt are compared by; None if equal rows may become different ones: by dropout, in
+    a recurrent state of the modules, or because an argument has no rows.
     """
     kind: Any = type(model)
-    if keeps_another_cache(kind) or why_random(model) is not None:
+    if getattr(model, "_is_stateful", False) or keeps_another_cache(kind) or why_random(model) is not None:
         return None
     tensors = rows_to_compare(arguments, rows)
     try:

@@ -153,20 +153,16 @@ def _unique(
     states = random_states(device)
     few = None
     if layouts.get(asked) is not None:
-        before = [part.mark(repeats=True) for part in parts]
+        before = [part.mark() for part in parts]
         for part in parts:
             part.sequences.expect_rows(len(index))
         with narrow_adapter_names(model, len(index), first):
             answer = _paged(model, original, kept, parts, masks_known, prompt.padding_of(first))
-        drawn = has_drawn(states, device)
-        elsewhere = not all(part.holds_states for part in parts)
-        if not (drawn or elsewhere):
+        if not has_drawn(states, device):
             for part in parts:
                 part.sequences.sources = prompt.equal.sources
             return repeat_rows(answer, len(first), index, layouts[asked])
         take_back_draws(states, device)
-        if elsewhere:
-            layouts[asked] = None  # a state of the modules has the rows of the forward
         _drop_unique_rows(parts, before, arguments.get(CACHE))
     elif asked not in layouts and parts[0].sequences.columns == 0:
         with narrow_adapter_names(model, len(index), first):
@@ -195,13 +191,13 @@ def _without_cache(original: Callable[..., Any], arguments: dict[str, Any]) -> A
 
 
 def _drop_unique_rows(parts: list[PagedCache], before: list[Mark], cache: Any) -> None:
-    """Forget the unique rows of a forward that draws random numbers, or has a state of its own: every row
-    gets its own, as with stock.
+    """Forget the unique rows of a forward that draws random numbers: every row gets its own, as with
+    stock.
     """
     _roll_back(parts, before, cache)
     for part in parts:
         if part.reuse is not None:
-            part.reuse.disable("the forward draws random numbers, or keeps a state")
+            part.reuse.disable("the forward draws random numbers")
 
 
 def _paged(
@@ -249,7 +245,7 @@ def _with_adapters(
     device = input_device(model)
     if torch.is_grad_enabled() or not (can_record([device]) or invariant.get()):
         return original(**given)
-    before = [part.mark(repeats=True) for part in parts]
+    before = [part.mark() for part in parts]
     try:
         with captures_of(model).with_adapters(model, parts[0], rows_of(given), device):
             return original(**given)

@@ -7,7 +7,6 @@ from collections.abc import Collection
 from copy import deepcopy
 from typing import Any, NamedTuple
 
-import torch
 from transformers import cache_utils
 from transformers.cache_utils import (
     DynamicCache,
@@ -26,7 +25,7 @@ STATE_AND_FULL = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", No
 STATE_AND_WINDOW = getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", None)
 NO_CONTENT = frozenset({getattr(cache_utils, "DummyLayer", None)})
 """Layers that keep nothing: those that read another layer's keys and values."""
-IN_PAGES = frozenset({"keys", "values", "cumulative_length", "_sliding_window_tensor", "beside"})
+IN_PAGES = frozenset({"keys", "values", "cumulative_length", "_sliding_window_tensor"})
 """Names that stock's layers have for what lies in pages here."""
 KEPT_FROM_STOCK = ("update", "get_seq_length", "get_mask_sizes", "lazy_initialization")
 """A layer that changes one of these does not keep plain keys and values."""
@@ -175,35 +174,12 @@ def _class_beside(stock: Any, bases: tuple[Any, ...], namespace: dict[str, Any])
     return made
 
 
-def kept_beside(layer: Any) -> dict[str, Any]:
-    """What a layer keeps outside the pages: a state, an indexer's keys."""
-    own = vars(layer)
-    if isinstance(layer, PagedLayer):
-        return {name: own[name] for name in own.get("beside", ())}
-    return {} if type(layer) in NO_CONTENT else dict(own)
-
-
-def copied(value: Any) -> Any:
-    """The same with tensors of its own."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {name: copied(part) for name, part in value.items()}
-    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
-
-
-def has_tensors(value: Any) -> bool:
-    """True if there is a tensor in what a layer keeps."""
-    parts = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
-    return isinstance(value, torch.Tensor) or any(map(has_tensors, parts))
-
-
 def take_over(layer: PagedLayer, source: Any) -> None:
     """Copy the state that `source` keeps in addition to keys and values."""
     if type(layer) in (PagedLayer, WindowLayer):
         return
     own = vars(layer).keys() | IN_PAGES
     beside = {name: deepcopy(value) for name, value in vars(source).items() if name not in own}
-    vars(layer).update(beside, beside=tuple(beside))
+    vars(layer).update(beside)
     if isinstance(layer, BesideLayer) and not isinstance(source, BesideLayer):
         layer.at_first = deepcopy(beside)

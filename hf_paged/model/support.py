@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .cache_name import CACHE, NAMES, OLDER
-from .slots import STATE, Slot, slots_of
+from .slots import Slot, slots_of
 
 READS = "_can_checkpoint_with_cache"
 """Layers with this attribute only read the cache, and keep it."""
@@ -29,20 +29,17 @@ def why_not(model: Any, generation_config: Any, slots: list[Slot] | None = None)
     name = type(model).__name__
     if generation_config.use_cache is False:
         return "use_cache=False leaves nothing to page"
-    state_alone = f"{name} keeps a state of its own instead of keys and values"
-    if not model._supports_default_dynamic_cache():
-        return state_alone
+    if "mamba" in name.lower() or not model._supports_default_dynamic_cache():
+        return f"{name} keeps a state of its own instead of keys and values"
     own = vars(model).get("forward")
     # A forward of the user's with the older name hands the other on to transformers' own.
     if NAMES.isdisjoint(_names(type(model).forward) if own is None else inspect.signature(own).parameters):
-        return state_alone if getattr(model, "_is_stateful", False) else f"{name}.forward takes no {CACHE}"
+        return f"{name}.forward takes no {CACHE}"
     slots = [] if slots is None else slots
     slots += slots_of(model, cross=False)
     kinds: list[Any] = [type(model), type(model.get_decoder())]
     if any(map(adds_layers, kinds)):
         return f"{name} adds layers to its cache while it runs, as copies of others"
-    if all(isinstance(slot.source, STATE) and slot.kind is None for slot in slots):
-        return state_alone
     if all(slot.kind is None for slot in slots):
         return f"no layer of {name} keeps plain keys and values"
     return None

@@ -153,10 +153,7 @@ def company_numbers(model: Any, rows: list[list[int]]) -> tuple[list[Sampled], l
     trained = []
     for (_, name), sequence in zip(wanted, sequences, strict=True):
         with hf_paged.batch_invariant(), torch.no_grad(), _only(model, name):
-            ids = torch.tensor([sequence.tokens], device=model.device)
-            positions = {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None]}
-            takes = "position_ids" in inspect.signature(model.get_base_model().forward).parameters
-            logits = model(ids, **(positions if takes else {})).logits[0]
+            logits = model(torch.tensor([sequence.tokens], device=model.device)).logits[0]
             right = logits.float().log_softmax(-1)
         new = list(enumerate(sequence.tokens))[sequence.prompt :]
         trained.append([(token, right[place - 1, token].item()) for place, token in new])
