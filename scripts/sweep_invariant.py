@@ -1,12 +1,9 @@
-"""Whether every causal family gives the same bits in all company:
-python scripts/sweep_invariant.py [--dtype bfloat16] [--device cuda] [--adapters]
+"""Whether every causal family gives the same bits in all company: python scripts/sweep_invariant.py [--dtype bfloat16] [--device cuda]
 
 Tiny random models of each family of transformers, with attention by sdpa where they have it. An engine with batch_invariant=True
 samples requests together (in chunks, with shared prefixes, few blocks) and one by one; a training-style forward
 in `hf_paged.batch_invariant()` computes the same sequences in one padded batch. "same": all log-probabilities
-have the same bits. With --adapters each request comes under LoRA adapters of rank 1, 8 and 64 on all linear layers and
-under the base, mixed in a step and alone, with adapters in float32 and in the model's dtype; the forward is peft's own.
-"refused": an operation or a model without a fixed order, by name. "CRASHED": any other error,
+have the same bits. "refused": an operation or a model without a fixed order, by name. "CRASHED": any other error,
 unless the engine refuses the model without the mode, too.
 """
 
@@ -19,8 +16,6 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from invariance import adapted_model, company_numbers, engine_numbers, prompts, trainer_numbers
+from invariance import engine_numbers, trainer_numbers
 from tiny import build, mappings
 
 from hf_paged import Engine, NotInvariant
@@ -39,6 +34,8 @@ from hf_paged.engine.support import Unservable
 
 def result_of(model: Any) -> str:
     """What became of one model, in a few words."""
+    with contextlib.suppress(ValueError):  # those without it compute their attention themselves
+        model.set_attn_implementation("sdpa")
     try:
         sequences, together, alone = engine_numbers(model)
     except Exception as error:
@@ -56,23 +53,6 @@ def result_of(model: Any) -> str:
     return "same"
 
 
-def adapted_result_of(made: Callable[[], Any]) -> str:
-    """What became of one model under adapters."""
-    for in_float32 in (True, False):
-        model = made()
-        try:
-            adapted = adapted_model(model, "all-linear", in_float32)
-            _, together, alone, trained = company_numbers(adapted, prompts(60)[:2])
-        except Exception as error:
-            return stopped_by(error, model)
-        kind = "float32" if in_float32 else "the model's dtype"
-        if together != alone:
-            return f"DIFFERENT in company, adapters in {kind}"
-        if together != trained:
-            return f"DIFFERENT from peft's forward, adapters in {kind}"
-    return "same"
-
-
 def stopped_by(error: Exception, model: Any) -> str:
     """Whether an error is a refusal, and what it says."""
     by_name = isinstance(error, Unservable) and error.__cause__ is None
@@ -86,14 +66,6 @@ def stopped_by(error: Exception, model: Any) -> str:
     return f"{'refused' if by_name else 'CRASHED'}: {type(error).__name__}: {error}"[:150]
 
 
-def made(cls: Any, options: argparse.Namespace) -> Any:
-    """A tiny model of a family, with attention by sdpa where it has that."""
-    model = build("causal", cls).to(options.device, getattr(torch, options.dtype))
-    with contextlib.suppress(ValueError):  # those without it compute their attention themselves
-        model.set_attn_implementation("sdpa")
-    return model
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -101,7 +73,6 @@ def main() -> int:
     parser.add_argument(
         "--share", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="the I-th of N parts"
     )
-    parser.add_argument("--adapters", action="store_true", help="every model under LoRA adapters")
     parser.add_argument("--families", nargs="+", help="names of model types; all if left out")
     options = parser.parse_args()
     classes = list(mappings()["causal"])
@@ -120,11 +91,11 @@ def main() -> int:
         if options.families and kind not in options.families:
             continue
         try:
-            model = made(cls, options)
+            model = build("causal", cls).to(options.device, getattr(torch, options.dtype))
         except Exception as error:
             result = f"not built: {type(error).__name__}"
         else:
-            result = adapted_result_of(partial(made, cls, options)) if options.adapters else result_of(model)
+            result = result_of(model)
         counts[result.split(":")[0]] += 1
         print(f"{kind:<28} {result}", flush=True)
     print(dict(counts))

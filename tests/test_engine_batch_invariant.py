@@ -8,18 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from invariance import (
-    ADAPTED,
-    COMPANY,
-    Sampled,
-    adapted_model,
-    company_numbers,
-    compiles,
-    engine_numbers,
-    model_of,
-    prompts,
-    trainer_numbers,
-)
+from adapters import lora
+from invariance import Sampled, compiles, engine_numbers, model_of, prompts, trainer_numbers
 
 import hf_paged
 from hf_paged import Engine, NotInvariant
@@ -146,48 +136,30 @@ def test_equal_favourites_come_in_one_order(beams: int) -> None:
     assert [token for token, _ in alone[0][0]] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("in_float32", [True, False], ids=["float32 adapters", "the model's"])
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("llama", torch.float32),
-        ("llama", torch.bfloat16),
-        ("qwen3", torch.float16),
-        ("phi3", torch.bfloat16),
-        ("gpt2", torch.float16),
-    ],
-)
-def test_adapters_in_company(name: str, dtype: torch.dtype, in_float32: bool) -> None:
-    """C44: rows of several adapters and of the base in one step have the bits that they have alone, and those
-    of peft's own forward with each.
-    """
-    model = adapted_model(model_of(name, dtype), ADAPTED[name], in_float32)
-    _, together, alone, trained = company_numbers(model, prompts(60)[:2])
-    assert together == alone
-    assert together == trained
-
-
-@pytest.mark.parametrize("word", [{"cache_implementation": "paged"}, {"cache_implementation": "paged", "num_beams": 2}])
-def test_adapters_of_rows_in_generate(word: dict[str, Any]) -> None:
-    """C44: rows of one call with an adapter each, in float32 on a bfloat16 model, and each row alone."""
-    model = adapted_model(model_of("llama", torch.bfloat16), ADAPTED["llama"], in_float32=True)
-    ids = torch.tensor([[7, 8, 9, 10]] * len(COMPANY))
-    call = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, **word}
-    call |= {"output_logits": True}
-    names = [name or "__base__" for name in COMPANY]
-    with hf_paged.batch_invariant():
-        together = model.generate(ids, adapter_names=names, **call)
-        for row, name in enumerate(COMPANY):
+def test_adapters() -> None:
+    """C44: rows of several adapters in one batch have the bits of peft's own forward with each."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(model_of("llama"), lora(r=4, init_lora_weights=False), adapter_name="a")
+    model.add_adapter("b", lora(r=8, init_lora_weights=False))
+    with Engine(model, batch_invariant=True) as engine:
+        wanted = [(row, name) for row in prompts(60)[:3] for name in ("a", "b", None)]
+        handles = [
+            engine.submit(row, max_new_tokens=4, do_sample=False, logprobs=True, adapter=name, pad_token_id=0)
+            for row, name in wanted
+        ]
+        sequences = [handle.result().sequences[0] for handle in handles]
+    for (row, name), sequence in zip(wanted, sequences, strict=True):
+        ids = torch.tensor([[*row, *sequence.token_ids]])
+        with hf_paged.batch_invariant(), torch.no_grad():
             if name is None:
                 with model.disable_adapter():
-                    alone = model.generate(ids[:1], **call)
+                    logits = model(ids).logits[0]
             else:
                 model.set_adapter(name)
-                alone = model.generate(ids[:1], **call)
-            assert torch.equal(alone.sequences[0], together.sequences[row])
-            beams = call.get("num_beams", 1)
-            for one, several in zip(alone.logits, together.logits, strict=True):
-                assert torch.equal(one, several[row * beams : (row + 1) * beams])
+                logits = model(ids).logits[0]
+            right = logits.log_softmax(-1)
+        for place, token in enumerate(sequence.logprobs):
+            assert token.logprob == right[len(row) + place - 1, token.token_id].item()
 
 
 def test_another_thread_drives_it() -> None:

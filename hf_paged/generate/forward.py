@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 
-from ..kv.reference import invariant
 from ..model.adapters.apply import Inapplicable
 from ..model.attention import Forward, running
 from ..model.cache_name import CACHE, named_as_now
@@ -239,11 +238,9 @@ def _paged(
 def _with_adapters(
     model: nn.Module, original: Callable[..., Any], given: dict[str, Any], parts: list[PagedCache]
 ) -> Any:
-    """The forward, in which kernels add the adapters of each row, if they can, and torch does in the
-    batch-invariant mode. They have no gradients.
-    """
+    """The forward, in which kernels add the adapters of each row, if they can. They have no gradients."""
     device = input_device(model)
-    if torch.is_grad_enabled() or not (can_record([device]) or invariant.get()):
+    if torch.is_grad_enabled() or not can_record([device]):
         return original(**given)
     before = [part.mark() for part in parts]
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import random
 from typing import Any, NamedTuple
@@ -100,68 +99,3 @@ def trainer_numbers(model: Any, sequences: list[Sampled], side: str) -> list[lis
         ]
         for row, (begin, each) in enumerate(zip(begins, sequences, strict=True))
     ]
-
-
-ADAPTED = {
-    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    "qwen3": ["q_proj", "v_proj", "down_proj"],
-    "phi3": ["qkv_proj", "o_proj", "gate_up_proj"],
-    "gpt2": ["c_attn", "c_proj"],
-}
-"""Families whose linear layers are of different kinds, and their layers with adapters."""
-COMPANY = ("a", "b", "c", None)
-"""Adapters of rank 1, 8 and 64, and the base."""
-
-
-def adapted_model(model: Any, layers: list[str] | str, in_float32: bool) -> Any:
-    """A model with three adapters in float32, as peft makes them, or in the model's dtype."""
-    import peft
-
-    made: Any = None
-    for name, rank in (("a", 1), ("b", 8), ("c", 64)):
-        config = peft.LoraConfig(
-            r=rank, lora_alpha=16, target_modules=layers, init_lora_weights=False, use_rslora=name == "c"
-        )
-        torch.manual_seed(rank)
-        if made is None:
-            made = peft.get_peft_model(model, config, adapter_name=name, autocast_adapter_dtype=in_float32)
-        else:
-            made.add_adapter(name, config, autocast_adapter_dtype=in_float32)
-    return made.eval()
-
-
-def company_numbers(model: Any, rows: list[list[int]]) -> tuple[list[Sampled], list[Any], list[Any], list[Any]]:
-    """Sequences of rows under each adapter of COMPANY, and their tokens' log-probabilities: sampled together,
-    sampled alone, and by peft's own forward of one sequence.
-    """
-
-    def submit(row: list[int], name: str | None) -> Any:
-        way = {"do_sample": True, "seed": len(row), "pad_token_id": 0, "adapter": name}
-        return engine.submit(row, max_new_tokens=4, logprobs=True, **way)
-
-    def numbers(handle: Any) -> list[tuple[int, float]]:
-        return [(token.token_id, token.logprob) for token in handle.result().sequences[0].logprobs]
-
-    wanted = [(row, name) for row in rows for name in COMPANY]
-    with Engine(model, batch_invariant=True) as engine:
-        together = [numbers(handle) for handle in [submit(*each) for each in wanted]]
-        alone = [numbers(submit(*each)) for each in wanted]
-    sequences = [
-        Sampled(len(row), [*row, *[token for token, _ in found]])
-        for (row, _), found in zip(wanted, together, strict=True)
-    ]
-    trained = []
-    for (_, name), sequence in zip(wanted, sequences, strict=True):
-        with hf_paged.batch_invariant(), torch.no_grad(), _only(model, name):
-            logits = model(torch.tensor([sequence.tokens], device=model.device)).logits[0]
-            right = logits.float().log_softmax(-1)
-        new = list(enumerate(sequence.tokens))[sequence.prompt :]
-        trained.append([(token, right[place - 1, token].item()) for place, token in new])
-    return sequences, together, alone, trained
-
-
-def _only(model: Any, name: str | None) -> Any:
-    if name is None:
-        return model.disable_adapter()
-    model.set_adapter(name)
-    return contextlib.nullcontext()

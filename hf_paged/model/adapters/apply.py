@@ -95,7 +95,7 @@ class AdapterBatch:
         """A layer's output y for x, with what the adapters of its tokens add; y may be written to."""
         if self.only is not None:
             part = self.only.layers.get(module)
-            return y if part is None else _plus(y, part, x)
+            return y if part is None else (y + low_rank_product(part, x)).to(y.dtype)
         flat = y.reshape(-1, y.shape[-1])  # a part of a wider product, of which rows lie apart
         y = (flat if flat.stride(1) == 1 else flat.contiguous()).view(y.shape)
         if self.table.kernels is None:
@@ -119,7 +119,7 @@ class AdapterBatch:
                 flat_x = x.reshape(-1, x.shape[-1])
                 flat_y = y.view(-1, y.shape[-1])
                 rows = rows.to(y.device)
-                flat_y[rows] = _plus(flat_y[rows], part, flat_x[rows])
+                flat_y[rows] += low_rank_product(part, flat_x[rows]).to(y.dtype)
         return y
 
     def _rows_of(self, form: tuple[str, int]) -> list[tuple[int, torch.Tensor]]:
@@ -227,13 +227,6 @@ class AdapterBatch:
         """The error of a layer that cannot tell the adapters of its tokens; the table notes why."""
         self.table.why_not = why_not
         return Inapplicable(why_not)
-
-
-def _plus(y: torch.Tensor, part: LowRank, x: torch.Tensor) -> torch.Tensor:
-    """A layer's output with an adapter's product for its input, rounded once as peft does: the one order for
-    the rows of one adapter, of several, and of an adapter beside the base.
-    """
-    return (y + low_rank_product(part, x)).to(y.dtype)
 
 
 def low_rank_product(part: LowRank, x: torch.Tensor) -> torch.Tensor:

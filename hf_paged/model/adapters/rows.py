@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...kv.reference import invariant
 from ...kv.upload import upload
 from ..hooks import adapters_of_rows, names_of_rows
 from ..snapshot import ModelSnapshot
@@ -149,29 +148,12 @@ class RowAdapters:
         """
         named = adapters_of_rows(snapshot.hooked, rows) is not None
         wanted = snapshot.lora.apart and (named or kernels is not None)
-        if wanted and invariant.get():
-            with applied(snapshot.lora.layers, _in_torch(snapshot, rows, device)):
-                yield True
-            return
         found = self.of_step(snapshot, rows, kernels, device) if wanted else None
         if found is None or found.slots is None:
             yield False
             return
         with found.applied(found.slots):
             yield True
-
-
-def _in_torch(snapshot: ModelSnapshot, rows: int, device: torch.device) -> AdapterBatch:
-    """The adapters of rows that torch computes, in the order of rounding that a row has alone: peft's mixed
-    batches have another.
-    """
-    lora = snapshot.lora
-    names = names_of_rows(snapshot.hooked, rows, lora.active)
-    slots = {each: slot for slot, each in enumerate(dict.fromkeys(each for each in names if each))}
-    table = AdapterTable(len(slots), device)
-    for each, slot in slots.items():
-        table.put(slot, combine([lora.read(name) for name in each]))
-    return AdapterBatch(table, [slots.get(each, -1) for each in names])
 
 
 def _tensor_facts(tensor: torch.Tensor) -> tuple[Hashable, ...]:

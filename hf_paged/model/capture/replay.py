@@ -12,10 +12,8 @@ from torch import nn
 
 from ...kv import Memory
 from ...kv.ops import triton_package
-from ...kv.reference import invariant
 from ..adapters.rows import RowAdapters
 from ..device_map import devices_of, is_spread
-from ..hooks import adapters_of_rows
 from ..rank_votes import RankVotes, votes_of
 from ..registry import memory_of
 from ..snapshot import CallSnapshots, ModelSnapshot, StateKey, call_snapshots
@@ -99,8 +97,6 @@ class GenerateSteps:
             return None
         if not all(part.complete for part in step.parts):
             return None
-        if invariant.get() and adapters_of_rows(snapshot.hooked, step.rows) is not None:
-            return None  # `with_adapters` knows their one order of rounding
         kept = call_snapshots.get()
         device = devices[0]
         kernels = None
@@ -118,7 +114,7 @@ class GenerateSteps:
         The answer is whether they do.
         """
         kernels = triton_package(cache.config.kernels, device, model.dtype)
-        if is_spread(model) or (kernels is None and not invariant.get()):
+        if kernels is None or is_spread(model):
             return nullcontext(False)
         kept = call_snapshots.get()
         if kept is not None and id(model) not in kept.snapshots:
