@@ -15,7 +15,7 @@ from ..kv import LayerKind, Sequences
 from ..model.layer import DIFFER, PagedLayer
 from ..model.lazy import Path
 from ..model.registry import base_model, memory_of
-from ..model.slots import CROSS, NO_CONTENT, Slot, slots_of
+from ..model.slots import CROSS, NO_CONTENT, Slot, beside, slots_of
 from .prefix_reuse import Reuse
 
 
@@ -117,6 +117,8 @@ class PagedCache(DynamicCache):
         """Whether the running call has read its attention mask on the host."""
         self.prompt_in_chunks = False
         """Whether the running call feeds its prompt in several forwards."""
+        self._names = frozenset(vars(self)) | {"_names"}
+        """The attributes of a cache that no model has added to."""
         weakref.finalize(self, sequences.memory.abandon, sequences).atexit = False
 
     # ---- what it is
@@ -129,7 +131,15 @@ class PagedCache(DynamicCache):
     @property
     def complete(self) -> bool:
         """Whether pages hold everything the cache keeps: no layer has another state."""
-        return all(getattr(layer, "complete", type(layer) in NO_CONTENT) for layer in self.layers)
+        return all(map(_is_complete, self.layers))
+
+    def outside(self) -> list[tuple[Any, dict[str, Any]]]:
+        """What is kept outside the pages, by name: of each layer with more than keys and values, and of the
+        cache itself what a model has bound to it.
+        """
+        kept = [(layer, beside(layer)) for layer in self._layers_of_rows() if not _is_complete(layer)]
+        bound = {name: value for name, value in vars(self).items() if name not in self._names}
+        return [*kept, (self, bound)]
 
     @property
     def paths(self) -> list[Path | str]:
@@ -325,6 +335,11 @@ class PagedCache(DynamicCache):
                 assert layer.keys is not None and layer.values is not None
                 stock.update(layer.keys.clone(), layer.values.clone(), i)
         return stock
+
+
+def _is_complete(layer: Any) -> bool:
+    """Whether pages hold everything that the layer keeps."""
+    return bool(getattr(layer, "complete", type(layer) in NO_CONTENT))
 
 
 def paged_parts(cache: object) -> list[PagedCache]:

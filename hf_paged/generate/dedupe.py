@@ -24,6 +24,7 @@ from ..model.switch import modules_of
 from ..model.training import why_random
 from .cache import PagedCache
 from .padding import Padding, look, mask_name, rows_of
+from .states import computes_rows_apart
 
 SCALARS = (bool, int, float, str, torch.dtype, type(None), Cache)
 BY_ROW = frozenset(
@@ -105,7 +106,7 @@ def read_prompt(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCach
         return None
     device = input_device(model)
     rows = rows_of(arguments)
-    tensors = None if rows < 2 else _comparable(model, arguments, rows)
+    tensors = None if rows < 2 else _comparable(model, arguments, rows, cache)
     if tensors is None:
         return PromptRows(None, None, device)
     if known is not None:
@@ -129,12 +130,14 @@ def read_prompt(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCach
     return PromptRows(EqualRows.of(host[:rows]), Padding.of(host[rows:]) if len(told) else None, device)
 
 
-def _comparable(model: nn.Module, arguments: Mapping[str, Any], rows: int) -> list[torch.Tensor] | None:
+def _comparable(
+    model: nn.Module, arguments: Mapping[str, Any], rows: int, cache: PagedCache
+) -> list[torch.Tensor] | None:
     """What the rows of a prompt are compared by; None if equal rows may become different ones: by dropout, in
-    a recurrent state of the modules, or because an argument has no rows.
+    a state that cannot be forked, or because an argument has no rows.
     """
     kind: Any = type(model)
-    if getattr(model, "_is_stateful", False) or keeps_another_cache(kind) or why_random(model) is not None:
+    if computes_rows_apart(model, cache) or keeps_another_cache(kind) or why_random(model) is not None:
         return None
     tensors = rows_to_compare(arguments, rows)
     adapters = adapters_by_row(model, rows)
