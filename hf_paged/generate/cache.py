@@ -25,6 +25,8 @@ class Mark(NamedTuple):
     columns: dict[LayerKind, int]
     initialized: list[bool] | None
     """Which paged layers were initialized; None where all rows held something."""
+    starts: list[int] | None
+    """The column at which each row begins."""
 
 
 class PagedCache(DynamicCache):
@@ -269,7 +271,8 @@ class PagedCache(DynamicCache):
         """The state of the cache before a step, for `roll_back`."""
         columns = self.sequences.positions
         begins = not all(columns.values())
-        return Mark(columns, [layer.is_initialized for layer in self.own_layers] if begins else None)
+        initialized = [layer.is_initialized for layer in self.own_layers] if begins else None
+        return Mark(columns, initialized, self.sequences.starts)
 
     def roll_back(self, mark: Mark) -> None:
         """Undo a step that failed halfway: every group back to where it was. What layers keep outside the
@@ -278,6 +281,7 @@ class PagedCache(DynamicCache):
         for kind, rows in self.sequences.rows.items():
             if rows.columns > mark.columns[kind] and not rows.torn:
                 rows.crop(rows.columns - mark.columns[kind])
+                rows.begin_at(mark.starts)  # a crop to nothing forgets them
         layers = self.own_layers
         for layer, initialized in zip(layers, mark.initialized or [True] * len(layers), strict=True):
             layer.is_initialized &= initialized

@@ -23,7 +23,7 @@ from ..model.outputs import ROWS_FIRST, repeat_fields
 from ..model.switch import modules_of
 from ..model.training import why_random
 from .cache import PagedCache
-from .padding import Padding, look, mask_name, rows_of
+from .padding import Padding, look, mask_name, new_of, rows_of
 from .states import computes_rows_apart
 
 SCALARS = (bool, int, float, str, torch.dtype, type(None), Cache)
@@ -153,10 +153,12 @@ def rows_to_compare(arguments: Mapping[str, Any], rows: int) -> list[torch.Tenso
     """The tensors of a forward's arguments, each with `rows` rows; None if one has no rows."""
     found: list[torch.Tensor] = []
     for name, value in arguments.items():
-        # Positions of three axes come as [3, rows, tokens]: three of them could be taken for rows.
-        if name == "position_ids" and isinstance(value, torch.Tensor) and value.ndim != 2:
-            return None
-        if isinstance(value, SCALARS):
+        if has_axes(name, value):
+            if value.shape[1:] != (rows, new_of(arguments)):
+                return None
+            found.append(value.movedim(1, 0))
+            continue
+        if _is_rowless(value):
             continue
         leaves = _leaves(value)
         if leaves is None or any(leaf.ndim == 0 or leaf.shape[0] != rows for leaf in leaves):
@@ -165,9 +167,19 @@ def rows_to_compare(arguments: Mapping[str, Any], rows: int) -> list[torch.Tenso
     return found
 
 
+def has_axes(name: str, value: Any) -> bool:
+    """Whether an argument is positions along several axes, [axes, rows, tokens] (Qwen-VL)."""
+    return name == "position_ids" and isinstance(value, torch.Tensor) and value.ndim == 3
+
+
 def has_rows_only(arguments: Mapping[str, Any]) -> bool:
-    """Whether the first dimension of all tensors among the arguments surely is the rows of the batch."""
-    return all(name in BY_ROW or isinstance(value, SCALARS) for name, value in arguments.items())
+    """Whether the tensors among the arguments surely have the rows of the batch where they are expected."""
+    return all(name in BY_ROW or _is_rowless(value) for name, value in arguments.items())
+
+
+def _is_rowless(value: object) -> bool:
+    """Whether an argument is one for all rows, or empty: what encoders made of pictures, where none is."""
+    return isinstance(value, SCALARS) or (isinstance(value, dict) and not value)
 
 
 def equal_by_content(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -226,12 +238,15 @@ def select_rows(arguments: Mapping[str, Any], rows: Sequence[int]) -> dict[str, 
     """The forward's arguments for some rows."""
     indices: dict[torch.device, torch.Tensor] = {}
 
-    def picked(x: torch.Tensor) -> torch.Tensor:
+    def picked(x: torch.Tensor, dimension: int = 0) -> torch.Tensor:
         if x.device not in indices:
             indices[x.device] = torch.tensor(rows, device=x.device)
-        return x.index_select(0, indices[x.device])
+        return x.index_select(dimension, indices[x.device])
 
-    return {name: _each(value, picked) for name, value in arguments.items()}
+    return {
+        name: picked(value, 1) if has_axes(name, value) else _each(value, picked)
+        for name, value in arguments.items()
+    }
 
 
 def _each(value: Any, change: Any) -> Any:

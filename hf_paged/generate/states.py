@@ -61,8 +61,6 @@ def follow_rows(model: nn.Module, parts: list[PagedCache], rows: int) -> bool:
     """Whether the states after a forward of `rows` rows can be forked with the rows. The first prompt of a
     model that has any tries it, on copies.
     """
-    if all(part.complete for part in parts):
-        return True
     if model not in _verdicts:
         _conclude(model, next(filter(None, (_why_rigid(part, rows) for part in parts)), None))
     return _verdicts[model] is None
