@@ -14,8 +14,9 @@ from counted_rows import counted
 from families import BY_NAME, VOCABULARY, build
 from releases import CUTS_AXES
 from tiny import build as build_tiny
-from tiny import mappings
+from tiny import config_class, mappings
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import LinearAttentionLayer
 
 from hf_paged import FallbackWarning, PagedCache
 from hf_paged.generate import dedupe, forward
@@ -349,11 +350,24 @@ def test_a_state_in_the_modules_keeps_rows_apart(caplog: pytest.LogCaptureFixtur
             stock, paged = both(model, **HYBRID_MODES["samples"], max_new_tokens=4, min_new_tokens=4)
         assert torch.equal(stock, paged)
         computed.append([rows for rows, _ in seen[4:-3]])
-    assert computed == [[2, 6], [6]]
+    assert [rows[-1] for rows in computed] == [6, 6]
+    assert computed[1] == [6], "it is known after the first prompt"
     assert [
         "RecurrentGemmaForCausalLM computes equal rows of a prompt one by one" in each.message
         for each in caplog.records
     ] == [True]
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "jamba"])
+def test_a_layer_that_leaves_its_states_keeps_rows_apart(
+    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What stock's layers do is tried, not read from their classes."""
+    monkeypatch.setattr(LinearAttentionLayer, "reorder_cache", lambda self, beam_idx: None)
+    model = build_tiny("causal", config_class("causal", family))
+    assert rows_of_a_prompt(model, **HYBRID_MODES["samples"]) == [2, 6]
+    assert rows_of_a_prompt(model, **HYBRID_MODES["rows"]) == [4]
+    assert ["recurrent_states" in each.message for each in caplog.records] == [True]
 
 
 class Binds(torch.nn.Module):
@@ -372,7 +386,7 @@ class Binds(torch.nn.Module):
 @pytest.mark.parametrize("family", ["jamba", "llama"])
 def test_what_a_model_binds_to_its_cache_keeps_rows_apart(family: str) -> None:
     """Qwen4-Exp of transformers 5.17 binds its positions: nothing forks them."""
-    model = build_tiny("causal", {each.model_type: each for each in mappings()["causal"]}[family])
+    model = build_tiny("causal", config_class("causal", family))
     model.model.layers[0] = Binds(model.model.layers[0])
     assert rows_of_a_prompt(model, **HYBRID_MODES["samples"]) == [2, 6]
     assert rows_of_a_prompt(model, **HYBRID_MODES["samples"]) == [6]
@@ -380,7 +394,7 @@ def test_what_a_model_binds_to_its_cache_keeps_rows_apart(family: str) -> None:
 
 def test_states_of_rows_that_draw_are_taken_back() -> None:
     """A forward that draws runs again over all rows, from the states before it."""
-    model = build_tiny("causal", {each.model_type: each for each in mappings()["causal"]}["jamba"])
+    model = build_tiny("causal", config_class("causal", "jamba"))
     layer = model.model.layers[0]
     layer.register_forward_pre_hook(lambda module, args: (args[0] + torch.randn_like(args[0]), *args[1:]))
     assert rows_of_a_prompt(model, **HYBRID_MODES["samples"]) == [2, 6]
