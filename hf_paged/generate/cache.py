@@ -120,7 +120,7 @@ class PagedCache(DynamicCache):
         self.prompt_in_chunks = False
         """Whether the running call feeds its prompt in several forwards."""
         self._names = frozenset(vars(self)) | {"_names"}
-        """The attributes of a cache that no model has added to."""
+        """The attributes of a cache to which no model has bound anything."""
         weakref.finalize(self, sequences.memory.abandon, sequences).atexit = False
 
     # ---- what it is
@@ -136,8 +136,8 @@ class PagedCache(DynamicCache):
         return all(map(_is_complete, self.layers))
 
     def outside(self) -> list[tuple[Any, dict[str, Any]]]:
-        """What is kept outside the pages, by name: of each layer with more than keys and values, and of the
-        cache itself what a model has bound to it.
+        """Each layer with more than keys and values, and what it keeps outside the pages, by name; then the
+        cache itself, and what a model has bound to it.
         """
         kept = [(layer, beside(layer)) for layer in self._layers_of_rows() if not _is_complete(layer)]
         bound = {name: value for name, value in vars(self).items() if name not in self._names}
@@ -342,7 +342,7 @@ class PagedCache(DynamicCache):
 
 
 def _is_complete(layer: Any) -> bool:
-    """Whether pages hold everything that the layer keeps."""
+    """True if pages hold everything that the layer keeps."""
     return bool(getattr(layer, "complete", type(layer) in NO_CONTENT))
 
 

@@ -168,17 +168,17 @@ def rows_to_compare(arguments: Mapping[str, Any], rows: int) -> list[torch.Tenso
 
 
 def has_axes(name: str, value: Any) -> bool:
-    """Whether an argument is positions along several axes, [axes, rows, tokens] (Qwen-VL)."""
+    """True for positions along several axes, [axes, rows, tokens] (Qwen-VL)."""
     return name == "position_ids" and isinstance(value, torch.Tensor) and value.ndim == 3
 
 
 def has_rows_only(arguments: Mapping[str, Any]) -> bool:
-    """Whether the tensors among the arguments surely have the rows of the batch where they are expected."""
+    """True if the tensors among the arguments surely have the rows of the batch where they are expected."""
     return all(name in BY_ROW or _is_rowless(value) for name, value in arguments.items())
 
 
 def _is_rowless(value: object) -> bool:
-    """Whether an argument is one for all rows, or empty: what encoders made of pictures, where none is."""
+    """True for an argument that is one for all rows, or empty: encoders' outputs where no picture is."""
     return isinstance(value, SCALARS) or (isinstance(value, dict) and not value)
 
 

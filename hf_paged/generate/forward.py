@@ -249,14 +249,15 @@ def _with_adapters(
     if torch.is_grad_enabled() or not can_record([device]):
         return original(**given)
     before = [part.mark() for part in parts]
-    outside: OutsideContent = []
+    outside: OutsideContent | None = None
     try:
         with captures_of(model).with_adapters(model, parts[0], rows_of(given), device) as applied:
-            outside = save_outside(parts) if applied else []
+            outside = save_outside(parts) if applied else None
             return original(**given)
     except Inapplicable:  # peft's own layers compute it from now on
         _roll_back(parts, before, given.get(CACHE))
-        put_back_outside(outside, parts)
+        if outside is not None:
+            put_back_outside(outside, parts)
         return original(**given)
 
 

@@ -48,7 +48,7 @@ def put_back_outside(saved: OutsideContent, parts: Iterable[PagedCache]) -> None
 
 
 def computes_rows_apart(model: nn.Module, cache: PagedCache) -> bool:
-    """Whether equal rows must not be computed as one: their states could not become those of several rows."""
+    """Test whether equal rows must be computed one by one: the state of one cannot become that of several."""
     if cache.complete and getattr(model, "_is_stateful", False):
         _conclude(model, "it keeps a state outside its cache")
     if _verdicts.get(model) is not None:
@@ -58,8 +58,8 @@ def computes_rows_apart(model: nn.Module, cache: PagedCache) -> bool:
 
 
 def follow_rows(model: nn.Module, parts: list[PagedCache], rows: int) -> bool:
-    """Whether the states after a forward of `rows` rows can be forked with the rows. The first prompt of a
-    model that has any tries it, on copies.
+    """Test whether the states after a forward of `rows` rows can be forked with them. The first prompt of a
+    model tries it on copies, and the verdict is kept.
     """
     if model not in _verdicts:
         _conclude(model, next(filter(None, (_why_rigid(part, rows) for part in parts)), None))
@@ -80,7 +80,7 @@ def _conclude(model: nn.Module, reason: str | None) -> None:
 
 
 def _why_rigid(cache: PagedCache, rows: int) -> str | None:
-    """What of the content outside the pages does not follow `rows` rows that are forked; None if all does."""
+    """The reason why content outside the pages does not follow `rows` forked rows; None if it does."""
     states = []
     for owner, kept in cache.outside():
         if owner is cache:
@@ -95,7 +95,7 @@ def _why_rigid(cache: PagedCache, rows: int) -> str | None:
 
 
 def _forks(cache: PagedCache, layer: Any, rows: int) -> bool:
-    """Whether a copy of the layer, asked to double its first row, has one row more in all that it keeps."""
+    """Double the first row of a copy of the layer: true if all that it keeps has one row more then."""
     sequences = cache.sequences
     twin = Slot.like(layer, {}).open(getattr(layer, "number", 0), sequences)
     if hasattr(twin, "continue_from"):
@@ -109,7 +109,7 @@ def _forks(cache: PagedCache, layer: Any, rows: int) -> bool:
 
 
 def _has_grown(before: torch.Tensor, after: torch.Tensor, rows: int) -> bool:
-    """Whether one dimension has grown from `rows` by one; a tensor without rows has none of that length."""
+    """True if one dimension has grown from `rows` by one; a tensor without rows has none of that length."""
     if before.shape == after.shape:
         return rows not in before.shape
     grown = [sizes for sizes in zip(before.shape, after.shape, strict=False) if sizes[0] != sizes[1]]

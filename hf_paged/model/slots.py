@@ -175,7 +175,7 @@ def _class_beside(stock: Any, bases: tuple[Any, ...], namespace: dict[str, Any])
 
 
 def beside(layer: Any) -> dict[str, Any]:
-    """What a layer keeps outside the pages, by name: its states; of a layer without pages everything."""
+    """The content of a layer outside the pages, by name: its states; of a layer without pages everything."""
     if not isinstance(layer, PagedLayer):
         return dict(vars(layer))
     own = vars(type(layer)(layer.number, layer.kind, layer.sequences)).keys() | IN_PAGES
