@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from compare import assert_clean, both
 from counted_rows import counted
 from families import BY_NAME, VOCABULARY, build
+from releases import CUTS_AXES
+from tiny import build as build_tiny
+from tiny import config_class, mappings
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import LinearAttentionLayer
 
 from hf_paged import FallbackWarning, PagedCache
-from hf_paged.generate import dedupe
+from hf_paged.generate import dedupe, forward
 from hf_paged.generate.forward import wrap
+from hf_paged.model.adapters import Inapplicable
+from hf_paged.model.cache_name import cache_in
 
 PROMPT, NEW = 24, 10
 
@@ -270,3 +279,179 @@ def test_mixed_adapters_are_sliced_with_the_rows(ids: torch.Tensor) -> None:
         paged = model.generate(**call, cache_implementation="paged")
     assert seen[0] == (3, 13)
     assert torch.equal(paged, model.generate(**call))
+
+
+# ---- recurrent states
+
+HYBRIDS = [
+    "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2", "zaya",
+]  # fmt: skip
+WITH_AXES = ["qwen2_vl", "qwen3_5"]
+"""Models with pictures, whose positions have several axes also where none is shown."""
+LENGTH = 17
+
+
+@functools.lru_cache(maxsize=1)
+def tiny_model(kind: str, family: str) -> Any:
+    """One model at a time, shared by the modes of its family."""
+    known = {config.model_type: config for config in mappings()[kind]}
+    if family not in known:
+        pytest.skip(f"this transformers has no {family}")
+    return build_tiny(kind, known[family])
+
+
+def repeated_prompts(order: list[int], padded: int = 0) -> dict[str, torch.Tensor]:
+    """Rows of two prompts, the first of which begins with padding."""
+    ids = torch.randint(5, 80, (2, LENGTH), generator=torch.Generator().manual_seed(3))[order]
+    mask = torch.ones_like(ids)
+    mask[torch.tensor(order) == 0, :padded] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+HYBRID_MODES: dict[str, dict[str, Any]] = {
+    "samples": {**repeated_prompts([0, 1]), "do_sample": True, "num_return_sequences": 3},
+    "beams": {**repeated_prompts([0, 1], 6), "do_sample": False, "num_beams": 3},
+    "rows": {**repeated_prompts([0, 1, 1, 0], 6), "do_sample": True},
+    "chunks": {**repeated_prompts([1, 0, 1], 6), "do_sample": True, "num_return_sequences": 2, "prefill_chunk_size": 7},
+}  # fmt: skip
+CELLS = [("causal", family) for family in HYBRIDS] + [("image", family) for family in WITH_AXES]
+
+
+def rows_of_a_prompt(model: Any, **arguments: Any) -> list[int]:
+    """The rows that each forward of a prompt computed, in a call that answers like stock."""
+    setting = model.config._attn_implementation
+    given = {"max_new_tokens": 4, "min_new_tokens": 4, **arguments}
+    with counted(model) as seen:
+        stock, paged = both(model, **given)
+    assert torch.equal(stock, paged)
+    assert_clean(model, setting)
+    forwards = seen[len(seen) // 2 :]  # those of the second call
+    return [rows for rows, _ in forwards[: len(forwards) - 3]]
+
+
+@pytest.mark.parametrize("mode", HYBRID_MODES)
+@pytest.mark.parametrize(("kind", "family"), CELLS, ids=[family for _, family in CELLS])
+def test_states_follow_the_rows_of_a_prompt(kind: str, family: str, mode: str) -> None:
+    """Stock's layers fork their states with the rows: two rows are computed, whatever there are of each."""
+    if kind == "image" and mode == "chunks" and not CUTS_AXES:
+        pytest.skip("this stock cannot cut positions of several axes into chunks")
+    assert set(rows_of_a_prompt(tiny_model(kind, family), **HYBRID_MODES[mode])) == {2}
+
+
+def test_a_state_in_the_modules_keeps_rows_apart(caplog: pytest.LogCaptureFixture) -> None:
+    """RecurrentGemma's cache has places for states, and its modules keep them: every row is computed, and the
+    log says so by name, once.
+    """
+    model = tiny_model("causal", "recurrent_gemma")
+    computed = []
+    for _ in range(2):
+        with counted(model) as seen:
+            stock, paged = both(model, **HYBRID_MODES["samples"], max_new_tokens=4, min_new_tokens=4)
+        assert torch.equal(stock, paged)
+        computed.append([rows for rows, _ in seen[4:-3]])
+    assert [rows[-1] for rows in computed] == [6, 6]
+    assert computed[1] == [6], "it is known after the first prompt"
+    assert [
+        "RecurrentGemmaForCausalLM computes equal rows of a prompt one by one" in each.message
+        for each in caplog.records
+    ] == [True]
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "jamba"])
+def test_a_layer_that_leaves_its_states_keeps_rows_apart(
+    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What stock's layers do is tried, not read from their classes."""
+    monkeypatch.setattr(LinearAttentionLayer, "reorder_cache", lambda self, beam_idx: None)
+    model = build_tiny("causal", config_class("causal", family))
+    assert rows_of_a_prompt(model, **HYBRID_MODES["samples"]) == [2, 6]
+    assert rows_of_a_prompt(model, **HYBRID_MODES["rows"]) == [4]
+    assert ["recurrent_states" in each.message for each in caplog.records] == [True]
+
+
+class Binds(torch.nn.Module):
+    """A layer that binds its inputs to the cache, and needs as many rows of them in the next step."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, **keywords: Any) -> Any:
+        cache = cache_in(keywords)
+        cache.bound = torch.cat([getattr(cache, "bound", x[:, :0]), x], 1)
+        return self.layer(x, **keywords)
+
+
+@pytest.mark.parametrize("family", ["jamba", "llama"])
+def test_what_a_model_binds_to_its_cache_keeps_rows_apart(family: str) -> None:
+    """Qwen4-Exp of transformers 5.17 binds its positions: nothing forks them."""
+    model = build_tiny("causal", config_class("causal", family))
+    model.model.layers[0] = Binds(model.model.layers[0])
+    assert rows_of_a_prompt(model, **HYBRID_MODES["samples"]) == [2, 6]
+    assert rows_of_a_prompt(model, **HYBRID_MODES["samples"]) == [6]
+
+
+def test_states_of_rows_that_draw_are_taken_back() -> None:
+    """A forward that draws runs again over all rows, from the states before it."""
+    model = build_tiny("causal", config_class("causal", "jamba"))
+    layer = model.model.layers[0]
+    layer.register_forward_pre_hook(lambda module, args: (args[0] + torch.randn_like(args[0]), *args[1:]))
+    assert rows_of_a_prompt(model, **HYBRID_MODES["samples"]) == [2, 6]
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "jamba", "llama"])
+def test_a_forward_that_is_repeated_without_adapters_updates_states_once(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where kernels cannot tell the adapters of a step, peft's layers compute it again."""
+    pytest.importorskip("peft")
+    model = tiny_model("causal", family)
+    refusing = [True]
+
+    def refuse(*rest: Any) -> None:
+        if refusing.pop() if refusing else False:
+            raise Inapplicable("a layer was given other rows")
+
+    class Captures:
+        def with_adapters(self, *rest: Any) -> Any:
+            return contextlib.nullcontext(True)
+
+    monkeypatch.setattr(forward, "can_record", lambda devices: True)
+    monkeypatch.setattr(forward, "captures_of", lambda model: Captures())
+    handle = model.model.layers[-1].register_forward_hook(refuse)
+    given = {**HYBRID_MODES["beams"], "max_new_tokens": 4, "cache_config": {"graphs": False}}
+    paged = model.generate(**given, cache_implementation="paged")
+    handle.remove()
+    assert not refusing
+    del given["cache_config"]
+    assert torch.equal(paged, model.generate(**given))
+
+
+@pytest.mark.parametrize("family", ["lfm2", "jamba"])
+def test_a_cache_that_was_reset_takes_another_prompt(family: str) -> None:
+    """Stock's reset() keeps the rows of a state, so these are computed."""
+    model = tiny_model("causal", family)
+    given = {**HYBRID_MODES["samples"], "max_new_tokens": 4}
+    cache = PagedCache(model)
+    answers = []
+    for held in ({"past_key_values": cache}, {"past_key_values": cache}, {}):
+        cache.reset()
+        torch.manual_seed(0)
+        answers.append(model.generate(**given, **held))
+    assert torch.equal(answers[0], answers[2])
+    assert torch.equal(answers[1], answers[2])
+
+
+def test_positions_of_another_form_keep_rows_apart() -> None:
+    """Positions along axes are [axes, rows, tokens]; three axes are not three rows."""
+    ids = torch.ones((3, 5), dtype=torch.long)
+    positions = torch.arange(15).view(3, 5)
+    for axes in (3, 4):
+        along = positions[None].repeat(axes, 1, 1)
+        found = dedupe.rows_to_compare({"input_ids": ids, "position_ids": along}, 3)
+        assert found is not None
+        assert [tuple(each.shape) for each in found] == [(3, 5), (3, axes, 5)]
+    assert dedupe.rows_to_compare({"input_ids": ids, "position_ids": positions[:, :, None]}, 3) is None
+    few = dedupe.select_rows({"input_ids": ids, "position_ids": positions[None].repeat(3, 1, 1)}, [0, 2])
+    assert few["position_ids"].tolist() == [positions[[0, 2]].tolist()] * 3

@@ -9,12 +9,14 @@ import pytest
 import tiny
 import torch
 import transformers as tf
+from compare import assert_clean, both
 from families import BY_NAME, build
 from prefix_reuse import words
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_paged import Engine, FallbackWarning
 from hf_paged.engine.support import Unservable
+from hf_paged.model.cache_name import cache_in
 
 CALL = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
@@ -51,6 +53,32 @@ def test_families_that_loop_over_their_layers(name: str) -> None:
     left_to_stock(tiny.build("causal", tiny.config_class("causal", name)), "adds layers to its cache")
 
 
-@pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "mamba2"])
-def test_a_model_without_keys_and_values(name: str) -> None:
-    left_to_stock(tiny.build("causal", tiny.config_class("causal", name)), "keeps a state of its own")
+def _prompt() -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 80, (2, 9), generator=torch.Generator().manual_seed(2))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def test_a_name_decides_nothing() -> None:
+    """A hybrid of the user's that is called Mamba has attention layers, which are paged."""
+    config = tiny.config_class("causal", "jamba")
+    base: Any = tiny.model_class_of("causal", config)
+    model = tiny.build_class(type("OwnMambaForCausalLM", (base,), {}), config, "causal")
+    setting = model.config._attn_implementation
+    stock, paged = both(model, **_prompt(), max_new_tokens=5, num_beams=3, return_dict_in_generate=True)
+    assert torch.equal(stock.sequences, paged.sequences)
+    assert cache_in(paged).paths == ["stock", "paged", "stock", "paged"]
+    del stock, paged
+    assert_clean(model, setting)
+
+
+@pytest.mark.parametrize("family", ["falcon_mamba", "mamba", "mamba2", "rwkv"])
+def test_states_alone_stay_with_stock(family: str) -> None:
+    """One warning, with the reason."""
+    model = tiny.build("causal", tiny.config_class("causal", family))
+    given = {**_prompt(), "max_new_tokens": 4, "do_sample": False}
+    with pytest.warns(FallbackWarning) as said:
+        paged = model.generate(**given, cache_implementation="paged")
+    texts = [str(each.message) for each in said if each.category is FallbackWarning]
+    assert len(texts) == 1
+    assert f"{type(model).__name__} keeps a state of its own instead of keys and values" in texts[0]
+    assert torch.equal(paged, model.generate(**given))

@@ -15,7 +15,7 @@ from ..kv import Arithmetic, LayerKind, Sequences
 from ..model.layer import DIFFER, PagedLayer
 from ..model.lazy import Path
 from ..model.registry import base_model, memory_of
-from ..model.slots import CROSS, NO_CONTENT, Slot, slots_of
+from ..model.slots import CROSS, NO_CONTENT, Slot, beside, slots_of
 from .prefix_reuse import Reuse
 
 
@@ -25,6 +25,8 @@ class Mark(NamedTuple):
     columns: dict[LayerKind, int]
     initialized: list[bool] | None
     """Which paged layers were initialized; None where all rows held something."""
+    starts: list[int] | None
+    """The column at which each row begins."""
 
 
 class PagedCache(DynamicCache):
@@ -121,6 +123,8 @@ class PagedCache(DynamicCache):
         """Whether the running call has read its attention mask on the host."""
         self.prompt_in_chunks = False
         """Whether the running call feeds its prompt in several forwards."""
+        self._names = frozenset(vars(self)) | {"_names"}
+        """The attributes of a cache to which no model has bound anything."""
         weakref.finalize(self, sequences.memory.abandon, sequences).atexit = False
 
     # ---- what it is
@@ -133,7 +137,15 @@ class PagedCache(DynamicCache):
     @property
     def complete(self) -> bool:
         """Whether pages hold everything the cache keeps: no layer has another state."""
-        return all(getattr(layer, "complete", type(layer) in NO_CONTENT) for layer in self.layers)
+        return all(map(_is_complete, self.layers))
+
+    def outside(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Each layer with more than keys and values, and what it keeps outside the pages, by name; then the
+        cache itself, and what a model has bound to it.
+        """
+        kept = [(layer, beside(layer)) for layer in self._layers_of_rows() if not _is_complete(layer)]
+        bound = {name: value for name, value in vars(self).items() if name not in self._names}
+        return [*kept, (self, bound)]
 
     @property
     def paths(self) -> list[Path | str]:
@@ -263,7 +275,8 @@ class PagedCache(DynamicCache):
         """The state of the cache before a step, for `roll_back`."""
         columns = self.sequences.positions
         begins = not all(columns.values())
-        return Mark(columns, [layer.is_initialized for layer in self.own_layers] if begins else None)
+        initialized = [layer.is_initialized for layer in self.own_layers] if begins else None
+        return Mark(columns, initialized, self.sequences.starts)
 
     def roll_back(self, mark: Mark) -> None:
         """Undo a step that failed halfway: every group back to where it was. What layers keep outside the
@@ -272,6 +285,7 @@ class PagedCache(DynamicCache):
         for kind, rows in self.sequences.rows.items():
             if rows.columns > mark.columns[kind] and not rows.torn:
                 rows.crop(rows.columns - mark.columns[kind])
+                rows.begin_at(mark.starts)  # a crop to nothing forgets them
         layers = self.own_layers
         for layer, initialized in zip(layers, mark.initialized or [True] * len(layers), strict=True):
             layer.is_initialized &= initialized
@@ -329,6 +343,11 @@ class PagedCache(DynamicCache):
                 assert layer.keys is not None and layer.values is not None
                 stock.update(layer.keys.clone(), layer.values.clone(), i)
         return stock
+
+
+def _is_complete(layer: Any) -> bool:
+    """True if pages hold everything that the layer keeps."""
+    return bool(getattr(layer, "complete", type(layer) in NO_CONTENT))
 
 
 def paged_parts(cache: object) -> list[PagedCache]:

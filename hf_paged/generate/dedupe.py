@@ -24,7 +24,8 @@ from ..model.outputs import ROWS_FIRST, repeat_fields
 from ..model.switch import modules_of
 from ..model.training import why_random
 from .cache import PagedCache
-from .padding import Padding, look, mask_name, rows_of
+from .padding import Padding, look, mask_name, new_of, rows_of
+from .states import computes_rows_apart
 
 SCALARS = (bool, int, float, str, torch.dtype, type(None), Cache)
 BY_ROW = frozenset(
@@ -106,7 +107,7 @@ def read_prompt(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCach
         return None
     device = input_device(model)
     rows = rows_of(arguments)
-    tensors = None if rows < 2 else _comparable(model, arguments, rows)
+    tensors = None if rows < 2 else _comparable(model, arguments, rows, cache)
     if tensors is None:
         return PromptRows(None, None, device)
     if known is not None:
@@ -130,12 +131,14 @@ def read_prompt(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCach
     return PromptRows(EqualRows.of(host[:rows]), Padding.of(host[rows:]) if len(told) else None, device)
 
 
-def _comparable(model: nn.Module, arguments: Mapping[str, Any], rows: int) -> list[torch.Tensor] | None:
+def _comparable(
+    model: nn.Module, arguments: Mapping[str, Any], rows: int, cache: PagedCache
+) -> list[torch.Tensor] | None:
     """What the rows of a prompt are compared by; None if equal rows may become different ones: by dropout, in
-    a recurrent state of the modules, or because an argument has no rows.
+    a state that cannot be forked, or because an argument has no rows.
     """
     kind: Any = type(model)
-    if getattr(model, "_is_stateful", False) or keeps_another_cache(kind) or why_random(model) is not None:
+    if computes_rows_apart(model, cache) or keeps_another_cache(kind) or why_random(model) is not None:
         return None
     tensors = rows_to_compare(arguments, rows)
     try:
@@ -154,10 +157,12 @@ def rows_to_compare(arguments: Mapping[str, Any], rows: int) -> list[torch.Tenso
     """The tensors of a forward's arguments, each with `rows` rows; None if one has no rows."""
     found: list[torch.Tensor] = []
     for name, value in arguments.items():
-        # Positions of three axes come as [3, rows, tokens]: three of them could be taken for rows.
-        if name == "position_ids" and isinstance(value, torch.Tensor) and value.ndim != 2:
-            return None
-        if isinstance(value, SCALARS):
+        if has_axes(name, value):
+            if value.shape[1:] != (rows, new_of(arguments)):
+                return None
+            found.append(value.movedim(1, 0))
+            continue
+        if _is_rowless(value):
             continue
         leaves = _leaves(value)
         if leaves is None or any(leaf.ndim == 0 or leaf.shape[0] != rows for leaf in leaves):
@@ -166,9 +171,19 @@ def rows_to_compare(arguments: Mapping[str, Any], rows: int) -> list[torch.Tenso
     return found
 
 
+def has_axes(name: str, value: Any) -> bool:
+    """True for positions along several axes, [axes, rows, tokens] (Qwen-VL)."""
+    return name == "position_ids" and isinstance(value, torch.Tensor) and value.ndim == 3
+
+
 def has_rows_only(arguments: Mapping[str, Any]) -> bool:
-    """Whether the first dimension of all tensors among the arguments surely is the rows of the batch."""
-    return all(name in BY_ROW or isinstance(value, SCALARS) for name, value in arguments.items())
+    """True if the tensors among the arguments surely have the rows of the batch where they are expected."""
+    return all(name in BY_ROW or _is_rowless(value) for name, value in arguments.items())
+
+
+def _is_rowless(value: object) -> bool:
+    """True for an argument that is one for all rows, or empty: encoders' outputs where no picture is."""
+    return isinstance(value, SCALARS) or (isinstance(value, dict) and not value)
 
 
 def equal_by_content(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -227,12 +242,15 @@ def select_rows(arguments: Mapping[str, Any], rows: Sequence[int]) -> dict[str, 
     """The forward's arguments for some rows."""
     indices: dict[torch.device, torch.Tensor] = {}
 
-    def picked(x: torch.Tensor) -> torch.Tensor:
+    def picked(x: torch.Tensor, dimension: int = 0) -> torch.Tensor:
         if x.device not in indices:
             indices[x.device] = torch.tensor(rows, device=x.device)
-        return x.index_select(0, indices[x.device])
+        return x.index_select(dimension, indices[x.device])
 
-    return {name: _each(value, picked) for name, value in arguments.items()}
+    return {
+        name: picked(value, 1) if has_axes(name, value) else _each(value, picked)
+        for name, value in arguments.items()
+    }
 
 
 def _each(value: Any, change: Any) -> Any:

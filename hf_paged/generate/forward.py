@@ -27,6 +27,7 @@ from ..model.switch import setting_of
 from .cache import Mark, PagedCache, paged_parts
 from .dedupe import PromptRows, narrow_adapter_names, read_prompt, repeat_rows, select_rows
 from .padding import INPUTS, Padding, mask_name, new_of, note_padding, rows_of
+from .states import OutsideContent, follow_rows, put_back_outside, save_outside
 
 DENSE_OUTPUTS = ("output_attentions", "output_hidden_states")
 """Outputs that only the model's own attention makes as stock does: at padded columns too."""
@@ -153,16 +154,18 @@ def _unique(
     few = None
     if layouts.get(asked) is not None:
         before = [part.mark() for part in parts]
+        outside = save_outside(parts)
         for part in parts:
             part.sequences.expect_rows(len(index))
         with narrow_adapter_names(model, len(index), first):
             answer = _paged(model, original, kept, parts, masks_known, prompt.padding_of(first))
-        if not has_drawn(states, device):
+        drawn = has_drawn(states, device)
+        if not drawn and follow_rows(model, parts, len(first)):
             for part in parts:
                 part.sequences.sources = prompt.equal.sources
             return repeat_rows(answer, len(first), index, layouts[asked])
         take_back_draws(states, device)
-        _drop_unique_rows(parts, before, arguments.get(CACHE))
+        _drop_unique_rows(parts, before, outside, arguments.get(CACHE), drawn)
     elif asked not in layouts and parts[0].sequences.columns == 0:
         with narrow_adapter_names(model, len(index), first):
             few = _without_cache(original, kept)
@@ -189,13 +192,16 @@ def _without_cache(original: Callable[..., Any], arguments: dict[str, Any]) -> A
         return None
 
 
-def _drop_unique_rows(parts: list[PagedCache], before: list[Mark], cache: Any) -> None:
-    """Forget the unique rows of a forward that draws random numbers: every row gets its own, as with
-    stock.
+def _drop_unique_rows(
+    parts: list[PagedCache], before: list[Mark], outside: OutsideContent, cache: Any, drawn: bool
+) -> None:
+    """Forget the unique rows of a forward that has drawn random numbers, of which every row gets its own as
+    with stock, or whose states cannot be forked.
     """
     _roll_back(parts, before, cache)
+    put_back_outside(outside, parts)
     for part in parts:
-        if part.reuse is not None:
+        if drawn and part.reuse is not None:
             part.reuse.disable("the forward draws random numbers")
 
 
@@ -243,11 +249,15 @@ def _with_adapters(
     if torch.is_grad_enabled() or not can_record([device]):
         return original(**given)
     before = [part.mark() for part in parts]
+    outside: OutsideContent | None = None
     try:
-        with captures_of(model).with_adapters(model, parts[0], rows_of(given), device):
+        with captures_of(model).with_adapters(model, parts[0], rows_of(given), device) as applied:
+            outside = save_outside(parts) if applied else None
             return original(**given)
     except Inapplicable:  # peft's own layers compute it from now on
         _roll_back(parts, before, given.get(CACHE))
+        if outside is not None:
+            put_back_outside(outside, parts)
         return original(**given)
 
 

@@ -174,12 +174,20 @@ def _class_beside(stock: Any, bases: tuple[Any, ...], namespace: dict[str, Any])
     return made
 
 
+def beside(layer: Any) -> dict[str, Any]:
+    """The content of a layer outside the pages, by name: its states; of a layer without pages everything."""
+    if not isinstance(layer, PagedLayer):
+        return dict(vars(layer))
+    own = vars(type(layer)(layer.number, layer.kind, layer.sequences)).keys() | IN_PAGES
+    return {name: value for name, value in vars(layer).items() if name not in own}
+
+
 def take_over(layer: PagedLayer, source: Any) -> None:
     """Copy the state that `source` keeps in addition to keys and values."""
     if type(layer) in (PagedLayer, WindowLayer):
         return
     own = vars(layer).keys() | IN_PAGES
-    beside = {name: deepcopy(value) for name, value in vars(source).items() if name not in own}
-    vars(layer).update(beside)
+    further = {name: deepcopy(value) for name, value in vars(source).items() if name not in own}
+    vars(layer).update(further)
     if isinstance(layer, BesideLayer) and not isinstance(source, BesideLayer):
-        layer.at_first = deepcopy(beside)
+        layer.at_first = deepcopy(further)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .cache_name import CACHE, NAMES, OLDER
-from .slots import Slot, slots_of
+from .slots import STATE, Slot, slots_of
 
 READS = "_can_checkpoint_with_cache"
 """Layers with this attribute only read the cache, and keep it."""
@@ -18,6 +18,11 @@ PREPARING = {"super", "generate", "_prepare_cache_for_generation"}
 """Names in the code of a generate() that prepares a cache, or leaves that to another."""
 SHARED = ("transformers.generation", "transformers.modeling_utils", "torch", "builtins")
 """Modules of the base classes that all models have."""
+
+
+FOR_STATES = "cache_params"
+"""What Mamba's forward called its cache before transformers 5.24."""
+OWN_STATE = "{} keeps a state of its own instead of keys and values"
 
 
 class FallbackWarning(UserWarning):
@@ -29,20 +34,23 @@ def why_not(model: Any, generation_config: Any, slots: list[Slot] | None = None)
     name = type(model).__name__
     if generation_config.use_cache is False:
         return "use_cache=False leaves nothing to page"
-    if "mamba" in name.lower() or not model._supports_default_dynamic_cache():
-        return f"{name} keeps a state of its own instead of keys and values"
+    if not model._supports_default_dynamic_cache():
+        return OWN_STATE.format(name)
     own = vars(model).get("forward")
     # A forward of the user's with the older name hands the other on to transformers' own.
-    if NAMES.isdisjoint(_names(type(model).forward) if own is None else inspect.signature(own).parameters):
+    names = _names(type(model).forward) if own is None else inspect.signature(own).parameters.keys()
+    if NAMES.isdisjoint(names) and FOR_STATES not in names:
         return f"{name}.forward takes no {CACHE}"
     slots = [] if slots is None else slots
     slots += slots_of(model, cross=False)
     kinds: list[Any] = [type(model), type(model.get_decoder())]
     if any(map(adds_layers, kinds)):
         return f"{name} adds layers to its cache while it runs, as copies of others"
-    if all(slot.kind is None for slot in slots):
-        return f"no layer of {name} keeps plain keys and values"
-    return None
+    if any(slot.kind is not None for slot in slots):
+        return f"{name}.forward takes no {CACHE}" if NAMES.isdisjoint(names) else None
+    if all(isinstance(slot.source, STATE) for slot in slots):
+        return OWN_STATE.format(name)
+    return f"no layer of {name} keeps plain keys and values"
 
 
 @functools.cache

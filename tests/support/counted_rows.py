@@ -10,7 +10,7 @@ from typing import Any
 @contextmanager
 def counted(model: Any) -> Iterator[list[tuple[int, int]]]:
     """The (rows, tokens) of everything that enters the first decoder layer."""
-    decoder = model.get_decoder() if model.config.is_encoder_decoder else model.model
+    decoder = model.get_decoder()
     layers = getattr(decoder, "layers", None) or decoder.block
     seen: list[tuple[int, int]] = []
     handle = layers[0].register_forward_pre_hook(
