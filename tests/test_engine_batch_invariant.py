@@ -164,6 +164,15 @@ def test_adapters(name: str, dtype: torch.dtype) -> None:
     assert adapters_numbers(model, sequences, ADAPTERS, "left") == together
 
 
+def test_adapters_that_the_engine_is_given() -> None:
+    """C44: weights on the host, of ranks that are filled up for kernels."""
+    given = adapted(model_of("llama", torch.bfloat16))
+    sequences, together, alone = engine_numbers(
+        model_of("llama", torch.bfloat16), adapters=ADAPTERS, given=given
+    )
+    assert together == alone == adapters_numbers(given, sequences, ADAPTERS, "right")
+
+
 def test_another_thread_drives_it() -> None:
     """C44: asyncio.to_thread copies the block's context, and torch's modes stay behind."""
     model = model_of("llama", torch.bfloat16)

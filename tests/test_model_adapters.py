@@ -281,7 +281,10 @@ def test_a_sum_is_rounded_once(way: str) -> None:
     batch = AdapterBatch.of_one(table, adapter) if way == "one" else AdapterBatch(table, [0, -1])
     found = batch.add_at_once(layer, x, y)
     assert found.dtype == torch.bfloat16
-    assert found.float().unique(dim=1).flatten().tolist() == [5 + 1 / 32, 5 + 1 / 32 if way == "one" else 1 + 1 / 64]
+    assert found.float().unique(dim=1).flatten().tolist() == [
+        5 + 1 / 32,
+        5 + 1 / 32 if way == "one" else 1 + 1 / 64,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -44,14 +44,17 @@ def prompts(vocabulary: int) -> list[list[int]]:
 
 
 def engine_numbers(
-    model: Any, vocabulary: int = 60, adapters: Sequence[Any] = (), **options: Any
+    model: Any, vocabulary: int = 60, adapters: Sequence[Any] = (), given: Any = None, **options: Any
 ) -> tuple[list[Sampled], list[list[float]], list[list[float]]]:
     """Sequences that an engine sampled, and the log-probabilities of their tokens: drawn together in small
-    steps with few blocks, and one by one. adapters: those of each prompt.
+    steps with few blocks, and one by one. adapters: those of each prompt. given: a peft model whose adapters
+    the engine is given.
     """
     small: dict[str, Any] = {"max_batch_tokens": 12, "num_blocks": 24, "block_size": 4}
     with Engine(model, batch_invariant=True, **{**small, **options}) as engine:
         rows = prompts(vocabulary)
+        for name in () if given is None else given.peft_config:
+            engine.add_adapter(name, given)
 
         def submit(row: int) -> Any:
             way = {"do_sample": row % 2 == 0, "seed": row, "pad_token_id": 0}
