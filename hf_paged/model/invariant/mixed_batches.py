@@ -30,9 +30,9 @@ def _replace(layer_class: Any) -> None:
 
     @functools.wraps(stock)
     def forward(self: Any, x: Any, *args: Any, adapter_names: list[str], **kwargs: Any) -> Any:
-        own = {name for name in adapter_names if name in self.lora_A and name not in self.lora_variant}
-        if not own or not invariant.get():
+        if not invariant.get():
             return stock(self, x, *args, adapter_names=adapter_names, **kwargs)
+        own = {name for name in adapter_names if name in self.lora_A and name not in self.lora_variant}
         others = [BASE if name in own else name for name in adapter_names]
         result = stock(self, x, *args, adapter_names=others, **kwargs)
         for name in own:
