@@ -5,15 +5,25 @@ PYTHONPATH=.:kernels:tests:tests/support python -m pytest tests/test_gpu_invaria
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from captures import counts, policy
-from invariance import Sampled, engine_numbers, model_of, prompts, trainer_numbers
+from invariance import (
+    ADAPTERS,
+    Sampled,
+    adapted,
+    adapters_numbers,
+    engine_numbers,
+    model_of,
+    prompts,
+    trainer_numbers,
+)
 from torch.nn import functional as F  # its usual name
+from transformers import LlamaConfig, LlamaForCausalLM
 
-import hf_paged
 from hf_paged import Engine, NotInvariant, batch_invariant
 from hf_paged.kv.ops import invariant_kernels
 
@@ -37,7 +47,20 @@ def kernels() -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "depth"), [(96, 80), (512, 2048), (1024, 4096), (4096, 14336)])
+@pytest.mark.parametrize(
+    ("columns", "depth"),
+    [
+        (96, 80),
+        (512, 2048),
+        (1024, 4096),
+        (4096, 14336),
+        (1, 4096),
+        (12, 4096),
+        (64, 4096),
+        (2048, 1),
+        (2048, 12),
+    ],
+)
 def test_a_products_rows_do_not_know_each_other(
     kernels: Any, dtype: torch.dtype, columns: int, depth: int
 ) -> None:
@@ -55,6 +78,21 @@ def test_a_products_rows_do_not_know_each_other(
         assert torch.equal(rows, whole[:count]), count
         rows = kernels.mm(x[most - count :], w.t(), bias)
         assert torch.equal(rows, whole[most - count :]), count
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 12, 1024])
+def test_sums_of_rounding_errors_do_not_know_each_other(
+    kernels: Any, dtype: torch.dtype, columns: int
+) -> None:
+    """C44: where the numbers of a sum cancel each other every digit shows its order, in all tiles of our kernel."""
+    x, w = numbers(300, 2048, dtype=dtype), numbers(columns, 2048, dtype=dtype)
+    order = torch.randperm(2048, device="cuda")
+    x, w = torch.cat([x, x[:, order]], 1), torch.cat([w, -w[:, order]], 1)
+    whole = kernels.mm(x, w.t())
+    assert whole.any()
+    for count in (1, 2, 7, 16, 17, 33, 64, 65, 128, 200):
+        assert torch.equal(kernels.mm(x[:count], w.t()), whole[:count]), count
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -297,28 +335,61 @@ def test_gradients_flow() -> None:
     assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
 
 
-def test_adapters() -> None:
-    """C44: unmerged LoRA adapters of several requests."""
-    peft = pytest.importorskip("peft")
-    from adapters import lora
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2"])
+def test_adapters(name: str, dtype: torch.dtype) -> None:
+    """C44: one LoRA adapter, several and none in one batch, in float32 and in the model's type, beside captured steps
+    of the base: the bits of each alone and of peft's own forward.
+    """
+    model = adapted(model_of(name, dtype).cuda())
+    sequences, together, alone = engine_numbers(model, adapters=ADAPTERS)
+    assert together == alone
+    for side in ("left", "right"):
+        assert adapters_numbers(model, sequences, ADAPTERS, side) == together
 
-    model = peft.get_peft_model(
-        model_of("llama").cuda(), lora(r=4, init_lora_weights=False), adapter_name="a"
-    )
-    with Engine(model, batch_invariant=True) as engine:
-        wanted = [(row, name) for row in prompts(60)[:3] for name in ("a", None)]
-        handles = [
-            engine.submit(row, max_new_tokens=4, do_sample=False, logprobs=True, adapter=name, pad_token_id=0)
-            for row, name in wanted
-        ]
-        sequences = [handle.result().sequences[0] for handle in handles]
-    for (row, name), sequence in zip(wanted, sequences, strict=True):
-        ids = torch.tensor([[*row, *sequence.token_ids]], device="cuda")
-        with hf_paged.batch_invariant(), torch.no_grad():
-            if name is None:
-                with model.disable_adapter():
-                    right = model(ids).logits[0].log_softmax(-1)
-            else:
-                right = model(ids).logits[0].log_softmax(-1)
-        for place, token in enumerate(sequence.logprobs):
-            assert token.logprob == right[len(row) + place - 1, token.token_id].item()
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_of_a_wide_model(dtype: torch.dtype) -> None:
+    """C44: products of which torch computes some, of 1 to 64 ranks, by the peft model's adapters and by given ones."""
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=512, max_position_embeddings=1024, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(config).to("cuda", dtype).eval()
+    model = adapted(copy.deepcopy(plain))
+    right = None
+    for served, given in ((model, None), (plain, model)):
+        sequences, together, alone = engine_numbers(
+            served, adapters=ADAPTERS, given=given, max_batch_tokens=64
+        )
+        right = right or adapters_numbers(model, sequences, ADAPTERS, "left")
+        assert together == alone == right
+
+
+@pytest.mark.parametrize(
+    "names", [["thin"] * 32, ["thin", "wide", "native", "__base__"] * 8], ids=["one", "many"]
+)
+def test_rows_with_adapters_among_64(names: list[str]) -> None:
+    """C44: many rows decode together, in captured steps or not, and each alone in one of two batch sizes."""
+    model = adapted(model_of("llama", torch.bfloat16).cuda())
+    rows = [[5 + (row * 7 + i * i) % 50 for i in range(3 + row)] for row in range(len(names))]
+    wanted: dict[str, Any] = {"max_new_tokens": 10, "logprobs": True, "pad_token_id": 0, "eos_token_id": 99}
+    with Engine(model, batch_invariant=True, max_batch_tokens=256) as engine:
+
+        def submit(row: int, adapter: str) -> Any:
+            return engine.submit(rows[row], do_sample=True, seed=row, adapter=adapter, **wanted)
+
+        for _ in range(3):
+            handles = [submit(row, name) for row, name in enumerate(names)]
+            handles += [submit(row, "__base__") for row in range(len(names))]
+            outputs = [handle.result().sequences[0] for handle in handles]
+        for row in (0, 9, 18, 27):
+            again = submit(row, names[row]).result().sequences[0]
+            assert again.token_ids == outputs[row].token_ids
+            assert again.logprobs == outputs[row].logprobs
+        engine.check()
+    sampled = [Sampled(len(row), [*row, *each.token_ids]) for row, each in zip(rows, outputs, strict=False)]
+    right = [[token.logprob for token in each.logprobs] for each in outputs[: len(names)]]
+    adapters = [None if name == "__base__" else name for name in names]
+    assert adapters_numbers(model, sampled, adapters, "right") == right

@@ -140,6 +140,7 @@ def test_torchs_product_only_where_it_has_the_same_bits(
         return kernels.product(x[None], w[None], bias)[0]
 
     monkeypatch.setitem(module, "_torchs", same)
+    monkeypatch.setitem(module, "MOST_TRIES", 8)
     assert torch.equal(invariant.mm(x, w, bias), ours)
     assert calls[0] is not x
     assert calls[-1] is x
@@ -150,6 +151,25 @@ def test_torchs_product_only_where_it_has_the_same_bits(
     other = kernels.Invariant(kernels)
     monkeypatch.setitem(module, "_torchs", lambda *given: same(*given) + 1e-6)
     assert torch.equal(other.mm(x, w, bias), ours)
+
+
+@pytest.mark.parametrize("columns", [1, 8])
+def test_another_order_is_seen_in_small_answers(
+    invariant: Any, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """C44: halves of two orders differ in one of ten thousand numbers, and an adapter's rank may be 1."""
+    x, w = noise(1, 256).half(), noise(columns, 256).t().half()
+    calls = []
+
+    def split(x: torch.Tensor, w: torch.Tensor, bias: None) -> torch.Tensor:
+        calls.append(x)
+        parts = zip(x.float().split(128, 1), w.float().split(128), strict=True)
+        return sum(kernels.product(one[None], two[None])[0] for one, two in parts).half()
+
+    monkeypatch.setitem(type(invariant).mm.__globals__, "_torchs", split)
+    assert torch.equal(invariant.mm(x, w), kernels.product(x[None], w[None])[0])
+    assert not invariant.is_torchs_linear(x, w.t(), None)
+    assert 1 < len(calls) < 20
 
 
 def test_fused_kernels_round_as_the_operations_do(invariant: Any) -> None:

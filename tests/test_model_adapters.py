@@ -25,7 +25,15 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 import hf_paged
-from hf_paged.model.adapters import Adapter, AdapterBatch, AdapterTable, Inapplicable, applied, combine
+from hf_paged.model.adapters import (
+    Adapter,
+    AdapterBatch,
+    AdapterTable,
+    Inapplicable,
+    LowRank,
+    applied,
+    combine,
+)
 from hf_paged.model.adapters.identity import AdapterStates
 from hf_paged.model.adapters.joint import note_places, runs_of
 from hf_paged.model.capture.rehearsal import RECORDERS
@@ -237,20 +245,65 @@ def test_one_adapter_for_everything() -> None:
         assert torch.equal(none, model(input_ids=ids).logits)
 
 
-def test_several_active_at_once() -> None:
-    """A set of adapters adds what each of them adds."""
-    model = adapted(lora(), lora(r=4, target_modules=["q_proj"]))
+@pytest.mark.parametrize("order", [["one", "two"], ["two", "one"]], ids=str)
+def test_several_active_at_once(order: list[str]) -> None:
+    """A set of adapters adds what each of them adds: by torch with peft's bits, by kernels up to rounding."""
+    model = adapted(lora(), lora(r=4, target_modules=["q_proj"])).to(DEVICE)
     lora_layers = snapshot(model).lora
-    both = combine([lora_layers.read("one"), lora_layers.read("two")])
-    ids = torch.randint(0, 90, (2, 7))
-    model.base_model.set_adapter(["one", "two"])
-    table = AdapterTable(1, torch.device("cpu"))
+    both = combine([lora_layers.read(name) for name in order])
+    ids = torch.randint(0, 90, (2, 7), device=DEVICE)
+    model.base_model.set_adapter(order)
+    table = AdapterTable(1, torch.device(DEVICE), kernels)
+    table.put(0, both)
     with torch.no_grad():
         expected = model(input_ids=ids).logits
         with applied(lora_layers.layers, AdapterBatch.of_one(table, both)):
-            torch.testing.assert_close(
-                model.get_base_model()(input_ids=ids).logits, expected, atol=2e-5, rtol=1e-4
-            )
+            assert torch.equal(model.get_base_model()(input_ids=ids).logits, expected)
+        with applied(lora_layers.layers, AdapterBatch(table, [0, 0])):
+            found = model.get_base_model()(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["one", "mixed", "kernels"])
+def test_a_sum_is_rounded_once(way: str) -> None:
+    """An adapter in float32 on a layer in bfloat16: 1 + 1/64 and 4 + 1/64 are 5 + 1/32, but 5 if the
+    adapter's part is rounded to 4 before.
+    """
+    layer = torch.nn.Linear(16, 8)
+    a, b = torch.zeros(8, 16, device=DEVICE), torch.zeros(8, 8, device=DEVICE)
+    a[0, 0] = 1
+    b[:, 0] = 4 + 1 / 64
+    adapter = Adapter({layer: (LowRank(a, b, 1.0),)})
+    table = AdapterTable(1, torch.device(DEVICE), kernels if way == "kernels" else None)
+    table.put(0, adapter)
+    x = torch.ones(2, 16, dtype=torch.bfloat16, device=DEVICE)
+    y = torch.full((2, 8), 1 + 1 / 64, dtype=torch.bfloat16, device=DEVICE)
+    batch = AdapterBatch.of_one(table, adapter) if way == "one" else AdapterBatch(table, [0, -1])
+    found = batch.add_at_once(layer, x, y)
+    assert found.dtype == torch.bfloat16
+    assert found.float().unique(dim=1).flatten().tolist() == [
+        5 + 1 / 32,
+        5 + 1 / 32 if way == "one" else 1 + 1 / 64,
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_types_of_adapters_that_are_active_together(dtype: torch.dtype) -> None:
+    """Adapters in float32 and in half precision: each computes in its own type, as in peft's forward."""
+    model = adapted(lora(), lora(r=4), lora(r=2)).to(dtype)
+    for name, parameter in model.named_parameters():
+        if ".one." in name or ".two." in name:
+            parameter.data = parameter.data.to(torch.bfloat16 if ".one." in name else torch.float32)
+    lora_layers = snapshot(model).lora
+    ids = torch.randint(0, 90, (2, 7))
+    table = AdapterTable(2, torch.device("cpu"))
+    for order in (["one", "two", "three"], ["two", "one"]):
+        model.base_model.set_adapter(order)
+        table.put(0, combine([lora_layers.read(name) for name in order]))
+        with torch.no_grad():
+            expected = model(input_ids=ids).logits
+            with applied(lora_layers.layers, AdapterBatch(table, [0, 0])):
+                assert torch.equal(model.get_base_model()(input_ids=ids).logits, expected)
 
 
 def test_a_table_follows_what_lies_elsewhere() -> None:

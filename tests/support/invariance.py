@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import random
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -42,17 +44,21 @@ def prompts(vocabulary: int) -> list[list[int]]:
 
 
 def engine_numbers(
-    model: Any, vocabulary: int = 60, **options: Any
+    model: Any, vocabulary: int = 60, adapters: Sequence[Any] = (), given: Any = None, **options: Any
 ) -> tuple[list[Sampled], list[list[float]], list[list[float]]]:
     """Sequences that an engine sampled, and the log-probabilities of their tokens: drawn together in small
-    steps with few blocks, and one by one.
+    steps with few blocks, and one by one. adapters: those of each prompt. given: a peft model whose adapters
+    the engine is given.
     """
     small: dict[str, Any] = {"max_batch_tokens": 12, "num_blocks": 24, "block_size": 4}
     with Engine(model, batch_invariant=True, **{**small, **options}) as engine:
         rows = prompts(vocabulary)
+        for name in () if given is None else given.peft_config:
+            engine.add_adapter(name, given)
 
         def submit(row: int) -> Any:
             way = {"do_sample": row % 2 == 0, "seed": row, "pad_token_id": 0}
+            way |= {"adapter": adapters[row]} if adapters else {}
             return engine.submit(rows[row], max_new_tokens=NEW, logprobs=True, **way)
 
         handles = [submit(row) for row in range(len(rows))]
@@ -99,3 +105,44 @@ def trainer_numbers(model: Any, sequences: list[Sampled], side: str) -> list[lis
         ]
         for row, (begin, each) in enumerate(zip(begins, sequences, strict=True))
     ]
+
+
+ADAPTERS = ("thin", None, "wide", ["native", "thin"], "native")
+"""Of each prompt what it is sampled with, where the model is `adapted`."""
+
+
+def adapted(model: Any) -> Any:
+    """A peft model with LoRA adapters: "thin" of rank 1 and "wide" of rank 64 in float32, as peft makes them,
+    and "native" of rank 12 in the model's own type.
+    """
+    import peft
+    from adapters import lora
+
+    dtype = model.dtype
+    configs = {"thin": {"r": 1}, "wide": {"r": 64, "use_rslora": True}, "native": {"r": 12, "lora_alpha": 7}}
+    torch.manual_seed(0)
+    for name, options in configs.items():
+        config = lora(target_modules="all-linear", **options)
+        if name == "thin":
+            model = peft.get_peft_model(model, config, adapter_name=name)
+        else:
+            model.add_adapter(name, config)
+    for name, parameter in model.named_parameters():
+        if ".native." in name:
+            parameter.data = parameter.data.to(dtype)
+    return model.eval()
+
+
+def adapters_numbers(
+    model: Any, sequences: list[Sampled], adapters: Sequence[Any], side: str
+) -> list[list[float]]:
+    """`trainer_numbers` of a peft model: a forward for each of these adapters, with it active."""
+    found: dict[int, list[float]] = {}
+    for names in adapters:
+        rows = [row for row, each in enumerate(adapters) if each == names]
+        if names is not None:
+            model.base_model.set_adapter(names)
+        with model.disable_adapter() if names is None else nullcontext():
+            numbers = trainer_numbers(model.get_base_model(), [sequences[row] for row in rows], side)
+        found |= dict(zip(rows, numbers, strict=True))
+    return [found[row] for row in range(len(sequences))]

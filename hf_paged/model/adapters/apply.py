@@ -15,7 +15,7 @@ from ...kv.upload import upload
 from ..patches import ReplacedForward, mark_wrapper
 from ..streams import side_stream
 from ..tensor_parallel import SUMS
-from .lora import Adapter, LowRank
+from .lora import Adapter, add_products
 from .table import AdapterTable
 
 MOST_HELD = 3
@@ -94,8 +94,7 @@ class AdapterBatch:
     def add(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """A layer's output y for x, with what the adapters of its tokens add; y may be written to."""
         if self.only is not None:
-            part = self.only.layers.get(module)
-            return y if part is None else (y + low_rank_product(part, x)).to(y.dtype)
+            return add_products(y, x, self.only.layers.get(module, ()))
         flat = y.reshape(-1, y.shape[-1])  # a part of a wider product, of which rows lie apart
         y = (flat if flat.stride(1) == 1 else flat.contiguous()).view(y.shape)
         if self.table.kernels is None:
@@ -112,14 +111,14 @@ class AdapterBatch:
     # ---- plain torch
 
     def _add_in_torch(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        flat_x = x.reshape(-1, x.shape[-1])
+        flat_y = y.view(-1, y.shape[-1])
         for slot, rows in self._rows_of(self._form(x)):
             adapter = self.table.slots[slot]
-            part = None if adapter is None else adapter.layers.get(module)
-            if part is not None:
-                flat_x = x.reshape(-1, x.shape[-1])
-                flat_y = y.view(-1, y.shape[-1])
+            parts = () if adapter is None else adapter.layers.get(module, ())
+            if parts:
                 rows = rows.to(y.device)
-                flat_y[rows] += low_rank_product(part, flat_x[rows]).to(y.dtype)
+                flat_y[rows] = add_products(flat_y[rows], flat_x[rows], parts)
         return y
 
     def _rows_of(self, form: tuple[str, int]) -> list[tuple[int, torch.Tensor]]:
@@ -227,14 +226,6 @@ class AdapterBatch:
         """The error of a layer that cannot tell the adapters of its tokens; the table notes why."""
         self.table.why_not = why_not
         return Inapplicable(why_not)
-
-
-def low_rank_product(part: LowRank, x: torch.Tensor) -> torch.Tensor:
-    """scale * (x a^T) b^T, rounded as peft does."""
-    functional = nn.functional
-    a, b = part.a.to(x.device), part.b.to(x.device)  # of layers on several devices, all lie on one
-    product: torch.Tensor = functional.linear(functional.linear(x.to(a.dtype), a), b)
-    return product * part.scale
 
 
 @contextmanager

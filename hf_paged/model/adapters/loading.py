@@ -59,8 +59,9 @@ class HostAdapter:
         }
         self.follow(model)
         for module, part in zip(self._modules, parts.values(), strict=True):
-            self.host.layers[module].a.copy_(part.a)
-            self.host.layers[module].b.copy_(part.b)
+            (own,) = self.host.layers[module]
+            own.a.copy_(part.a)
+            own.b.copy_(part.b)
         self.key = _content(layers)
         """Its content on all ranks, and where it belongs."""
 
@@ -81,13 +82,13 @@ class HostAdapter:
     def _laid_over(self, memory: torch.Tensor) -> Adapter:
         """The adapter whose weights lie in `memory`."""
         begin = 0
-        layers: dict[nn.Module, LowRank] = {}
+        layers: dict[nn.Module, tuple[LowRank, ...]] = {}
         for module, part in zip(self._modules, self._parts.values(), strict=True):
             found = []
             for each in part[:2]:
                 found.append(memory[begin : begin + each.nbytes].view(each.dtype).view(each.shape))
                 begin += -(-each.nbytes // ALIGNMENT) * ALIGNMENT
-            layers[module] = LowRank(found[0], found[1], part.scale)
+            layers[module] = (LowRank(found[0], found[1], part.scale),)
         return Adapter(layers)
 
 

@@ -151,7 +151,7 @@ class LoraLayers:
             if name in layer.lora_A:
                 a = local_part(layer.lora_A[name].weight)
                 b = local_part(layer.lora_B[name].weight)
-                found[layer] = LowRank(a, b, float(layer.scaling[name]))
+                found[layer] = (LowRank(a, b, float(layer.scaling[name])),)
         return Adapter(found)
 
 

@@ -92,7 +92,8 @@ class RowAdapters:
         facts = [
             (name, places[layer], *_tensor_facts(part.a), *_tensor_facts(part.b), part.scale)
             for name, found in used.items()
-            for layer, part in found.layers.items()
+            for layer, parts in found.layers.items()
+            for part in parts
         ]
         return StepAdapters(("modules", tuple(names), repr(facts)))
 
@@ -114,7 +115,7 @@ class RowAdapters:
             parts = [lora.read(name) for name in each]
             facts = [part.versions for part in parts]
             slot = self._slot_of(each, distinct)
-            if self._facts.get(each) != facts or len(each) > 1 or table.has_copies(slot):
+            if self._facts.get(each) != facts or table.has_copies(slot):
                 table.put(slot, combine(parts))
                 self._facts[each] = facts
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .joint import in_order, joint_layers
-from .lora import Adapter, LowRank
+from .lora import Adapter, LowRank, merged
 
 SMALLEST_RANK = 16
 _layouts = itertools.count(1)
@@ -22,7 +22,8 @@ class AdapterTable:
 
     Kernels read weights where they lie, so that an adapter that is trained in place is served as it is.
     Weights of another number type than the largest, of a rank that is no multiple of 8, or unaligned are
-    copied first, by `put`. Without kernels, on a CPU, torch computes with the weights themselves.
+    copied first, by `put`, and so are those of several adapters together. Without kernels, on a CPU or in
+    batch_invariant(), torch computes with the weights themselves, each in its own number type.
     """
 
     def __init__(self, slots: int, device: torch.device, kernels: Any = None) -> None:
@@ -120,16 +121,17 @@ class AdapterTable:
     def _enter(self, slot: int) -> None:
         held = self.slots[slot]
         assert held is not None
-        served = Adapter({module: self._readable(part) for module, part in held.layers.items()})
+        served = {module: self._readable(parts) for module, parts in held.layers.items()}
         self.weights.clear(slot)
-        for module, part in served.layers.items():
+        for module, part in served.items():
             self.weights.put(self.layers[module], slot, part.a, part.b, part.scale)
-        self._memory[slot] = [tensor.untyped_storage() for tensor in served.tensors]
-        copies = [part for module, part in served.layers.items() if part is not held.layers[module]]
+        self._memory[slot] = [each.untyped_storage() for part in served.values() for each in (part.a, part.b)]
+        copies = [part for module, part in served.items() if part is not held.layers[module][0]]
         self._copied[slot] = sum(part.a.nbytes + part.b.nbytes for part in copies)
 
-    def _readable(self, part: LowRank) -> LowRank:
+    def _readable(self, parts: tuple[LowRank, ...]) -> LowRank:
         """A layer's weights as kernels can read them: the same memory if possible."""
+        part = merged(parts)
         a = part.a.detach()
         b = part.b.detach()
         rank = a.shape[0]

@@ -18,6 +18,7 @@ from ...kv.reference import invariant
 from ..weights_digest import PLAIN_TENSORS
 from .fused_logprobs import answer_fused_logprobs
 from .known import EXACT, MOVES, REAL, SPELLINGS, NotInvariant, kernels_for
+from .mixed_batches import add_in_one_order
 
 MATMULS = (torch.matmul, torch.Tensor.matmul, torch.linalg.matmul)
 
@@ -38,7 +39,8 @@ class FunctionCalls(TorchFunctionMode):
         """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer_fused_logprobs(NotInvariant)  # at every call: TRL may be imported in the block
+        answer_fused_logprobs(NotInvariant)  # at every call: TRL and peft may be imported in the block
+        add_in_one_order()
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention and (
             invariant.get() or (self.entered and torch._C._current_autograd_node() is not None)

@@ -121,8 +121,9 @@ def _modes() -> tuple[FunctionCalls, Operations]:
 
 def require_invariant(model: Any) -> None:
     """Raise NotInvariant unless a model is on a device that has fixed orders, with attention that has the
-    same bits on pages.
+    same bits on pages and in pieces.
     """
+    _require_no_relative_biases(model)
     for parameter in model.parameters():
         kernels_for(parameter)
     for config in decoder_configs(modules_of(model)) or [model.config]:
@@ -136,10 +137,15 @@ def require_invariant(model: Any) -> None:
 
 def require_same_in_pieces(model: Any) -> None:
     """Raise NotInvariant for a model that by construction rounds a sequence in pieces otherwise."""
-    if invariant.get() and any(type(module).__name__ == "MptAttention" for module in modules_of(model)):
+    if invariant.get():
+        _require_no_relative_biases(model)
+
+
+def _require_no_relative_biases(model: Any) -> None:
+    if any(type(module).__name__ == "MptAttention" for module in modules_of(model)):
         raise NotInvariant(
             f"{type(model).__name__} adds biases relative to the last token, so tokens one by one round "
-            "otherwise than in a forward of all; call generate() outside of batch_invariant()"
+            "otherwise than in a forward of all; compute it outside of batch_invariant()"
         )
 
 
