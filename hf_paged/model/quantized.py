@@ -17,7 +17,7 @@ PARTS = frozenset(nn.Module().__dict__)
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether a weight may need scales to be read: one of a type of its own, or a parameter of integers."""
+    """True for a weight that may need scales to be read: of a type of its own, or of integers."""
     return type(tensor) not in PLAIN_TENSORS or (
         type(tensor) is nn.Parameter and not (tensor.is_floating_point() or tensor.is_complex())
     )

@@ -36,7 +36,7 @@ MOVES = frozenset(
         "scalar_tensor", "scatter", "select", "set", "slice", "slice_scatter", "sort", "split",
         "split_with_sizes", "squeeze", "stack", "t", "tile", "topk", "transpose", "unbind", "unfold",
         "unsqueeze", "view", "view_as_real", "view_as_complex", "complex", "real", "imag", "zero",
-        "zeros", "zeros_like", "resize", "is_same_size",
+        "zeros", "zeros_like", "resize", "is_same_size", "record_stream",
     )
 )  # fmt: skip
 """The numbers only change places."""
