@@ -185,7 +185,9 @@ def test_a_long_head_in_one_piece_is_refused(served: Served, size: int, where: s
 
 def test_a_head_below_the_limit_is_taken(served: Served) -> None:
     with connect(served) as client:
-        client.sendall(BEGIN + b"authorization: Bearer red\r\nconnection: close\r\nx: " + b"a" * 60_000 + b"\r\n\r\n")
+        client.sendall(
+            BEGIN + b"authorization: Bearer red\r\nconnection: close\r\nx: " + b"a" * 60_000 + b"\r\n\r\n"
+        )
         assert rest(client).startswith(b"HTTP/1.1 200 ")
 
 
@@ -215,7 +217,13 @@ def test_an_answer_that_the_end_of_the_server_breaks_off_says_so(served: Served)
     async def run() -> None:
         guard = Guard(endless, served.service)
         headers = [(b"host", b"localhost"), (b"authorization", b"Bearer red")]
-        scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers, "query_string": b""}
+        scope = {
+            "type": "http",
+            "path": "/v1/models",
+            "method": "GET",
+            "headers": headers,
+            "query_string": b"",
+        }
         task = asyncio.create_task(guard(scope, None, send))
         await begun.wait()
         task.cancel()
