@@ -204,3 +204,91 @@ def test_a_trace_in_a_file(browser: Browser, tmp_path: Path, theme: str) -> None
     browser.value("document.querySelector('#forward').click()")
     assert browser.value("hfPagedMap.trace.step") == last
     assert browser.value("document.querySelector('#first').textContent") not in ("", "\u2013")
+
+
+AGREE = """(() => {
+  const state = hfPagedMap.state;
+  if (!state) return "no state";
+  const numbers = (text) => (text.match(/\\d[\\d,]*/g) || []).map((each) => +each.replaceAll(",", ""));
+  const text = (selector) => document.querySelector(selector).textContent;
+  const wrong = [];
+  for (const pool of state.pools) {
+    const squares = pool.device.holders.filter((each, i) => each || pool.device.others[i]).length;
+    if (squares !== pool.counts[0]) wrong.push(`${squares} squares, ${pool.counts[0]} held`);
+  }
+  const [held, shared, cached, free] = numbers(text("#held-more"));
+  const grids = [...document.querySelectorAll("#pools > section > header:first-child small, #pools header:first-child small")];
+  const sums = [0, 0, 0, 0];
+  for (const each of new Set(grids)) numbers(each.textContent).slice(0, 4).forEach((value, i) => (sums[i] += value));
+  if (String(sums) !== String([held, shared, cached, free])) wrong.push(`tile ${[held, shared, cached, free]}, grids ${sums}`);
+  const [running, waiting, preempted = 0] = numbers(text("#queue-counts"));
+  const listed = {};
+  for (const each of document.querySelectorAll("#queue h3")) {
+    const [count] = numbers(each.textContent);
+    listed[each.textContent.split(" ")[0]] = count;
+  }
+  const of = (...names) => names.reduce((sum, name) => sum + (listed[name] || 0), 0);
+  if (running !== of("decoding", "prefilling", "of")) wrong.push(`${running} running, listed ${JSON.stringify(listed)}`);
+  if (waiting !== of("waiting")) wrong.push(`${waiting} waiting, listed ${JSON.stringify(listed)}`);
+  if (preempted !== of("preempted", "swapped")) wrong.push(`${preempted} preempted, listed ${JSON.stringify(listed)}`);
+  for (const request of state.requests.values()) {
+    const tokens = tokensOf(state, request);
+    if (request.most && tokens > request.most) wrong.push(`${tokens} of at most ${request.most} tokens`);
+  }
+  if (text("#detail-facts").includes("finished") && text("#detail-facts").includes("so far")) wrong.push(text("#detail-facts"));
+  return wrong.join("; ");
+})()"""
+
+
+def test_the_numbers_of_a_frame_agree(browser: Browser) -> None:
+    """Tile, grid, squares, queue and list come from one state, while requests without streams come, wait and end;
+    the time between tokens is there without a stream, too.
+    """
+    with serving({"num_blocks": 120, "max_batch_sequences": 8}) as served:
+        browser.open(served.url)
+        browser.until("document.querySelector('#status').textContent === 'live'")
+        threads = [
+            threading.Thread(
+                target=served.post,
+                args=(
+                    "/v1/completions",
+                    {
+                        "prompt": "The fox " * (1 + i % 5),
+                        "max_tokens": 40 + 13 * (i % 7),
+                        "n": 1 + i % 2,
+                        "temperature": 1,
+                    },
+                ),
+            )
+            for i in range(24)
+        ]
+        for thread in threads:
+            thread.start()
+        browser.until(f"{HELD} > 10")
+        browser.value(f"hfPagedMap.select([...{STATE}.requests.keys()][0])")
+        frames = 0
+        while any(thread.is_alive() for thread in threads) or frames < 20:
+            assert browser.value(AGREE) == ""
+            frames += 1
+        browser.until("document.querySelector('#between').textContent.includes('ms')")
+        for thread in threads:
+            thread.join(LIMIT)
+
+
+def test_the_numbers_of_a_traces_frames_agree(browser: Browser, tmp_path: Path) -> None:
+    """The last step of a file notes the requests that end behind it."""
+    path = tmp_path / "run.jsonl"
+    with (
+        Engine(demo.model(), num_blocks=64, block_size=4, max_batch_sequences=6) as engine,
+        engine.trace(path),
+    ):
+        engine.generate([[5 + i] * (3 + i) for i in range(12)], max_new_tokens=9)
+    file = tmp_path / "run.html"
+    file.write_text(page(path))
+    browser.open(file.as_uri())
+    browser.until("document.querySelector('#status').textContent === 'a trace'")
+    last = browser.value("hfPagedMap.trace.lines.length - 1")
+    for step in range(last + 1):
+        browser.value(f"hfPagedMap.trace.play(false) || hfPagedMap.trace.show({step})")
+        browser.until(f"{AGREE} === ''")
+    assert browser.value("document.querySelector('#queue-counts').textContent").startswith("0 running")

@@ -131,10 +131,12 @@ function hostPlane(grid, pool) {
 
 let refreshed = 0;
 let mirrored = 0;
+const painted = { state: null, step: -1, at: 0 };
+const PAINTS = 100; // the least milliseconds between two states that are painted
 
-function refresh(now) {
+function refresh(now, changed) {
   const time = performance.now();
-  if (!view.state || (!now && time - refreshed < 250)) return;
+  if (!view.state || (!now && !changed && time - refreshed < 250)) return;
   refreshed = time;
   showFigures(view.state, clock());
   showQueue(view.state, view.selected);
@@ -150,8 +152,13 @@ function frame() {
   const start = performance.now();
   if (trace) trace.advance(start);
   if (view.state) {
-    drawGrids();
-    refresh(false);
+    // Squares and numbers of one frame are of one state; between two states only time goes on.
+    const changed = view.state !== painted.state || view.state.step !== painted.step;
+    if (!changed || start - painted.at >= PAINTS) {
+      if (changed) Object.assign(painted, { state: view.state, step: view.state.step, at: start });
+      drawGrids();
+      refresh(false, changed);
+    }
   }
   if (view.measure) view.work.push(performance.now() - start);
   requestAnimationFrame(frame);

@@ -53,10 +53,12 @@ function showFigures(state, now) {
   $("rate").textContent = whole(recent.sampled / span);
   const prompts = Math.max(0, recent.tokens - recent.sampled) / span;
   $("rate-more").textContent = prompts >= 1 ? `+ ${whole(prompts)} of prompts` : "";
-  const times = state.times || { first: ten.firsts ? ten.first / ten.firsts : null,
-                                 between: ten.betweens ? ten.between / ten.betweens : null };
-  $("first").textContent = seconds(times.first);
-  $("between").textContent = seconds(times.between);
+  const given = state.times || {};
+  const first = given.first ?? (ten.firsts ? ten.first / ten.firsts : null);
+  // The server times streams; answers without a stream are timed by the engine's steps.
+  const between = given.between ?? (ten.betweens ? ten.between / ten.betweens : null);
+  $("first").textContent = seconds(first);
+  $("between").textContent = seconds(between);
   const looked = minute.hits + minute.misses;
   $("hits").textContent = looked ? `${Math.round((100 * minute.hits) / looked)} %` : "\u2013";
   const total = state.pools.reduce((sum, pool) => sum + pool.device.total, 0);
@@ -123,9 +125,8 @@ function showQueue(state, selected) {
       list.push(fillRow(state, request, status, selected));
     }
   }
-  const [waiting, running, preempted] = state.queue;
-  const own = ["decoding", "prefilling"].reduce((sum, status) => sum + byStatus.get(status).length, 0);
-  if (running > own) list.push(heading(`of others: ${running - own} running`));
+  const [waiting, running, preempted] = countsOf(state).map((count, i) => count + state.others[i]);
+  if (state.others[1]) list.push(heading(`of others: ${state.others[1]} running`));
   $("queue-counts").textContent = `${running} running, ${waiting} waiting` +
     (preempted ? `, ${preempted} preempted` : "");
   for (const number of rows.keys()) if (!seen.has(number)) rows.delete(number);
@@ -246,8 +247,8 @@ function showDetail(state, selected) {
   }
   const status = statusOf(state, request);
   $("detail-title").textContent = `Request ${request.number}`;
-  const facts = [status === "finished" ? `finished: ${request.reason}` : status, `prompt of ${whole(request.prompt)} tokens`,
-    `${whole(tokensOf(state, request))} of at most ${whole(request.most)} so far`];
+  const facts = [status === "finished" ? `finished: ${request.reason}` : status, `prompt of ${whole(request.prompt)} tokens`];
+  if (status !== "finished") facts.push(`${whole(tokensOf(state, request))} of at most ${whole(request.most)} so far`);
   if (request.width > 1) facts.push(`${request.sequences.size} of ${request.width} sequences`);
   if (request.width > 1) facts.push("a corner: copied on write");
   if (request.id) facts.push(`id ${request.id}`);

@@ -20,7 +20,7 @@ function newState(header) {
     })),
     requests: new Map(),
     finished: [],
-    queue: [0, 0, 0],
+    others: [0, 0, 0],
     history: [],
     times: null,
     awaited: [],
@@ -114,9 +114,24 @@ function apply(state, line, exact) {
   applyPools(state, line, begun);
   for (const [number, status] of Object.entries(line.states || {})) requestOf(state, +number).state = status;
   applyEvents(state, line, begun);
-  applyRows(state, line, exact);
-  state.queue = line.requests;
+  applyRows(state, line, exact, begun);
+  // A file notes with a step what ends behind it, a live line what has ended before it.
+  if (exact) state.others = othersIn(state, line);
   for (const [number, reason] of line.ended || []) finish(state, number, reason);
+  if (!exact) state.others = othersIn(state, line);
+}
+
+// How many requests wait, run and are preempted: the one count from which the list and its sums come.
+function countsOf(state) {
+  const counts = { waiting: 0, running: 0, preempted: 0 };
+  for (const request of state.requests.values()) if (request.state in counts) counts[request.state] += 1;
+  return [counts.waiting, counts.running, counts.preempted];
+}
+
+// Those of others, which are in no list of this viewer's.
+function othersIn(state, line) {
+  const own = countsOf(state);
+  return line.requests.map((count, i) => Math.max(0, count - own[i]));
 }
 
 function applyTables(state, line) {
@@ -214,7 +229,8 @@ function applyEvents(state, line, begun) {
   if (evicted) note(state, `${evicted} cached ${evicted === 1 ? "block" : "blocks"} evicted`);
 }
 
-function applyRows(state, line, exact) {
+function applyRows(state, line, exact, begun) {
+  const since = state.history.length ? state.at - state.history[state.history.length - 1].at : 0;
   const figures = { at: state.at, sampled: line.sampled || 0, tokens: (line.counted || {}).tokens || 0,
                     hits: (line.counted || {}).hits || 0, misses: (line.counted || {}).misses || 0,
                     first: 0, firsts: 0, between: 0, betweens: 0 };
@@ -239,6 +255,12 @@ function applyRows(state, line, exact) {
       figures.betweens += 1;
     }
     sequence.last = state.at;
+  }
+  const steps = (line.counted || {}).steps || 0;
+  if (!exact && begun && steps && figures.sampled) {
+    // A live line stands for several steps, each of which gave a token to whatever decodes.
+    figures.between = since;
+    figures.betweens = steps;
   }
   state.history.push(figures);
   while (state.history.length && state.history[0].at < state.at - HISTORY) state.history.shift();
