@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,15 @@ import pytest
 pytest.importorskip("fastapi")
 
 import httpx
+import peft
 import psutil
 from commands import Command
 from processes import LIMIT, ended
-from serving import events
+from serving import events, until
+from slow_files import needs_leases, slow
+
+from hf_paged import demo
+from hf_paged.serve import engine_client, engine_host
 
 DRAIN = 3.0
 STREAMS = 12
@@ -183,6 +189,64 @@ def test_a_second_signal_ends_both_processes_with_one_line(process: Process) -> 
     assert warned[0]["signal"] == "SIGINT"
     assert warned[1]["requests"] >= 4
     assert not [line for line in process.lines if "trace" in line]
+
+
+@needs_leases
+def test_an_adapter_on_a_disk_that_hangs_stops_nothing_else(tmp_path: Path) -> None:
+    """While its file does not open: answers, metrics and health are there, and SIGTERM ends the server."""
+    config = peft.LoraConfig(r=8, target_modules=["q_proj"])
+    peft.get_peft_model(demo.model(), config).save_pretrained(tmp_path)
+    made = Process("--limit-drain-seconds", str(DRAIN), "--allow-runtime-lora-updating")
+    answers: list[httpx.Response] = []
+    body = {"lora_name": "poet", "lora_path": str(tmp_path)}
+
+    def load() -> None:
+        answers.append(httpx.post(f"{made.url}/v1/load_lora_adapter", json=body, timeout=LIMIT))
+
+    thread = threading.Thread(target=load)
+    try:
+        with (
+            slow(tmp_path / "adapter_model.safetensors") as wait,
+            httpx.Client(base_url=made.url, timeout=LIMIT) as client,
+        ):
+            thread.start()
+            wait()
+            short = {"prompt": "The fox", "max_tokens": 2}
+            assert client.post("/v1/completions", json=short).status_code == 200
+            assert client.get("/metrics").status_code == 200
+            assert client.get("/health").status_code == 200
+            assert not answers
+            made.popen.terminate()
+            assert made.popen.wait(LIMIT) == 0
+        thread.join(LIMIT)
+        [answer] = answers
+        assert answer.status_code in (400, 503)
+        assert answer.json()["error"]["message"]
+    finally:
+        made.popen.kill()
+        made.popen.wait(LIMIT)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
+def test_health_says_that_the_engine_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is stopped, as one whose interpreter is held; then it goes on."""
+    monkeypatch.setattr(engine_client, "SILENT", 2.0)  # the processes are forks of this one
+    monkeypatch.setattr(engine_host, "IDLE", 0.1)
+    made = Process()
+    try:
+        with httpx.Client(base_url=made.url, timeout=LIMIT) as client:
+            until(lambda: client.get("/health").status_code == 200)
+            os.kill(made.popen.pid, signal.SIGSTOP)
+            until(lambda: client.get("/health").status_code == 503)
+            assert client.get("/health").json()["error"]["code"] == "engine_stuck"
+            assert client.get("/ready").status_code == 503
+            assert client.get("/live").status_code == 200
+            os.kill(made.popen.pid, signal.SIGCONT)
+            until(lambda: client.get("/health").status_code == 200)
+            until(lambda: client.get("/ready").status_code == 200)
+    finally:
+        made.popen.kill()
+        made.popen.wait(LIMIT)
 
 
 @pytest.mark.parametrize("which", ["engine", "http"])

@@ -22,7 +22,7 @@ from . import openapi
 from .answering import chat, complete, respond
 from .context import Context
 from .dev import add_dev_routes
-from .engine_client import CallError
+from .engine_client import SILENT, CallError
 from .errors import ApiError, invalid, unavailable
 from .guard import OPEN_PATHS, Guard
 from .html import page
@@ -156,10 +156,19 @@ def _add_states(app: FastAPI, service: Service) -> None:
                 "the engine has stopped after an error; restart the server", 30, "engine_stopped"
             )
 
+    def answering() -> None:
+        alive()
+        if service.engine.silent:
+            raise unavailable(
+                f"the engine's process has been stuck for {SILENT:g} s; wait for it, or restart the server",
+                10,
+                "engine_stuck",
+            )
+
     @app.get("/ping", response_model=openapi.ServerState, summary="The same as /health")
     @app.get("/health", response_model=openapi.ServerState, summary="200 if requests can be served")
     async def health() -> Any:
-        alive()
+        answering()
         if service.admission.state == "starting":
             service.admission.require_ready()
         return {"status": "draining" if service.admission.state == "draining" else "ready"}
@@ -171,6 +180,7 @@ def _add_states(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready", response_model=openapi.ServerState, summary="200 if new requests are let in")
     async def ready() -> Any:
+        answering()
         service.admission.require_ready()
         return {"status": "ready"}
 

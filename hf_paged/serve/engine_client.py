@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from .errors import unavailable
 from .facts import ModelFacts
 
 Wake = Callable[[], None]
+SILENT = 10.0
+"""Seconds without news after which the engine's process counts as stuck. It has some every second."""
 
 
 class CallError(Exception):
@@ -94,9 +97,17 @@ class EngineClient(asyncio.Protocol):
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._requests: dict[int, EngineRequest] = {}
         self._report: Callable[[list[Step], bool], None] = lambda steps, lag: None
+        self._heard = time.monotonic()
+        """When there was news."""
+
+    @property
+    def silent(self) -> bool:
+        """True if the engine's process is stuck: stopped, or in a call that lets no other thread run."""
+        return time.monotonic() - self._heard > SILENT
 
     async def open(self) -> None:
         """Read and write in the event loop that runs."""
+        self._heard = time.monotonic()
         loop = asyncio.get_running_loop()
         self._connection.setblocking(False)
         self._transport, _ = await loop.create_unix_connection(lambda: self, sock=self._connection)
@@ -163,6 +174,7 @@ class EngineClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take what the engine's side has written."""
+        self._heard = time.monotonic()
         self._received += data
         for message in wire.take_messages(self._received):
             assert isinstance(message, wire.News)

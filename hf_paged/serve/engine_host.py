@@ -39,7 +39,7 @@ CALLERS = {"": 4, "grammar": 4, "pause": 64, "load_weights": 1}
 OTHER = -1
 """No ticket."""
 IDLE = 1.0
-"""Seconds after which the writer checks the engine's thread by itself."""
+"""Seconds after which the writer checks the engine's thread by itself, and writes that this process runs."""
 WARM = 0.25
 """Seconds between two looks whether the engine has nothing to do and may capture steps."""
 DROPPING = frozenset({"wake_up", "resume", "weights_changed", "load_weights"})
@@ -227,13 +227,16 @@ class EngineHost:
 
     def _write_news(self) -> None:
         driven = True
+        due = 0.0
         while not self._over:
             tickets = self._noted()
             before = driven
             driven = self._engine.driven
             news = self._news(tickets, driven)
-            if not any(news[:5]) and not news.signals and driven == before:
+            now = time.monotonic()
+            if not any(news[:5]) and not news.signals and driven == before and now < due:
                 continue
+            due = now + IDLE
             try:
                 self._connection.sendall(frame(news))
             except OSError:  # the server has closed it
