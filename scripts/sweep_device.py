@@ -33,20 +33,12 @@ import transformers as tf
 from compare import assert_clean
 from expected import path_of
 from pictures import pad_left, with_pictures, with_recordings
+from router_ties import first_ties, judge_beams, router_margins, routers
 from sweep_models import caches_used
 from tape import record
 from tiny import PROMPT_IDS, build, config_class
 
-from hf_paged.checking.ties import (
-    NOISE,
-    Verdict,
-    first_ties,
-    judge,
-    judge_beams,
-    rounding,
-    router_margins,
-    routers,
-)
+from hf_paged.checking.ties import NOISE, Verdict, judge, rounding
 from hf_paged.model.capture import replay as captures
 from hf_paged.model.capture.rehearsal import RECORDERS
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from captures import policy
 from families import BY_NAME, build
+from router_ties import first_ties, judge_beams, router_margins, routers
 
-from hf_paged.checking.ties import NOISE, first_ties, judge, judge_beams, rounding, router_margins, routers
+from hf_paged.checking.ties import NOISE, judge, rounding
 from hf_paged.model.capture.rehearsal import RECORDERS
 
 PROMPT = 2

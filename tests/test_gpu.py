@@ -23,8 +23,9 @@ from engine_logprobs import assert_own_logprobs
 from families import BY_NAME, FAMILIES, VOCABULARY, build
 from modes import NEW
 from paged_layer import Paged
+from router_ties import first_ties, judge_beams, router_margins, routers
 
-from hf_paged.checking.ties import NOISE, first_ties, judge, judge_beams, router_margins, routers
+from hf_paged.checking.ties import NOISE, judge
 from hf_paged.engine import Engine
 from hf_paged.model.capture.branches import at_once, beside
 from hf_paged.model.capture.products import fused_parameters

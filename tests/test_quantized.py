@@ -19,10 +19,11 @@ import transformers as tf
 from compare import assert_clean, assert_same, both
 from families import ALTERNATING, LONG, SMALL, TOKENS, Family, build
 from prefix_reuse import ask, continued, counted, words
+from router_ties import judge_beams
 from seen_models import Seen
 
 import hf_paged
-from hf_paged.checking.ties import NOISE, judge, judge_beams
+from hf_paged.checking.ties import NOISE, judge
 
 WIDE = {
     **SMALL,
