@@ -317,7 +317,7 @@ for number, end in enumerate({ENDS}):
     child = os.fork()
     if not child:
         os.dup2(os.open(sys.argv[1] + f"/{{number}}", os.O_CREAT | os.O_WRONLY), 2)
-        signal.alarm({5 * GUARD})
+        signal.alarm({int(5 * GUARD)})
         break
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 else:

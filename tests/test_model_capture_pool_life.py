@@ -431,20 +431,26 @@ def test_an_adapter_of_other_layers_where_the_last_one_lay(llama: Any, ids: torc
         model.delete_adapter("other")
 
 
+OUTSIDE = torch.full((1,), 0.5)
+"""In no model: nobody could say when it is another one."""
+
+
 class Changeling(nn.Module):
-    """A feed-forward layer with something in it that no graph may hold."""
+    """A feed-forward layer with something in it that no graph may hold, or only just may."""
 
     def __init__(self, inner: nn.Module, how: str) -> None:
         super().__init__()
         self.inner, self.how, self.calls = inner, how, 0
-        self.outside = [torch.full((1,), 0.5)]  # not a buffer: nobody could say when it is another one
+        self.listed = [torch.full((1,), 0.5)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.how == "counts":
             self.calls += 1
             return self.inner(x) * (1 + self.calls % 2)
         if self.how == "reads":
-            return self.inner(x) * self.outside[0]
+            return self.inner(x) * OUTSIDE
+        if self.how == "lists":
+            return self.inner(x) * self.listed[0]
         if self.how == "draws":
             return self.inner(x) + 0 * torch.rand_like(x)
         if self.how == "waits":
@@ -469,6 +475,19 @@ def test_what_no_graph_may_hold_passes_through(how: str, why: str, llama: Any, i
         assert_same(llama, input_ids=ids, **NEW)
     assert not replayed(llama)
     assert why in reasons(llama)
+
+
+def test_a_tensor_in_a_modules_settings_is_followed(llama: Any, ids: torch.Tensor) -> None:
+    """Captured, and read anew when it is written to and when another one takes its place."""
+    layer = llama.model.layers[1].mlp = Changeling(llama.model.layers[1].mlp, "lists")
+    assert_same(llama, input_ids=ids, **NEW)
+    assert replayed(llama)
+    layer.listed[0].fill_(-3.0)
+    assert_same(llama, input_ids=ids, **NEW)
+    layer.listed[0] = torch.full((1,), 4.0)
+    assert_same(llama, input_ids=ids, **NEW)
+    layer.listed = [torch.full((1,), -2.0)]
+    assert_same(llama, input_ids=ids, **NEW)
 
 
 def test_a_forward_that_changes_the_model_is_tried_once(llama: Any, ids: torch.Tensor) -> None:

@@ -228,7 +228,7 @@ def test_metrics_by_model(served: Served) -> None:
     ask(served, "poet")
     served.complete(PROMPT, model="demo", max_tokens=3)
     until(lambda: not served.service.admission.in_flight)
-    lines = served.client.get("/metrics").text.splitlines()
+    lines = served.client.get("/metrics", headers={"authorization": f"Bearer {ADMIN}"}).text.splitlines()
     values = dict(line.rpartition(" ")[::2] for line in lines if not line.startswith("#"))
     assert float(values['hf_paged:generation_tokens_total{model_name="poet"}']) == NEW
     assert float(values['hf_paged:generation_tokens_total{model_name="demo"}']) == 3

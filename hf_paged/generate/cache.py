@@ -14,6 +14,7 @@ from ..config import CacheConfig
 from ..kv import Arithmetic, LayerKind, Sequences
 from ..model.layer import DIFFER, PagedLayer
 from ..model.lazy import Path
+from ..model.offloaded import input_device
 from ..model.registry import base_model, memory_of
 from ..model.slots import CROSS, NO_CONTENT, Slot, beside, slots_of
 from .prefix_reuse import Reuse
@@ -76,7 +77,7 @@ class PagedCache(DynamicCache):
         counts = Counter(slot.kind for slot in slots if slot.kind is not None)
         memory = memory_of(model)
         total = sum(counts.values())
-        arithmetic = Arithmetic.of(model)
+        arithmetic = Arithmetic.of(model, input_device(model))
         groups = {
             kind: memory.group(kind, config, count, count / total, arithmetic)
             for kind, count in counts.items()

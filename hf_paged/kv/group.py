@@ -53,10 +53,10 @@ class Arithmetic(NamedTuple):
     autocast: torch.dtype | None
 
     @classmethod
-    def of(cls, model: Any) -> Arithmetic:
-        kind = model.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return cls(model.dtype, model.device, autocast)
+    def of(cls, model: Any, device: torch.device) -> Arithmetic:
+        """That of a model which computes on `device`, in this thread."""
+        rounds = torch.is_autocast_enabled(device.type)
+        return cls(model.dtype, device, torch.get_autocast_dtype(device.type) if rounds else None)
 
 
 GroupKey = tuple[LayerKind, CacheConfig, object | None]  # the last one is the owner, or an `Arithmetic`

@@ -21,7 +21,7 @@ const view = {
     view.selected = number === view.selected ? null : number;
     if (view.selected !== null) fetchText(view.selected);
     showText(view.texts.get(view.selected));
-    refresh(true);
+    if (view.state) paint(true);
   },
 };
 window.hfPagedMap = view;
@@ -134,15 +134,21 @@ let mirrored = 0;
 const painted = { state: null, step: -1, at: 0 };
 const PAINTS = 100; // the least milliseconds between two states that are painted
 
-function refresh(now, changed) {
+// Squares and numbers, all of the state of now.
+function paint(mirror) {
+  Object.assign(painted, { state: view.state, step: view.state.step, at: performance.now() });
+  drawGrids();
+  refresh(mirror);
+}
+
+function refresh(mirror) {
   const time = performance.now();
-  if (!view.state || (!now && !changed && time - refreshed < 250)) return;
   refreshed = time;
   showFigures(view.state, clock());
   showQueue(view.state, view.selected);
   showDetail(view.state, view.selected);
   showEvents(view.state);
-  if (now || time - mirrored > 1000) {
+  if (mirror || time - mirrored > 1000) {
     mirrored = time;
     showMirror(view.state);
   }
@@ -152,12 +158,12 @@ function frame() {
   const start = performance.now();
   if (trace) trace.advance(start);
   if (view.state) {
-    // Squares and numbers of one frame are of one state; between two states only time goes on.
+    // Between two states only time goes on.
     const changed = view.state !== painted.state || view.state.step !== painted.step;
-    if (!changed || start - painted.at >= PAINTS) {
-      if (changed) Object.assign(painted, { state: view.state, step: view.state.step, at: start });
+    if (changed && start - painted.at >= PAINTS) paint(false);
+    else if (!changed) {
       drawGrids();
-      refresh(false, changed);
+      if (start - refreshed >= 250) refresh(false);
     }
   }
   if (view.measure) view.work.push(performance.now() - start);
@@ -388,7 +394,7 @@ class TracePlayer {
     if (!playing) {
       this.begun = performance.now();
       this.from = this.times[step];
-      refresh(true);
+      paint(true);
     }
   }
 }
