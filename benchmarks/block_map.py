@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from hf_paged import Engine, demo
-from hf_paged.serve.engine_client import EngineClient
-from hf_paged.serve.engine_host import EngineHost
-from hf_paged.serve.keys import Tenant
-from hf_paged.serve.live import LiveMap
-from hf_paged.serve.metrics import Metrics
-from hf_paged.serve.sight import Owner
+from hf_paged.serve.http.keys import Tenant
+from hf_paged.serve.http.metrics import Metrics
+from hf_paged.serve.link.engine_client import EngineClient
+from hf_paged.serve.link.engine_host import EngineHost
+from hf_paged.serve.map.live import LiveMap
+from hf_paged.serve.map.map_view import Owner
 
 TENANTS = (Tenant("admin", None, sees_all=True), Tenant("red", None), Tenant("blue", None))
 

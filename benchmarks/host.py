@@ -19,8 +19,8 @@ from hf_paged import Engine
 from hf_paged.engine.decoding import Decoding
 from hf_paged.engine.in_flight import InFlightStep
 from hf_paged.engine.model_check import ModelCheck
+from hf_paged.model import rehearsal as capture
 from hf_paged.model.capture import pool
-from hf_paged.model.capture import rehearsal as capture
 from hf_paged.model.capture.step import bucket_of
 from hf_paged.scheduling import Scheduler
 

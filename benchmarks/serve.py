@@ -45,8 +45,8 @@ from tokenizer import BLANK, tokenizer_of
 from traces import TRACES, trace
 
 from hf_paged import Engine
+from hf_paged.serve.http.options import ServerLimits, ServerOptions
 from hf_paged.serve.http_process import HttpProcess, HttpSpec
-from hf_paged.serve.options import ServerLimits, ServerOptions
 from hf_paged.serve.server import tuned
 
 START_SECONDS = 180

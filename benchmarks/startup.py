@@ -32,6 +32,7 @@ from hf_paged.engine.eager import EagerModel
 from hf_paged.engine.model_check import ModelCheck
 from hf_paged.engine.pools import Pools
 from hf_paged.engine.runner import Runner
+from hf_paged.engine.trial import Trial
 from hf_paged.kv.store import Store
 from hf_paged.kv.warmup import Warming
 from hf_paged.model.capture.fusion import Fusion
@@ -41,9 +42,9 @@ CONTEXT, NEW = 384, 24
 PARTS = {
     "pools laid out": (Pools, "__init__"),
     "runner made": (Runner, "__init__"),
-    "model tried out": (Runner, "try_out"),
-    "- forwards without a cache": (Runner, "_without_cache"),
-    "- forwards on pages": (Runner, "_trial"),
+    "model tried out": (Trial, "run"),
+    "- forwards without a cache": (Trial, "_without_cache"),
+    "- forwards on pages": (Trial, "_on_pages"),
     "- waited for kernels": (Warming, "wait"),
     "kernels compiled, in threads": (Warming, "_run"),
     "pools sized": (Pools, "settle"),

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import hf_paged_kernels as kernels
-from hf_paged.model import symmetric_memory
-from hf_paged.model.symmetric_memory import LazySum, SymmetricMemory, symmetric_memory_of
+from hf_paged.model.ranks import symmetric_memory
+from hf_paged.model.ranks.symmetric_memory import LazySum, SymmetricMemory, symmetric_memory_of
 
 HIDDEN = 5120
 ROWS = (1, 8, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -43,8 +43,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_paged
 from hf_paged import Engine
-from hf_paged.model.rank_votes import votes_of
-from hf_paged.model.tensor_parallel import mesh_of
+from hf_paged.model.ranks.tensor_parallel import mesh_of
+from hf_paged.model.ranks.votes import votes_of
 
 LLAMA_70B = {
     "hidden_size": 8192,

@@ -9,12 +9,12 @@ Importing the package is enough: stock generate() then takes "paged" in every mo
 from . import trace
 from .blocks import OutOfBlocks
 from .checking import LogprobGap, Mismatch, RowMismatch, check_mismatch
-from .config import CacheConfig
 from .continuous import install, uninstall
 from .engine import Engine, EngineConfig, Handle, Increment, Output, SequenceOutput
 from .generate.cache import PagedCache
 from .generate.install import installed
 from .generate.stats import Stats, stats
+from .kv.config import CacheConfig
 from .model.invariant.known import NotInvariant
 from .model.invariant.mode import batch_invariant
 from .model.registry import invalidate, release

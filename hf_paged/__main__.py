@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 
+from .cli.main import main
 from .continuous import transformers_main
-from .serve.cli import main
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["transformers"]:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .model.offloaded import divided
-from .model.tensor_parallel import mesh_of
+from .model.ranks.tensor_parallel import mesh_of
 from .model.training import evaluating
 
 

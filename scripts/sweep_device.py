@@ -40,7 +40,7 @@ from tiny import PROMPT_IDS, build, config_class
 
 from hf_paged.checking.ties import NOISE, Verdict, judge, rounding
 from hf_paged.model.capture import replay as captures
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 FAMILIES = {
     "causal": [

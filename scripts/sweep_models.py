@@ -48,10 +48,10 @@ import hf_paged
 from hf_paged.generate.cache import PagedCache
 from hf_paged.generate.call import Call
 from hf_paged.model.capture import replay as captures
-from hf_paged.model.capture.rehearsal import RECORDERS
-from hf_paged.model.capture.traced import UNDERSTOOD
 from hf_paged.model.lazy import LazyPages
+from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.model.switch import uses_registry
+from hf_paged.model.traced import UNDERSTOOD
 
 NEW = 12
 ALIKE = 2e-4

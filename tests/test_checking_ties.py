@@ -14,7 +14,7 @@ from families import BY_NAME, build
 from router_ties import first_ties, judge_beams, router_margins, routers
 
 from hf_paged.checking.ties import NOISE, judge, rounding
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 PROMPT = 2
 

@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicCache
 import hf_paged
 from hf_paged.generate.cache import paged_parts
 from hf_paged.model.cache_name import cache_in
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
+from hf_paged.model.rehearsal import RECORDERS
 
 TILES, PICTURE = 4, 68
 """Tiles of a picture, and the tokens that the tiny model makes of all of them."""

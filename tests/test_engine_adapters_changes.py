@@ -22,8 +22,8 @@ from tape import rerun
 from hf_paged import Engine
 from hf_paged.engine.check_policy import WeightsChanged
 from hf_paged.model.adapters.loading import HostAdapter
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
+from hf_paged.model.rehearsal import RECORDERS
 
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 

@@ -29,8 +29,8 @@ import hf_paged
 from hf_paged import demo
 from hf_paged.engine import Engine, EngineConfig, Unservable
 from hf_paged.engine.check_policy import WeightsChanged
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
+from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.scheduling import Infeasible
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}

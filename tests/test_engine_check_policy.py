@@ -20,7 +20,7 @@ from tape import record
 
 from hf_paged.engine import Engine
 from hf_paged.engine.check_policy import SECONDS, STEPS, CheckPolicy, WeightsChanged
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.scheduling import StepPlan
 
 LONG = {"max_new_tokens": 40, "do_sample": False}

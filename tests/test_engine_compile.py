@@ -29,7 +29,7 @@ from hf_paged.engine import Engine
 from hf_paged.engine import decoding as engine_side
 from hf_paged.kv import Ops
 from hf_paged.model.capture import compile as compiled
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 

@@ -27,8 +27,8 @@ from hf_paged.engine import Engine
 from hf_paged.engine.loop import StepLoop
 from hf_paged.kv import Ops, StaticBatch
 from hf_paged.model.capture.products import fused_product
-from hf_paged.model.capture.rehearsal import RECORDERS, Rehearsal
 from hf_paged.model.patches import ReplacedForward
+from hf_paged.model.rehearsal import RECORDERS, Rehearsal
 from hf_paged.scheduling import StepPlan
 
 GREEDY = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}

@@ -16,7 +16,7 @@ from tape import record
 
 from hf_paged.engine import Engine, pools
 from hf_paged.kv import store
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_batch_sequences": 8, "max_batch_tokens": 64}
 GROWS = "have memory for"

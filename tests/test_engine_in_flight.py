@@ -17,7 +17,7 @@ from tape import record
 from transformers import StoppingCriteria
 
 from hf_paged.engine import Engine
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 GREEDY = {"max_new_tokens": 9, "do_sample": False}
 

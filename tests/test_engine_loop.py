@@ -13,7 +13,7 @@ from families import BY_NAME, build
 from hops import FrozenGraphs, begin_steady_decode, recorded_hops
 
 from hf_paged.engine import Engine
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 HOPS, FILES = 24, 12
 """One function more on a CUDA device, where the host waits for a copy. Before rows and batch were one structure:

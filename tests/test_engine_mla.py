@@ -12,7 +12,7 @@ from tiny import build, config_class
 
 from hf_paged.engine import Engine
 from hf_paged.generate.install import install_cache, uninstall_cache
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash", "youtu")
 LENGTHS = (7, 19, 33, 2)

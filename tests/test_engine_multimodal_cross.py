@@ -20,7 +20,7 @@ from tiny import PROMPT_IDS, build, config_class, tiny
 import hf_paged
 from hf_paged import demo
 from hf_paged.engine import Engine
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 TILES, PICTURE = 4, 68
 """Tiles of a picture, and the tokens that the tiny model makes of all of them."""

@@ -14,7 +14,7 @@ from families import BY_NAME, FAMILIES, build
 from tape import record
 
 from hf_paged.engine.multimodal.embed import names_of
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.scheduling import UNKNOWN
 
 CAUSAL = [family for family in FAMILIES if not family.seq2seq]

@@ -23,7 +23,7 @@ from tape import record
 from tiny import build, config_class
 
 from hf_paged.engine import Engine
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 GREEDY = {"max_new_tokens": 9, "do_sample": False}
 WAYS: dict[str, dict[str, Any]] = {

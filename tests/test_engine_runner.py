@@ -17,6 +17,7 @@ from hf_paged.engine import Engine, EngineConfig, Unservable, probe
 from hf_paged.engine.forward_batch import ForwardBatch, LastTokens
 from hf_paged.engine.pools import Pools
 from hf_paged.engine.runner import Runner
+from hf_paged.engine.trial import Trial
 from hf_paged.kv.group import LayerGroup
 from hf_paged.model.cache_name import cache_in
 from hf_paged.scheduling import Request, ScheduledBatch, ScheduledRow, SequenceGroup
@@ -29,7 +30,7 @@ def test_rows_of_a_step_are_strangers() -> None:
     model = build(BY_NAME["qwen2-window"])
     pools = Pools(model, EngineConfig(block_size=4, num_blocks=20))
     tried = Runner(model, pools)
-    tried.try_out()
+    Trial(tried).run()
     pools.settle(None)
     prompts, done = [PROMPTS[1], PROMPTS[2], PROMPTS[5]], [0, 4, 11]
     requests = [Request(i, tuple(prompt), len(prompt)) for i, prompt in enumerate(prompts)]
@@ -102,8 +103,8 @@ def test_a_model_in_half_precision_may_be_off_by_rounding(monkeypatch: pytest.Mo
     monkeypatch.setattr(probe, "CLOSE_IN_HALF", -1.0)  # some CPUs round all forms alike
     model = build(BY_NAME["llama"]).to(torch.bfloat16)
     params = []
-    moved = Runner._moved
-    monkeypatch.setattr(Runner, "_moved", lambda *given: params.append(moved(*given)) or params[-1])
+    moved = Trial._moved
+    monkeypatch.setattr(Trial, "_moved", lambda *given: params.append(moved(*given)) or params[-1])
     with Engine(model, num_blocks=60) as engine:
         assert engine.stats()["form"] == "flat"
     assert params

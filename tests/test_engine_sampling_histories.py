@@ -19,7 +19,7 @@ from hf_paged.engine import Engine
 from hf_paged.engine.sampling import input_batch
 from hf_paged.engine.sampling.histories import FIRST_ROWS, Histories
 from hf_paged.engine.sampling.warp import penalised
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 
 def test_ids_without_a_score_cost_nothing() -> None:

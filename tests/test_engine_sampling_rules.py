@@ -18,7 +18,7 @@ from transformers.generation import logits_process as stock
 
 from hf_paged.engine import Engine
 from hf_paged.engine.sampling.rules import Rule, processed, recipe_of
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 END = 40
 """The end of sequence of these tests: an id that the model chooses now and then."""

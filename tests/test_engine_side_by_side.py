@@ -16,8 +16,8 @@ from tape import record
 
 from hf_paged.engine import Engine
 from hf_paged.kv import LayerGroup
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
+from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.model.switch import original_implementation, restore, switch
 
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}

@@ -21,8 +21,8 @@ from tape import record
 from hf_paged.engine import Engine
 from hf_paged.engine.weights import load_into
 from hf_paged.model import weights_digest
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
+from hf_paged.model.rehearsal import RECORDERS
 
 LONG = {"max_new_tokens": 30, "do_sample": False}
 SHORT = {"max_new_tokens": 6, "do_sample": False}

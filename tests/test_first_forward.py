@@ -23,7 +23,7 @@ from transformers.models.auto import modeling_auto
 import hf_paged
 from hf_paged.engine import Engine
 from hf_paged.model.cache_name import cache_in
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 TYPES = {
     "hrm_text": ("causal", "token_type_ids", 1),

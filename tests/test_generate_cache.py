@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 
 import hf_paged
 from hf_paged import PagedCache
-from hf_paged.config import CacheConfig
+from hf_paged.kv.config import CacheConfig
 from hf_paged.model.registry import memory_of
 
 CLOSE = {"atol": 2e-4, "rtol": 2e-4}

@@ -20,8 +20,8 @@ from releases import takes_as
 from tape import record
 
 import hf_paged
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
+from hf_paged.model.rehearsal import RECORDERS
 
 
 def pool_of(model: Any, name: str = "full") -> Any:

@@ -18,22 +18,21 @@ PACKAGE = ROOT / "hf_paged"
 BELOW = {
     "blocks": set(),
     "scheduling": {"blocks"},
-    "config": {"blocks"},
     "trace": set(),
-    "kv": {"config", "blocks"},
-    "model": {"kv", "config", "blocks"},
-    "generate": {"model", "kv", "config", "blocks"},
+    "kv": {"blocks"},
+    "model": {"kv", "blocks"},
+    "generate": {"model", "kv", "blocks"},
     "checking": {"model"},
-    "engine": {"checking", "model", "kv", "scheduling", "trace", "config", "blocks"},
+    "engine": {"model", "kv", "scheduling", "trace", "blocks"},
     "continuous": {"engine", "generate", "model", "kv", "blocks"},
-    "demo": {"generate", "model", "kv", "config", "blocks", ""},
-    "": {"continuous", "engine", "checking", "generate", "model", "kv", "trace", "config", "blocks"},
-    "environment": {"kv", ""},
+    "demo": {"generate", "model", "kv", "blocks", ""},
+    "": {"continuous", "engine", "checking", "generate", "model", "kv", "trace", "blocks"},
     "trainer": {"model"},
     "trl": {"continuous", "engine", "model"},
-    "ray": {"serve", "engine", "blocks"},
-    "serve": {"engine", "model", "environment", "demo", "trace", ""},
-    "__main__": {"continuous", "serve"},
+    "serve": {"engine", "model", "demo", "trace", ""},
+    "cli": {"serve", "engine", "model", "kv", ""},
+    "ray": {"cli", "serve", "engine", "blocks"},
+    "__main__": {"continuous", "cli"},
 }
 """For each floor the floors it may import; "" is the package's own front door."""
 
@@ -80,7 +79,7 @@ MOST_PRIVATE = 56
 """Places in tests that read or write a private attribute of the code."""
 MOST_PUBLIC = 24
 """Names in `hf_paged.__all__`."""
-MOST_CLASSES = 302
+MOST_CLASSES = 303
 """Classes of the code, as `scripts/figures` counts them."""
 
 
@@ -114,7 +113,12 @@ def test_tests_ask_for_behaviour() -> None:
 
 @pytest.mark.parametrize(
     "file",
-    [file for file in FILES if _floor(file) in ("blocks", "scheduling", "config", "trace")],
+    [
+        file
+        for file in FILES
+        if _floor(file) in ("blocks", "scheduling", "trace")
+        or (file.name == "config.py" and _floor(file) == "kv")
+    ],
     ids=lambda file: file.name,
 )
 def test_the_books_need_the_standard_library_only(file: Path) -> None:

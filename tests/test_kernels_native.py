@@ -20,8 +20,8 @@ from paged_layer import HEADS, Paged, formula
 
 import hf_paged
 import hf_paged_native as native
-from hf_paged.config import CacheConfig
 from hf_paged.kv import LayerKind, Layout, Memory, Pages, Rows, Seen
+from hf_paged.kv.config import CacheConfig
 from hf_paged.kv.ops import FEW, NativeOps, Ops
 from hf_paged_native import plan as plan_module
 

@@ -12,9 +12,9 @@ import torch
 from families import BY_NAME, build
 
 import hf_paged
-from hf_paged.config import CacheConfig
 from hf_paged.kv import LayerKind, Layout, Memory, Rows
 from hf_paged.kv import group as group_module
+from hf_paged.kv.config import CacheConfig
 from hf_paged.model.registry import memory_of
 
 LAYOUT = Layout(torch.device("cpu"), torch.float32, 2, 8, 8)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from hf_paged.blocks import Copy
-from hf_paged.config import CacheConfig
 from hf_paged.kv import HostBlocks, LayerGroup, LayerKind, Layout, Memory, host
+from hf_paged.kv.config import CacheConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLAIN = Layout(DEVICE, torch.float32, 2, 8, 8)

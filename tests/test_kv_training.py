@@ -15,8 +15,8 @@ from tape import record
 import hf_paged
 from hf_paged.kv import training
 from hf_paged.kv.training import TrainingMemory
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
+from hf_paged.model.rehearsal import RECORDERS
 
 NEW = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 GPU = torch.device("cuda", 0)

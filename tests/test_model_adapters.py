@@ -36,9 +36,9 @@ from hf_paged.model.adapters import (
 )
 from hf_paged.model.adapters.identity import AdapterStates
 from hf_paged.model.adapters.joint import note_places, runs_of
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.replay import captures_of
 from hf_paged.model.identity import identity_of
+from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.model.snapshot import ModelSnapshot
 
 kernels = load()

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.utils.deprecation import deprecate_kwarg
 
 from hf_paged.model.capture.fusion import Fusion, fused, rotates_like_llama
-from hf_paged.model.capture.source import reads_like
+from hf_paged.model.source import reads_like
 
 
 class RootMeanSquare(nn.Module):

@@ -18,7 +18,7 @@ from modes import MODES, supported
 from tape import record, rerun
 
 from hf_paged.kv import ops
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 EAGER = {("gemma3", "prompt-lookup"), ("bart", "assisted")}
 """What passes through: padding that is stored, positions that are made on the host; and rounds that are all

@@ -28,11 +28,11 @@ import hf_paged
 from hf_paged.kv import Memory
 from hf_paged.model.capture.graph import Graph
 from hf_paged.model.capture.pool import DIFFERS, DONE, CapturePool, Unsteady, outcome_of
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.step import CapturedStep, Size
 from hf_paged.model.lazy import NotCapturable
-from hf_paged.model.rank_votes import before_groups_end
+from hf_paged.model.ranks.votes import before_groups_end
 from hf_paged.model.registry import memory_of
+from hf_paged.model.rehearsal import RECORDERS
 
 NEW = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 

@@ -20,10 +20,10 @@ from torch import nn
 from hf_paged.engine import Engine
 from hf_paged.kv import StaticBatch, StaticSpans
 from hf_paged.model.capture.fusion import is_norm
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.device_map import HOOK, forwards_without_hooks, only_moves, runs_class_forward
 from hf_paged.model.dispatch import KNOWN, has_foreign_code
 from hf_paged.model.lazy import LazyMask
+from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.model.switch import modules_of
 
 META = torch.device("meta")

@@ -19,7 +19,7 @@ from torch import nn
 
 import hf_paged
 from hf_paged import Engine
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 NAMES = ["llama", "gpt2", "gemma2", "granite", "cohere", "qwen3_moe"]
 NEW = 6

@@ -14,9 +14,9 @@ from tape import record
 from torch import nn
 
 from hf_paged.model import lengths
-from hf_paged.model.capture.rehearsal import Rehearsal
 from hf_paged.model.lazy import NotCapturable
 from hf_paged.model.lengths import DeviceNumber, GrowingOnes, LengthsOnDevice, lengths_on_device
+from hf_paged.model.rehearsal import Rehearsal
 
 CPU = torch.device("cpu")
 GROWS = "grows from step to step"

@@ -17,8 +17,8 @@ from tiny import build, config_class, tiny
 import hf_paged
 from hf_paged.generate.cache import paged_parts
 from hf_paged.generate.install import install_cache, uninstall_cache
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.mla import METHOD
+from hf_paged.model.rehearsal import RECORDERS
 
 
 def prompts(rows: int = 3, columns: int = 11) -> torch.Tensor:

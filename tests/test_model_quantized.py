@@ -22,8 +22,8 @@ from torch import nn
 
 import hf_paged
 from hf_paged import Engine
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.quantized import looks_around, scales_of
+from hf_paged.model.rehearsal import RECORDERS
 
 
 def quantize(model: Any, kind: type, **options: Any) -> Any:

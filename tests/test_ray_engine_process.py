@@ -21,7 +21,7 @@ from serving import until
 
 from hf_paged import demo
 from hf_paged.ray.engine_process import start
-from hf_paged.serve.engine_client import CallError, EngineClient
+from hf_paged.serve.link.engine_client import CallError, EngineClient
 
 TWO = {"model": "demo", "tensor-parallel-size": 2, "num-blocks": 300, "block-size": 8, "log-level": "error"}
 IDS = tuple(range(20, 30))

@@ -21,9 +21,9 @@ from hf_paged.ray.autoscaling import FuturePeakPolicy
 from hf_paged.ray.flags import namespace
 from hf_paged.ray.relay import HeldAnswer, ReplicaFailed
 from hf_paged.ray.routing import LoadBound, PrefixIndex, ranked
-from hf_paged.serve.errors import unavailable
-from hf_paged.serve.items import failed
-from hf_paged.serve.streams import ALIVE, DONE, event
+from hf_paged.serve.http.errors import unavailable
+from hf_paged.serve.http.streams import ALIVE, DONE, event
+from hf_paged.serve.openai.responses_format import failed
 
 NAMES = ["a", "b", "c", "d"]
 IDLE = dict.fromkeys(NAMES, 0)

@@ -234,7 +234,7 @@ def test_presence_and_frequency_are_openais(served: Served) -> None:
     """score - frequency * count - presence * (count > 0), over the answer alone."""
     import torch
 
-    from hf_paged.serve.processors import penalised
+    from hf_paged.serve.link.processors import penalised
 
     scores = torch.zeros(1, 6)
     ids = torch.tensor([[5, 5, 1, 2, 2]])

@@ -14,7 +14,7 @@ pytest.importorskip("fastapi")
 
 from serving import Served, events, generated, serving, text
 
-from hf_paged.serve.protocol import NEUTRAL, ChatRequest, CompletionRequest
+from hf_paged.serve.openai.protocol import NEUTRAL, ChatRequest, CompletionRequest
 
 JSON = {"content-type": "application/json"}
 ODD: list[Any] = [

@@ -27,7 +27,7 @@ from serving import events, until
 from slow_files import needs_leases, slow
 
 from hf_paged import demo
-from hf_paged.serve import engine_client, engine_host
+from hf_paged.serve.link import engine_client, engine_host
 
 DRAIN = 3.0
 STREAMS = 12

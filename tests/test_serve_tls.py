@@ -14,7 +14,7 @@ pytest.importorskip("fastapi")
 import httpx
 from serving import serving
 
-from hf_paged.serve.options import ServerOptions
+from hf_paged.serve.http.options import ServerOptions
 
 
 def test_files_that_are_no_pem_are_refused_at_once(tmp_path: Path) -> None:

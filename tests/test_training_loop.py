@@ -17,8 +17,8 @@ from tape import record
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.registry import memory_of
+from hf_paged.model.rehearsal import RECORDERS
 
 STEPS = 8
 SAMPLES = 4

@@ -14,8 +14,9 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from ..model.cache_name import NAMES
 from ..model.registry import base_model
+from ..model.rounding import computing_dtype, shaken
 from ..model.training import evaluating
-from .ties import NOISE, Follow, computing_dtype, relative_difference, shaken
+from .ties import NOISE, Follow, relative_difference
 
 WORD = "paged"
 OF_ASSISTANTS = (

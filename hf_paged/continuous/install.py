@@ -14,9 +14,9 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from ..engine import EngineConfig
 from ..engine.parallel import why_not_on_ranks
 from ..generate.install import install_cache, uninstall_cache
+from ..model.ranks.tensor_parallel import mesh_of
 from ..model.registry import base_model
 from ..model.support import FallbackWarning
-from ..model.tensor_parallel import mesh_of
 from .engines import with_budgets
 from .following import FollowingBatchingManager
 from .manager import EngineBatchingManager

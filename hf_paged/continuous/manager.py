@@ -22,10 +22,10 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from ..engine import Engine
 from ..engine.protocol import in_turn
 from ..model.dispatch import runs_unknown_code
+from ..model.ranks.tensor_parallel import mesh_of
 from ..model.registry import base_model
 from ..model.support import why_dropped
 from ..model.switch import original_implementation
-from ..model.tensor_parallel import mesh_of
 from ..model.training import evaluating, why_random
 from .engines import (
     begin_on,

@@ -18,13 +18,13 @@ from ..kv.warmup import Warming
 from ..model.adapters import Adapter, AdapterBatch, AdapterTable, LoraLayers, applied, combine
 from ..model.adapters.joint import note_places
 from ..model.adapters.loading import HostAdapter, load_adapter
-from ..model.adapters.lora import LowRank
-from ..model.adapters.peft_layers import BASE, unmerge_disabled
 from ..model.adapters.warmup import compiling
 from ..model.device_map import is_spread
 from ..model.identity import identity_of
+from ..model.lora import LowRank
+from ..model.peft_layers import BASE, unmerge_disabled
+from ..model.shards import local_part
 from ..model.snapshot import StateKey
-from ..model.tensor_parallel import local_part
 from ..scheduling import AdapterSlots, Names, Scheduler, SequenceGroup, TokenSequence
 from .forward_batch import ForwardBatch
 from .model_check import when_stepped

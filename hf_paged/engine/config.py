@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
-from ..config import CacheConfig, check_keep_pools
+from ..kv.config import CacheConfig, check_keep_pools
 from ..scheduling import ADMISSIONS, POLICIES, Limits
 
 MOST_SEQUENCES = 256

@@ -27,10 +27,10 @@ from ..model.capture.fusion import Fusion
 from ..model.capture.graph import SMALLEST_WIDTH, WIDEST
 from ..model.capture.pool import MOST_BYTES, CapturePool
 from ..model.capture.products import lay_side_by_side
-from ..model.capture.rehearsal import RECORDERS
 from ..model.capture.step import CapturedStep, Size, StepSource, agree, bucket_of
 from ..model.dispatch import runs_unknown_code
 from ..model.lazy import NotCapturable
+from ..model.rehearsal import RECORDERS
 from ..model.snapshot import ModelSnapshot, StateKey
 from ..scheduling import ScheduledBatch
 from .eager import EagerModel

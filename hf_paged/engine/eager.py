@@ -20,9 +20,9 @@ from ..model.dispatch import below_autograd
 from ..model.fp32_head import Fp32Head
 from ..model.mla import defer_expansion, expanding_classes
 from ..model.offloaded import input_device
+from ..model.ranks.tensor_parallel import local_forwards
 from ..model.slots import CROSS
 from ..model.switch import decoder_configs, modules_of, restore, switch
-from ..model.tensor_parallel import local_forwards
 from ..scheduling import TokenSequence
 from .adapters import EngineAdapters
 from .cache import StepCache

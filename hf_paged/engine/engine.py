@@ -21,10 +21,10 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transfo
 from ..blocks import check_salt, extra_key
 from ..kv import fork_safe_lock, in_forked_process
 from ..model.adapters.loading import HostAdapter
-from ..model.adapters.lora import LowRank
 from ..model.adapters.peft_changes import let_changes_wait
 from ..model.capture.replay import drop_captures
 from ..model.invariant.mode import batch_invariant, require_invariant
+from ..model.lora import LowRank
 from ..model.offloaded import input_device
 from ..model.patches import note_restless
 from ..model.registry import base_model
@@ -58,6 +58,7 @@ from .requests.params import RequestParams, check_model, check_transformers, rea
 from .requests.prompts import words_of
 from .runner import Runner
 from .support import check_servable, check_writes, longest, longest_source, versions
+from .trial import Trial
 from .weights import KeptBlocks, PauseMode, check_choice, load_into, on_devices
 
 T = TypeVar("T")
@@ -133,7 +134,7 @@ class Engine:
         with tried_alike(self._ranks, self.pools, self.runner):
             written = versions(self.model)
             with self._arithmetic():
-                restoring(self.runner.try_out)
+                restoring(Trial(self.runner).run)
             check_writes(self.model, written)
             self.pools.settle(self._longest, longest_across, self.runner.capture_bytes)
         self.preemption = Preemption(self.pools, self.config.preemption)

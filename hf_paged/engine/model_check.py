@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..kv import fork_safe_lock
-from ..model.adapters.peft_layers import settled
 from ..model.dispatch import has_foreign_code, may_skip_autograd
 from ..model.identity import identity_of
 from ..model.patches import only_observes, restless_of
+from ..model.peft_layers import settled
 from ..model.snapshot import HOOKS, ModelSnapshot
 from ..model.weights_digest import PLAIN_TENSORS, Unreadable
 from .check_policy import CheckPolicy, WeightsChanged

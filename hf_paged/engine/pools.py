@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ..blocks import Copy, OutOfBlocks
-from ..config import CacheConfig
 from ..kv import HostBlocks, LayerGroup, LayerKind, Transfer
 from ..kv.budget import free_bytes
+from ..kv.config import CacheConfig
 from ..model.registry import memory_of
 from ..model.slots import CROSS, slots_of
 from ..scheduling import KVCacheGroup, StepPlan, Swaps

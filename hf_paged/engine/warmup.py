@@ -20,7 +20,7 @@ from ..model.capture.fusion import Fusion
 from ..model.capture.products import fused_parameters
 from ..model.capture.step import Size, bucket_of
 from ..model.capture.warmup import COMPILED_FOR, attention_shape
-from ..model.tensor_parallel import heads_here
+from ..model.ranks.tensor_parallel import heads_here
 from .decoding import WIDTHS
 from .eager import EagerModel
 

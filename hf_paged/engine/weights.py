@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..model.offloaded import offloaded
+from ..model.ranks.tensor_parallel import divided_otherwise, mesh_of
 from ..model.switch import modules_of
-from ..model.tensor_parallel import divided_otherwise, mesh_of
 
 PauseMode = Literal["recompute", "wait", "abort", "keep"]
 """What becomes of requests when an engine pauses: they wait and are computed again, they are finished first,

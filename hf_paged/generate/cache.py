@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from ..config import CacheConfig
 from ..kv import Arithmetic, LayerKind, Sequences
+from ..kv.config import CacheConfig
 from ..model.layer import DIFFER, PagedLayer
 from ..model.lazy import Path
 from ..model.offloaded import input_device

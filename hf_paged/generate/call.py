@@ -18,11 +18,11 @@ from ..model.device_map import forwards_without_hooks
 from ..model.dispatch import may_skip_autograd
 from ..model.mla import defer_expansion, expanding_classes
 from ..model.patches import LentForward, ReplacedForward
+from ..model.ranks.tensor_parallel import local_forwards
 from ..model.registry import memory_of
 from ..model.snapshot import CallSnapshots, call_snapshots
 from ..model.support import warn, why_left
 from ..model.switch import decoder_configs, modules_of, restore, switch
-from ..model.tensor_parallel import local_forwards
 from .cache import PagedCache
 from .forward import wrap
 

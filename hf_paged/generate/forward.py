@@ -16,12 +16,12 @@ from ..model.adapters.apply import Inapplicable
 from ..model.attention import Forward, running
 from ..model.cache_name import CACHE, named_as_now
 from ..model.capture.graph import ReplayableStep
-from ..model.capture.rehearsal import can_record
 from ..model.capture.replay import captures_of
 from ..model.dispatch import below_autograd
 from ..model.offloaded import input_device
 from ..model.outputs import asked_fields, known_layout, layouts_of
 from ..model.random_states import has_drawn, random_states, take_back_draws
+from ..model.rehearsal import can_record
 from ..model.routers import routers_of
 from ..model.switch import setting_of
 from .cache import Mark, PagedCache, paged_parts

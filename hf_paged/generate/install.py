@@ -14,7 +14,7 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from ..config import CacheConfig
+from ..kv.config import CacheConfig
 from ..model.attention import NAME, paged_attention, paged_mask
 from ..model.cache_name import CACHE
 from ..model.capture.replay import drop_captures

@@ -15,9 +15,9 @@ from ..blocks import extra_key
 from ..model.adapters.identity import AdapterStates
 from ..model.hooks import names_of_rows
 from ..model.offloaded import divided
+from ..model.ranks.tensor_parallel import mesh_of
 from ..model.routers import WHY, routers_of
 from ..model.snapshot import PLAIN, hooks_everywhere
-from ..model.tensor_parallel import mesh_of
 from ..model.training import why_random
 
 PLACES = ("input_ids", "inputs_embeds", "position_ids")

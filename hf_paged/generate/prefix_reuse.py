@@ -13,16 +13,16 @@ from torch import nn
 from transformers.utils.generic import ModelOutput
 
 from ..blocks import Prompt
-from ..config import CacheConfig
 from ..kv import Memory, Prefix, Sequences, TokenHistory, tensors_agree
+from ..kv.config import CacheConfig
 from ..kv.prefixes import begin_with, computed_again, count_hits, longest_prefix
 from ..model.adapters.identity import AdapterStates
-from ..model.adapters.peft_layers import adapter_names_of
 from ..model.cache_name import CACHE
 from ..model.capture.graph import CapturedCache
 from ..model.hooks import HookMonitor
 from ..model.identity import identity_of
 from ..model.layer import PagedLayer
+from ..model.peft_layers import adapter_names_of
 from ..model.snapshot import ModelSnapshot, call_snapshots
 from ..model.weights_digest import Unreadable
 from .keys import PLACES, ForwardInputs, NotShareable, PrefixOrigin, why_never

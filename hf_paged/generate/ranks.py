@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..model.adapters.peft_layers import why_no_adapters_on_ranks
 from ..model.offloaded import input_device
-from ..model.rank_votes import votes_of
+from ..model.peft_layers import why_no_adapters_on_ranks
+from ..model.ranks.symmetric_memory import symmetric_memory_of
+from ..model.ranks.tensor_parallel import mesh_of, why_not_divided
+from ..model.ranks.votes import votes_of
 from ..model.snapshot import call_snapshots
-from ..model.symmetric_memory import symmetric_memory_of
-from ..model.tensor_parallel import mesh_of, why_not_divided
 
 
 def begin_on_ranks(model: nn.Module, reason: str | None) -> str | None:

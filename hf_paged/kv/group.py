@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..blocks import BlockPool, Copy, OutOfBlocks
-from ..config import CacheConfig
 from .budget import free_bytes, require_room_for_books
+from .config import CacheConfig
 from .forks import fork_safe_lock
 from .host import HostBlocks
 from .layout import LayerKind, Layout

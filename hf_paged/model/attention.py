@@ -14,11 +14,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kv import Seen, Sequences
 from ..kv.reference import invariant
-from .capture.traced import UNDERSTOOD, Stored, attend_traced
 from .lazy import LazyMask, LazyPages, LazyTensor, NotCapturable, NotFlat, as_dense
 from .lengths import GrowingOnes
 from .mla import LazyExpanded
 from .switch import original_implementation, sdpa_refuses_softcap
+from .traced import UNDERSTOOD, Stored, attend_traced
 
 NAME = "hf_paged"
 WIDEST = 8192

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from . import patches
-from .capture.rehearsal import RECORDERS
 from .device_map import only_moves
+from .rehearsal import RECORDERS
 from .snapshot import HOOKS, TENSORS, hooks_everywhere
 from .weights_digest import PLAIN_TENSORS
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from .adapters.peft_layers import BASE, adapter_names_of
 from .patches import only_observes
+from .peft_layers import BASE, adapter_names_of
 from .snapshot import HOOKS
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ..kv import Seen, fork_safe_lock, reference
-from .capture.source import STANDS_FOR, reads_like
 from .lazy import LazyPages, LazyTensor
+from .source import STANDS_FOR, reads_like
 
 METHOD = "expand_kv"
 _stocks: dict[type, Callable[..., Any]] = {}

@@ -23,8 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..kv.reference import invariant
 from . import patches
-from .adapters.peft_layers import MODEL_SETTINGS, OWN_SETTINGS, LoraLayers, adapter_names_of
 from .offloaded import divided, offloaded, stored
+from .peft_layers import MODEL_SETTINGS, OWN_SETTINGS, LoraLayers, adapter_names_of
 from .quantized import holders_of, is_quantized, looks_around, scales_of
 from .switch import modules_of, original_implementation
 from .training import training_effect

@@ -10,7 +10,7 @@ import pyarrow as pa
 from ray.data import ActorPoolStrategy, Dataset
 
 from ..engine import Engine, EngineConfig
-from ..serve.loading import Source
+from ..serve.link.loading import Source
 from .rows import Checkpoint, RowAnswer, answered, row_name
 
 Factory = Callable[[], tuple[Any, Any]]

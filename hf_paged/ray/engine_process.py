@@ -16,12 +16,14 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..serve import cli, logs, ranks
-from ..serve.engine_host import EngineHost
-from ..serve.keys import Keys
+from ..cli import main as cli
+from ..serve.http import logs
+from ..serve.http.keys import Keys
+from ..serve.link import ranks
+from ..serve.link.engine_host import EngineHost
+from ..serve.link.weights import load_what_was_sent
+from ..serve.link.wire import first_message, frame
 from ..serve.server import tuned
-from ..serve.weights import load_what_was_sent
-from ..serve.wire import first_message, frame
 from .flags import namespace
 
 log = logging.getLogger("hf_paged.ray")

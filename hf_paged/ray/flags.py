@@ -8,7 +8,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from ..serve.cli import parser
+from ..cli.main import parser
 
 OF_RAY = {
     "port": "set http_options.port of Ray Serve",

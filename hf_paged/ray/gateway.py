@@ -16,13 +16,14 @@ from starlette.types import Receive, Scope, Send
 
 from ..blocks import extra_key
 from ..blocks.prefix_lookup import Prompt
-from ..serve import cli, logs
-from ..serve.bodies import Bodies
-from ..serve.errors import ApiError, unavailable
+from ..cli import main as cli
 from ..serve.guard import REQUEST_ID
-from ..serve.images import Images
-from ..serve.keys import Keys, bearer
-from ..serve.protocol import (
+from ..serve.http import logs
+from ..serve.http.bodies import Bodies
+from ..serve.http.errors import ApiError, unavailable
+from ..serve.http.keys import Keys, bearer
+from ..serve.openai.images import Images
+from ..serve.openai.protocol import (
     OF_CHATS,
     OF_COMPLETIONS,
     ChatRequest,
@@ -30,8 +31,8 @@ from ..serve.protocol import (
     fields_of,
     parsed,
 )
-from ..serve.responses import OF_RESPONSES, ResponsesRequest
-from ..serve.tokens import Tokenizer
+from ..serve.openai.responses import OF_RESPONSES, ResponsesRequest
+from ..serve.openai.tokens import Tokenizer
 from .flags import namespace
 from .relay import HeldAnswer, ReplicaFailed
 from .replica import HttpCall

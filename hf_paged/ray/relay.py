@@ -9,9 +9,9 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import Message, Scope, Send
 
-from ..serve.errors import ApiError
-from ..serve.items import failed
-from ..serve.streams import ALIVE, DONE, event
+from ..serve.http.errors import ApiError
+from ..serve.http.streams import ALIVE, DONE, event
+from ..serve.openai.responses_format import failed
 
 OF_RESPONSES = b"event: response."
 """How events of /v1/responses begin; those of chats and completions have no names."""

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 from starlette.types import Message, Scope
 
-from ..serve import cli, dev, logs
+from ..cli import main as cli
+from ..serve import dev
 from ..serve.app import make_app
-from ..serve.engine_client import EngineClient
+from ..serve.http import logs
+from ..serve.link.engine_client import EngineClient
+from ..serve.openai.service import Service
 from ..serve.server import tuned
-from ..serve.service import Service
 from . import engine_process
 from .autoscaling import FUTURE_PEAK, ROWS
 from .flags import namespace

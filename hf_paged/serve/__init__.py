@@ -1,5 +1,4 @@
-"""A server in OpenAI's form above the engine, and the command line `hf-paged`.
+"""A server in OpenAI's form above the engine.
 
-Nothing below imports this folder, and `import hf_paged` does not either. The server needs the extra `serve`;
-`hf-paged generate` and `hf-paged info` do not.
+Nothing below imports this folder, and `import hf_paged` does not either. It needs the extra `serve`.
 """

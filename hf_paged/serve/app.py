@@ -18,15 +18,16 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import hf_paged
 
-from . import openapi
-from .answering import chat, complete, respond
-from .context import Context
 from .dev import add_dev_routes
-from .engine_client import SILENT, CallError
-from .errors import ApiError, invalid, unavailable
 from .guard import OPEN_PATHS, Guard
-from .html import page
-from .protocol import (
+from .http import openapi
+from .http.context import Context
+from .http.errors import ApiError, invalid, unavailable
+from .http.streams import EventStream
+from .link.engine_client import SILENT, CallError
+from .map.html import page
+from .openai.answering import chat, complete, respond
+from .openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -38,9 +39,8 @@ from .protocol import (
     fields_of,
     parsed,
 )
-from .responses import ResponsesRequest
-from .service import Service
-from .streams import EventStream
+from .openai.responses import ResponsesRequest
+from .openai.service import Service
 
 log = logging.getLogger("hf_paged.serve")
 SCHEMAS = "#/components/schemas/"

@@ -10,9 +10,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .errors import ApiError, unavailable
 from .guard import OPEN_PATHS
-from .service import Service
+from .http.errors import ApiError, unavailable
+from .openai.service import Service
 
 HEAD_BYTES = 65536
 """Of a request's head, and of what else of it is no body."""

@@ -12,13 +12,13 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from . import ranks
-from .context import Context
-from .engine_client import CallError
-from .errors import ApiError, invalid
-from .openapi import OF_BODIES, body_of, errors
-from .protocol import Part, fields_of, parsed
-from .service import Service
+from .http.context import Context
+from .http.errors import ApiError, invalid
+from .http.openapi import OF_BODIES, body_of, errors
+from .link import ranks
+from .link.engine_client import CallError
+from .openai.protocol import Part, fields_of, parsed
+from .openai.service import Service
 
 WEIGHTS = "*.safetensors"
 Asked = Callable[..., Awaitable[Any]]

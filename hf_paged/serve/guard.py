@@ -13,10 +13,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .context import KEY, Context
-from .errors import ApiError, unavailable
-from .keys import Tenant, bearer
-from .service import Service
+from .http.context import KEY, Context
+from .http.errors import ApiError, unavailable
+from .http.keys import Tenant, bearer
+from .openai.service import Service
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
 """Paths that need no key: their answers have the server's state and nothing else."""

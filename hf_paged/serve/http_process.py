@@ -14,13 +14,13 @@ from multiprocessing.context import ForkProcess
 from typing import Any, NamedTuple
 
 from ..engine import Engine
-from . import logs
-from .engine_client import EngineClient
-from .engine_host import EngineHost
-from .options import ServerOptions
+from .http import logs
+from .http.options import ServerOptions
+from .link.engine_client import EngineClient
+from .link.engine_host import EngineHost
+from .link.wire import first_message, frame
+from .openai.service import Service
 from .server import run, tuned
-from .service import Service
-from .wire import first_message, frame
 
 LAST_SECONDS = 15.0
 """For the process to end behind its connection."""

@@ -22,8 +22,8 @@ import uvicorn
 
 from .app import log, make_app
 from .connection import Connection
-from .options import ServerOptions
-from .service import Service
+from .http.options import ServerOptions
+from .openai.service import Service
 
 LAST_SECONDS = 2
 """For connections to be closed after the drain."""

@@ -17,7 +17,7 @@ from kernel_cases import load
 from tape import rerun
 
 from hf_paged.kv import ops
-from hf_paged.model.capture.rehearsal import RECORDERS
+from hf_paged.model.rehearsal import RECORDERS
 
 MODULES = ["advance", "copy", "decode", "digest", "gather", "norm", "prefill", "rotary", "swiglu", "write"]
 ON_DEVICES = {"EXACT": True, "UPCAST": False}

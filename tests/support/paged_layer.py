@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hf_paged.config import CacheConfig
 from hf_paged.kv import LayerKind, Layout, Memory, Pages, Rows, Seen
+from hf_paged.kv.config import CacheConfig
 
 HEADS = 2
 

@@ -85,17 +85,19 @@ from hf_paged.engine.runner import Runner
 from hf_paged.engine.support import Unservable
 from hf_paged.generate.ranks import check_ranks
 from hf_paged.kv import HostBlocks, Ops, budget, group
-from hf_paged.model import rank_votes, symmetric_memory, tensor_parallel
 from hf_paged.model.adapters.loading import load_adapter
 from hf_paged.model.capture import pool
 from hf_paged.model.capture.fusion import Fusion
 from hf_paged.model.capture.pool import CapturePool
 from hf_paged.model.capture.products import joined_of
-from hf_paged.model.capture.rehearsal import RECORDERS
 from hf_paged.model.capture.replay import captures_of
 from hf_paged.model.dispatch import has_foreign_code
-from hf_paged.model.symmetric_memory import FUSED, MOST_BYTES, LazySum, SymmetricMemory
-from hf_paged.model.tensor_parallel import local_part, mesh_of
+from hf_paged.model.ranks import symmetric_memory, tensor_parallel
+from hf_paged.model.ranks import votes as rank_votes
+from hf_paged.model.ranks.symmetric_memory import FUSED, MOST_BYTES, LazySum, SymmetricMemory
+from hf_paged.model.ranks.tensor_parallel import mesh_of
+from hf_paged.model.rehearsal import RECORDERS
+from hf_paged.model.shards import local_part
 from hf_paged.trainer import SampleCallback
 
 FOLDER = Path(sys.argv[1])
@@ -1809,8 +1811,8 @@ def a_streamer_on_one_rank(rank: int) -> None:
     expected = one.generate(ids, **options).tolist()
     with first_capture_without_memory(False), pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
-        patch.setattr("hf_paged.model.rank_votes._votes", {})
-        patch.setattr("hf_paged.model.rank_votes.MEETING", 0.1)
+        patch.setattr("hf_paged.model.ranks.votes._votes", {})
+        patch.setattr("hf_paged.model.ranks.votes.MEETING", 0.1)
         for call in range(6):
             streamer = _Notes(model, 24 + call) if rank == 0 else None
             found = model.generate(ids, streamer=streamer, cache_implementation="paged", **options)
@@ -1824,12 +1826,12 @@ def sums_of_different_things(rank: int) -> None:
     comes of it.
     """
     model = loaded("llama")
-    begun = "hf_paged.model.rank_votes.collectives_begun"
+    begun = "hf_paged.model.ranks.votes.collectives_begun"
     counts = rank_votes.collectives_begun
     calls = itertools.count()
     with first_capture_without_memory(False), pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
-        patch.setattr("hf_paged.model.rank_votes._votes", {})
+        patch.setattr("hf_paged.model.ranks.votes._votes", {})
         patch.setattr(begun, lambda group: counts(group) + (rank == 1 and next(calls) > 1))
         for _ in range(2):
             raises(
@@ -1858,7 +1860,7 @@ def messages_of_the_user(rank: int) -> None:
 
     with first_capture_without_memory(False), pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
-        patch.setattr("hf_paged.model.rank_votes._votes", {})
+        patch.setattr("hf_paged.model.ranks.votes._votes", {})
         assert generated(model, MODES[0], cache_implementation="paged") == expected
         works += [dist.irecv(torch.zeros(1), 0, tag=7)] if rank == 1 else []
         assert generated(model, MODES[0], cache_implementation="paged") == expected
@@ -1937,7 +1939,7 @@ def two_models_in_two_threads(rank: int) -> None:
         patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
         patch.setattr(pool, "fused", fused_in_turn)
         patch.setattr("hf_paged.generate.install.check_ranks", checked_in_turn)
-        for place in ("hf_paged.model.tensor_parallel", "hf_paged.generate.ranks"):
+        for place in ("hf_paged.model.ranks.tensor_parallel", "hf_paged.generate.ranks"):
             patch.setattr(f"{place}.symmetric_memory_of", meeting)
         threads = [threading.Thread(target=run, args=(n,), name=str(n), daemon=True) for n in range(2)]
         for each in threads:

@@ -16,11 +16,11 @@ import httpx
 from processes import LIMIT
 
 from hf_paged import Engine, demo
-from hf_paged.serve.engine_client import EngineClient
-from hf_paged.serve.engine_host import EngineHost
-from hf_paged.serve.options import ServerLimits, ServerOptions
+from hf_paged.serve.http.options import ServerLimits, ServerOptions
+from hf_paged.serve.link.engine_client import EngineClient
+from hf_paged.serve.link.engine_host import EngineHost
+from hf_paged.serve.openai.service import Service
 from hf_paged.serve.server import Server
-from hf_paged.serve.service import Service
 
 GUARD = LIMIT
 """Seconds after which something hangs."""

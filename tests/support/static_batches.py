@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.config import CacheConfig
 from hf_paged.kv import (
     Batch,
     LayerGroup,
@@ -18,6 +17,7 @@ from hf_paged.kv import (
     StaticBatch,
     reference,
 )  # fmt: skip
+from hf_paged.kv.config import CacheConfig
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import Cache, GenerationConfig
 
-from ...checking.ties import shaken
+from ...model.rounding import shaken
 from ...model.snapshot import INTERNAL
 from ..eager import EagerModel
 from ..probe import distance, far

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...model.adapters.peft_layers import why_no_adapters_on_ranks
-from ...model.tensor_parallel import mesh_of, why_not_divided
+from ...model.peft_layers import why_no_adapters_on_ranks
+from ...model.ranks.tensor_parallel import mesh_of, why_not_divided
 from ...model.weights_digest import host_bytes
 from ..adapters import EngineAdapters
 from ..config import EngineConfig

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...blocks import OutOfBlocks
-from ...model.adapters.lora import LowRank
+from ...model.lora import LowRank
 from ...scheduling import Names, SequenceGroup, StepPlan
 from ..adapters import EngineAdapters
 from ..forward_batch import Answer, ForwardBatch, LastTokens

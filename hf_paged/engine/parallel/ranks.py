@@ -20,11 +20,11 @@ from torch import nn
 
 from ...kv import is_out_of_memory
 from ...kv.budget import free_bytes
-from ...model.connections import Connections
 from ...model.offloaded import input_device
-from ...model.rank_votes import before_groups, collectives_begun, differing, host_group, smallest
-from ...model.symmetric_memory import end_waits
-from ...model.tensor_parallel import mesh_of
+from ...model.ranks.connections import Connections
+from ...model.ranks.symmetric_memory import end_waits
+from ...model.ranks.tensor_parallel import mesh_of
+from ...model.ranks.votes import before_groups, collectives_begun, differing, host_group, smallest
 from .message import MessageKind
 from .packed import Packed, unpack
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ...kv.upload import upload
+from ..lora import Adapter, add_products
 from ..patches import ReplacedForward, mark_wrapper
+from ..ranks.tensor_parallel import SUMS
 from ..streams import side_stream
-from ..tensor_parallel import SUMS
-from .lora import Adapter, add_products
 from .table import AdapterTable
 
 MOST_HELD = 3

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from ..tensor_parallel import is_divided, mesh_of, style_of
-from .lora import LowRank
+from ..lora import LowRank
+from ..ranks.tensor_parallel import mesh_of, style_of
+from ..shards import is_divided
 
 WHOLE = (
     None,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..identity import Identity
-from .peft_layers import LoraLayers
+from ..peft_layers import LoraLayers
 
 
 class AdapterStates(NamedTuple):

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..tensor_parallel import local_part, mesh_of
+from ..lora import Adapter, LowRank
+from ..ranks.tensor_parallel import mesh_of
+from ..shards import local_part
 from ..weights_digest import host_bytes
 from .divided import part_here
 from .files import read_folder
-from .lora import Adapter, LowRank
 
 KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.([^.]+))?\.weight")
 MORE_THAN_PRODUCTS = {

@@ -13,12 +13,12 @@ from torch import nn
 
 from ...kv.upload import upload
 from ..hooks import adapters_of_rows, names_of_rows
+from ..lora import combine
+from ..peft_layers import LoraLayers
+from ..ranks.tensor_parallel import mesh_of
 from ..snapshot import ModelSnapshot
-from ..tensor_parallel import mesh_of
 from .apply import AdapterBatch, applied
 from .joint import note_places
-from .lora import combine
-from .peft_layers import LoraLayers
 from .table import AdapterTable
 from .warmup import compiling
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..lora import Adapter, LowRank, merged
 from .joint import in_order, joint_layers
-from .lora import Adapter, LowRank, merged
 
 SMALLEST_RANK = 16
 _layouts = itertools.count(1)

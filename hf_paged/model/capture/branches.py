@@ -17,9 +17,9 @@ from torch import nn
 
 from ..adapters.apply import OURS
 from ..device_map import runs_class_forward
+from ..ranks.tensor_parallel import COLUMNS
+from ..source import definition_of
 from ..streams import side_stream
-from ..tensor_parallel import COLUMNS
-from .source import definition_of
 
 MOST_ROWS = 128
 Product = Callable[[torch.Tensor], torch.Tensor]

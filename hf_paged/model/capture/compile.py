@@ -23,11 +23,11 @@ from ..attention import drops_caps
 from ..layer import PagedLayer
 from ..lazy import LazyMask, LazyTensor, Rotation, as_dense
 from ..lengths import lengths_apart
+from ..source import STANDS_FOR, reads_like
 from ..support import FallbackWarning
+from ..traced import NotCompilable, Place, Rotated
 from .fusion import Fusion, current_fusion, is_centered, is_norm, llama
 from .products import join_products
-from .source import STANDS_FOR, reads_like
-from .traced import NotCompilable, Place, Rotated
 
 BACKEND = "inductor"
 """What makes code of a traced layer."""

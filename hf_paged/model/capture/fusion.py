@@ -28,11 +28,11 @@ from ..adapters.apply import read_together
 from ..device_map import runs_class_forward
 from ..lazy import Rotation
 from ..patches import ReplacedForward
-from ..symmetric_memory import FUSED, SENT, LazySum, memory_of, shots_of
-from ..tensor_parallel import mesh_of
+from ..ranks.symmetric_memory import FUSED, SENT, LazySum, memory_of, shots_of
+from ..ranks.tensor_parallel import mesh_of
+from ..source import STANDS_FOR, reads_like
 from .branches import Product, at_once, beside, products_of
 from .products import fused_product
-from .source import STANDS_FOR, reads_like
 
 ROTARY = "apply_rotary_pos_emb"
 changing = fork_safe_lock()

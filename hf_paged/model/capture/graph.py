@@ -12,8 +12,8 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from ...config import CacheConfig
 from ...kv import LayerGroup, LayerKind, Rows, Sequences, StaticBatch
+from ...kv.config import CacheConfig
 from ...kv.ordinary import ordinary_tensors
 from ..adapters.rows import StepAdapters
 from ..cache_name import CACHE

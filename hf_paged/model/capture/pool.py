@@ -21,13 +21,13 @@ from ...kv.reference import invariant
 from ..dispatch import runs_unknown_code
 from ..lazy import NotCapturable
 from ..lengths import LengthsOnDevice, lengths_on_device
-from ..rank_votes import before_groups_end
+from ..ranks.symmetric_memory import meet, symmetric_memories
+from ..ranks.votes import before_groups_end
+from ..rehearsal import RECORDERS, Rehearsal, graph_memory
 from ..snapshot import StateKey
-from ..symmetric_memory import meet, symmetric_memories
 from ..weights_digest import PLAIN_TENSORS, memory_of_parts, wraps
 from .compile import Compilation, CompiledFusion, reason_of
 from .fusion import Fusion, changing, fused
-from .rehearsal import RECORDERS, Rehearsal, graph_memory
 from .step import AGREE, CapturedStep, Size, StepSource
 
 logger = logging.getLogger("hf_paged")

@@ -19,7 +19,8 @@ from torch.utils.dlpack import from_dlpack
 
 from ...kv import is_out_of_memory
 from ...kv.ordinary import ordinary_tensors
-from ..tensor_parallel import local_part, mesh_of
+from ..ranks.tensor_parallel import mesh_of
+from ..shards import local_part
 from ..weights_digest import PLAIN_TENSORS
 from .branches import layers_of_one_input
 

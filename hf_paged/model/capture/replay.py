@@ -14,10 +14,11 @@ from ...kv import Memory
 from ...kv.ops import triton_package
 from ..adapters.rows import RowAdapters
 from ..device_map import devices_of, is_spread
-from ..rank_votes import RankVotes, votes_of
+from ..ranks.tensor_parallel import mesh_of
+from ..ranks.votes import RankVotes, votes_of
 from ..registry import memory_of
+from ..rehearsal import RECORDERS
 from ..snapshot import CallSnapshots, ModelSnapshot, StateKey, call_snapshots
-from ..tensor_parallel import mesh_of
 from .fusion import Fusion
 from .graph import (
     CapturedCache,
@@ -32,7 +33,6 @@ from .graph import (
     too_wide,
 )
 from .pool import CapturePool
-from .rehearsal import RECORDERS
 from .step import Size, StepSource, agree
 from .warmup import compile_step
 

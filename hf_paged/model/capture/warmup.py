@@ -12,8 +12,8 @@ from torch import nn
 
 from ...kv import Layout, TritonOps
 from ...kv.warmup import META, AttentionShape, Job, Warming
+from ..ranks.tensor_parallel import heads_here
 from ..switch import original_implementation
-from ..tensor_parallel import heads_here
 from .fusion import Fusion
 from .graph import ReplayableStep, groups_of, kinds_read, rows_of_graph, static_batch
 

@@ -1,0 +1,111 @@
+"""What a user may choose about the cache: checked once, passed down frozen."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ..blocks.hashing import check_salt
+from ..blocks.pool import check_block_size
+
+KERNELS = ("auto", "triton", "native", "torch")
+VERIFY = (None, "tokens")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The options of `cache_config={...}` and of `PagedCache(model, ...)`.
+
+    block_size: tokens in a block, a power of two from 1 to 256.
+    num_blocks: blocks of every layer group, fixed. Without it the pool is sized by the call's need and grows.
+    memory_fraction: instead of num_blocks, the share of the device's free memory that the pools get, fixed.
+    kernels: what reads the pages: "torch"; "triton"; "native", the C++ op of CPUs, built if it is missing
+        (both are an error where they cannot run); or "auto": Triton in captured steps where it can run, the
+        C++ op where it is built, else torch.
+    graphs: whether decoding steps are captured in CUDA graphs and replayed; a CPU has none.
+    prefix_caching: whether a prompt may begin with blocks of earlier calls, and later calls with blocks of
+        this one.
+    salt: calls share blocks only with calls of the same salt: one salt per tenant keeps them apart.
+    verify: "tokens" compares a prompt's tokens with those of every block found by its hash.
+    keep_pools: whether the pools, with the steps captured over them, stay when the model trains between
+        calls. None keeps them where they fit beside what training was seen to take.
+
+    The last four describe how a call uses a pool, not the pool: configs that differ only there share one.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_fraction: float | None = None
+    kernels: str = "auto"
+    graphs: bool = True
+    prefix_caching: bool = field(default=False, compare=False)
+    salt: str = field(default="", compare=False)
+    verify: str | None = field(default=None, compare=False)
+    keep_pools: bool | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        check_block_size(self.block_size)
+        if self.kernels not in KERNELS:
+            raise ValueError(f"kernels={self.kernels!r} is not one of {KERNELS}")
+        if not isinstance(self.graphs, bool):
+            raise TypeError(f"graphs must be True or False, got {self.graphs!r}")
+        if not isinstance(self.prefix_caching, bool):
+            raise TypeError(f"prefix_caching must be True or False, got {self.prefix_caching!r}")
+        check_keep_pools(self.keep_pools)
+        check_salt(self.salt)
+        if self.verify not in VERIFY:
+            raise ValueError(f"verify={self.verify!r} is not one of {VERIFY}")
+        if self.num_blocks is not None and self.memory_fraction is not None:
+            raise ValueError(
+                f"num_blocks={self.num_blocks} and memory_fraction={self.memory_fraction} both size the "
+                "pool; give one of them"
+            )
+        if self.num_blocks is not None:
+            _check_number("num_blocks", self.num_blocks, int)
+            if self.num_blocks < 1:
+                raise ValueError(
+                    f"num_blocks={self.num_blocks} is not a pool; give 1 or more, or leave it out"
+                )
+        if self.memory_fraction is not None:
+            _check_number("memory_fraction", self.memory_fraction, (int, float))
+            if not 0 < self.memory_fraction <= 1:
+                raise ValueError(f"memory_fraction={self.memory_fraction} is not in (0, 1] of free memory")
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the pool keeps its size whatever a call needs."""
+        return self.num_blocks is not None or self.memory_fraction is not None
+
+    @classmethod
+    def of(cls, options: object) -> CacheConfig:
+        """Read `cache_config` as a user gave it: nothing, a mapping or a CacheConfig."""
+        if options is None:
+            return cls()
+        if isinstance(options, cls):
+            return options
+        if not isinstance(options, Mapping):
+            raise TypeError(f"cache_config must be a dict, got {type(options).__name__}")
+        known = [field.name for field in fields(cls)]
+        for key in options:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"unknown option {key!r} in cache_config, expected one of {known}{hint}")
+        return cls(**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a generation config saves it."""
+        return asdict(self)
+
+
+def check_keep_pools(value: object) -> None:
+    """Raise unless this is a value of keep_pools."""
+    if not isinstance(value, bool) and value is not None:
+        raise TypeError(f"keep_pools must be True, False or None (where they fit), got {value!r}")
+
+
+def _check_number(name: str, value: object, kind: type | tuple[type, ...]) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name} must be {'an int' if kind is int else 'a number'}, got {value!r}")

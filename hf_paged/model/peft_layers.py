@@ -1,0 +1,274 @@
+"""The LoRA layers that peft has put into a model, and the adapters in them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .lora import Adapter, LowRank
+from .patches import own_forward
+from .shards import is_divided, local_part
+from .switch import modules_of
+
+BASE = "__base__"
+"""peft's name for no adapter."""
+LAYERS = "peft.tuners.lora.layer"
+LINEAR = frozenset(
+    {"Linear", "Linear8bitLt", "Linear4bit", "TorchaoLoraLinear", "GPTQLoraLinear", "AwqLoraLinear"}
+)
+"""peft's classes of LoRA layers that add a low-rank product to what a layer of any kind answers."""
+RANKS_DIVIDE = frozenset({f"lora.{name}" for name in (*LINEAR, "Embedding")})
+"""Those that peft divides among ranks as it does their layers."""
+OWN_PARTS = frozenset(
+    {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_dropout"}
+)
+"""Parts of such a layer that belong to adapters."""
+OWN_SETTINGS = frozenset(
+    {
+        "_active_adapter",
+        "_disable_adapters",
+        "r",
+        "lora_alpha",
+        "scaling",
+        "use_dora",
+        "use_rslora",
+        "lora_bias",
+        "lora_variant",
+        "kwargs",
+        "_caches",
+    }
+)
+"""Its settings that do."""
+MODEL_SETTINGS = frozenset({"peft_config", "_hf_peft_config_loaded", "active_adapter", "_weight_conversions"})
+"""What peft and transformers note on the model itself."""
+
+
+SETTLES = 0.2
+"""Seconds that another thread is given to finish a change of peft's, which goes from layer to layer."""
+T = TypeVar("T")
+
+
+def settled(look: Callable[[], T | None]) -> T | None:
+    """What a look at a model finds, once no other thread is in the middle of a change; None if it goes on
+    finding none.
+    """
+    last = time.monotonic() + SETTLES
+    while (found := look()) is None and threading.active_count() > 1 and time.monotonic() < last:
+        time.sleep(SETTLES / 100)
+    return found
+
+
+class LoraLayers:
+    """The LoRA layers among a model's modules. False where there are none.
+
+    `why_not` says why only peft's own code can compute them: some adapter is more than a low-rank product,
+    or something else than layers has an adapter. Otherwise adapters are apart from the model: it is what it
+    is without them, and each of them has an identity of its own.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        layer_class: Any = getattr(sys.modules.get(LAYERS), "LoraLayer", ())
+        tuner_classes = _tuner_classes()
+        tuners = [module for module in modules if isinstance(module, tuner_classes)] if tuner_classes else []
+        self.layers: list[Any] = [module for module in tuners if isinstance(module, layer_class)]
+        self._first: Any = next(filter(has_adapters, self.layers), tuners[0] if tuners else None)
+        self._merged = bool(self.layers) and bool(self.layers[0].merged_adapters)
+        self.why_not = (_why_not(tuners, self.layers) or _why_not_local(self.layers)) if tuners else None
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    @property
+    def apart(self) -> bool:
+        """Whether there are adapters apart from the model."""
+        return bool(self.layers) and self.why_not is None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all adapters."""
+        return list(dict.fromkeys(name for layer in self.layers for name in layer.lora_A))
+
+    def has(self, name: str) -> bool:
+        """Whether there is an adapter of this name."""
+        return any(name in layer.lora_A for layer in self.layers)
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """The names of the adapters that the model computes with now."""
+        if getattr(self._first, "disable_adapters", False):
+            return ()
+        return tuple(getattr(self._first, "active_adapters", ()))
+
+    def merged_since(self) -> bool:
+        """Whether adapters were merged or unmerged since this was made; the first layer stands for all."""
+        return bool(self.layers) and bool(self.layers[0].merged_adapters) != self._merged
+
+    @property
+    def reads_prompts(self) -> str | None:
+        """An active adapter that looks for tokens in the prompt, as aLoRA does: peft's generate() tells its
+        layers where they are.
+        """
+        for layer in self.layers:
+            for name in () if layer.disable_adapters else layer.active_adapters:
+                if type(layer.lora_variant.get(name)).__name__.startswith("ALora"):
+                    return str(name)
+        return None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> LoraLayers:
+        """Those of a model, once no other thread is in the middle of a change: peft sets the active adapter
+        layer by layer.
+        """
+
+        def look() -> LoraLayers | None:
+            found = cls(modules_of(model))
+            layers = filter(has_adapters, found.layers)
+            states = {(tuple(layer.active_adapters), layer.disable_adapters) for layer in layers}
+            return found if len(states) < 2 else None
+
+        return settled(look) or cls(modules_of(model))
+
+    def why_not_now(self) -> str | None:
+        """`why_not` of layers that were apart, as they are now."""
+        return _why_not(self.layers, self.layers)
+
+    def without_adapters(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        """The model's modules without those that belong to adapters."""
+        parts = [part for layer in self.layers for name, part in layer._modules.items() if name in OWN_PARTS]
+        own = {id(module) for part in parts for module in modules_of(part)}
+        return [module for module in modules if id(module) not in own]
+
+    def read(self, name: str) -> Adapter:
+        """An adapter's weights, where they are; on several ranks this one's part."""
+        found = {}
+        for layer in self.layers:
+            if name in layer.lora_A:
+                a = local_part(layer.lora_A[name].weight)
+                b = local_part(layer.lora_B[name].weight)
+                found[layer] = (LowRank(a, b, float(layer.scaling[name])),)
+        return Adapter(found)
+
+
+def has_adapters(layer: Any) -> bool:
+    """True unless all adapters of a LoRA layer were deleted, which leaves it with no active one."""
+    return bool(layer.lora_A or layer.lora_embedding_A)
+
+
+def unmerge_disabled(model: nn.Module) -> None:
+    """Unmerge adapters that are disabled, as peft's next forward does: no change under a running request."""
+    tuner_classes: Any = _tuner_classes()
+    for module in modules_of(model) if tuner_classes else ():
+        layer: Any = module
+        if isinstance(layer, tuner_classes) and getattr(layer, "merged", False) and layer.disable_adapters:
+            layer.unmerge()
+
+
+def _tuner_classes() -> tuple[type, ...]:
+    """peft's classes of modules that may compute with an adapter, as far as peft has been loaded."""
+    utils: Any = sys.modules.get("peft.tuners.tuners_utils")
+    wrappers: Any = sys.modules.get("peft.utils.other")
+    prompts: Any = sys.modules.get("peft.tuners.adaption_prompt.layer")
+    found = [
+        getattr(utils, "BaseTunerLayer", None),
+        getattr(prompts, "_BaseAdaptedAttention", None),
+        getattr(wrappers, "AuxiliaryTrainingWrapper", None)
+        or getattr(wrappers, "ModulesToSaveWrapper", None),
+    ]
+    return tuple(each for each in found if each is not None)
+
+
+def _why_not(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
+    """Why only peft's own code can compute these modules."""
+    own = set(map(id, layers))
+    others = [each for each in tuners if type(each).__name__ not in LINEAR or id(each) not in own]
+    if others:
+        return f"an adapter has parts of the kind {_kind_of(others[0])}"
+    first = next(filter(has_adapters, layers), layers[0])
+    state = first.active_adapters, first.disable_adapters
+    for layer in layers:
+        if layer.merged_adapters:
+            return f"the adapter {layer.merged_adapters[0]!r} is merged into the model"
+        if layer.lora_variant or layer.lora_embedding_A or len(layer.lora_magnitude_vector):
+            name = next(iter(layer.lora_variant), "")
+            kind = type(layer.lora_variant.get(name)).__name__.removesuffix("LinearVariant")
+            return f"the adapter {name!r} is more than a low-rank product ({kind})"
+        for part in layer.lora_A.children():
+            if type(part) is not nn.Linear or part.weight.device.type == "meta":
+                return "an adapter's weights are loaded for each forward"
+        if _drops(layer):
+            return "the dropout of an adapter is active (model.eval() turns it off)"
+        if any(layer.lora_bias.values()):
+            return "an adapter has biases"
+        if has_adapters(layer) and (layer.active_adapters, layer.disable_adapters) != state:
+            return "the layers have different active adapters"
+        if "forward" in layer.__dict__ and own_forward(layer) is not None:
+            return "a layer's forward was replaced"
+    return None
+
+
+def why_no_adapters_on_ranks(model: nn.Module) -> str | None:
+    """Why peft fails, or hangs, where ranks divide a model with adapters; None if it does not."""
+    tuner_classes: Any = _tuner_classes()
+    for path, module in model.named_modules() if tuner_classes else ():
+        if isinstance(module, tuner_classes) and any(map(_shards, module.parameters())):
+            kind = _kind_of(module)
+            if kind not in RANKS_DIVIDE or module.lora_variant or not _divided_as_layer(module):
+                return (
+                    f"peft cannot divide the adapter of {path} ({kind}) among ranks; leave the layer out of "
+                    "the adapter, or merge it in one process and load what that saves. LoRA of linear layers "
+                    "is divided from peft 0.21.1 on"
+                )
+    return None
+
+
+def _why_not_local(layers: Sequence[Any]) -> str | None:
+    """Why ranks cannot add their parts of low-rank products to their parts of these layers' outputs."""
+    for layer in layers:
+        base = layer.get_base_layer()
+        weight: Any = base._parameters.get("weight")
+        if _shards(weight):
+            hooked = base._forward_hooks or base._forward_pre_hooks
+            if hooked or not (is_divided(base, weight.device_mesh.size()) and _divided_as_layer(layer)):
+                return "ranks divide a layer in unequal parts, or it has hooks"
+    return None
+
+
+def _divided_as_layer(layer: Any) -> bool:
+    """Whether ranks have B's rows where they have a layer's outputs, and A's columns where its inputs."""
+    shards = _shards(layer.get_base_layer()._parameters.get("weight"))
+    return all(
+        _shards(part.weight) == [dim for dim in shards if dim == own]
+        for own, parts in enumerate((layer.lora_B, layer.lora_A))
+        for part in parts.values()
+    )
+
+
+def _shards(tensor: Any) -> list[int]:
+    """The dimensions of a parameter that ranks divide."""
+    return [each.dim for each in getattr(tensor, "placements", ()) if each.is_shard()]
+
+
+def _drops(layer: Any) -> bool:
+    """Whether a layer computes with the dropout of an active adapter."""
+    active = [layer.lora_dropout[name] for name in layer.active_adapters if name in layer.lora_dropout]
+    return any(part.training and getattr(part, "p", 0) > 0 for part in active)
+
+
+def _kind_of(module: object) -> str:
+    """A class of peft by the name of its method and its own."""
+    parts = type(module).__module__.split(".")
+    method = f"{parts[2]}." if parts[:2] == ["peft", "tuners"] else ""
+    return method + type(module).__name__
+
+
+def adapter_names_of(hook: object) -> list[str] | None:
+    """The adapter of each row, if this is the hook with which peft gives them to a layer."""
+    if isinstance(hook, partial) and set(hook.keywords) == {"adapter_names"}:
+        return list(hook.keywords["adapter_names"])
+    return None

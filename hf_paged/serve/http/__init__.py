@@ -1,0 +1,1 @@
+"""Requests and answers of HTTP, whatever they are about: limits, keys, errors, streams, metrics."""

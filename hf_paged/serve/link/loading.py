@@ -1,0 +1,188 @@
+"""Models by name: what transformers loads, as the class it was trained with."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GenerationMixin
+from transformers.utils.peft_utils import find_adapter_config_file
+
+log = logging.getLogger("hf_paged.serve")
+DEMO = ("demo", "hf_paged.demo")
+"""Names of the model that comes with hf_paged."""
+LOCAL = ("/", "./", "../", "~")
+"""How a path begins that is no name on the Hub."""
+MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""What from_pretrained takes as a device map beside a device."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model and its tokenizer come from.
+
+    dtype: "auto" takes the checkpoint's. device: without it the first CUDA device, or the CPU. device_map:
+    instead, as from_pretrained takes it. tensor_parallel_size: the ranks that compute it together, of which
+    this process is one.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    device_map: str | None = None
+    trust_remote_code: bool = False
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size > 1 and (self.device or self.device_map):
+            raise ValueError("--tensor-parallel-size places the model; leave out --device and --device-map")
+        if self.model.startswith(LOCAL) and not Path(self.model).is_dir():
+            raise ValueError(
+                f"there is no folder {self.model}; give that of a model, a name on the Hub, or {DEMO[0]}"
+            )
+        dtype = getattr(torch, self.dtype, None)
+        if self.dtype != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"--dtype {self.dtype} is no type of weights; give auto, float32, bfloat16 or float16"
+            )
+        if self.revision is not None and (self.model in DEMO or Path(self.model).is_dir()):
+            raise ValueError(
+                f"--revision {self.revision}: {self.model} is no checkpoint on the Hub; leave the flag out"
+            )
+
+    @property
+    def name(self) -> str:
+        """What clients call the model unless the operator chooses another name."""
+        return "demo" if self.model in DEMO else self.model
+
+    def load(self) -> Any:
+        """The model, ready to generate."""
+        if self.tensor_parallel_size > 1:
+            return self._load_part()
+        if self.model in DEMO:
+            from ... import demo
+
+            place = self._place()
+            made: Any = demo.model()
+            dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
+            return made.to(device=_device() if place in MAPS else place, dtype=dtype).eval()
+        loaded: Any = self._class().from_pretrained(
+            self.model,
+            revision=self.revision,
+            dtype=self.dtype,
+            device_map=self._place(),
+            trust_remote_code=self.trust_remote_code,
+        )
+        return loaded.eval()
+
+    def _place(self) -> str:
+        """The device or the device map, once this machine is known to have it."""
+        if self.device_map in MAPS:
+            return self.device_map
+        flag = "--device-map" if self.device_map else "--device"
+        place = self.device_map or self.device or _device()
+        try:
+            torch.empty(0, dtype=torch.uint8, device=place)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            others = f" or {', '.join(MAPS)}" if self.device_map else ""
+            raise ValueError(
+                f"{flag} {place} is no device of this machine ({reason}); it has {_devices()}{others}"
+            ) from error
+        return place
+
+    def _load_part(self) -> Any:
+        """This rank's part of the model."""
+        from ... import demo
+
+        ours = self.model in DEMO
+        loaded: Any = self._class().from_pretrained(
+            Path(demo.__file__).parent / "data" if ours else self.model,
+            revision=self.revision,
+            dtype="float32" if ours and self.dtype == "auto" else self.dtype,
+            trust_remote_code=self.trust_remote_code,
+            **_divided(),
+        )
+        return loaded.eval()
+
+    def load_processor(self) -> Any:
+        """The processor of a model that takes images, else its tokenizer."""
+        if self.model in DEMO or not takes_images(self._class()):
+            return self.load_tokenizer()
+        try:
+            return AutoProcessor.from_pretrained(
+                self.tokenizer or self.model, revision=self.revision, trust_remote_code=self.trust_remote_code
+            )
+        except Exception as error:  # whatever its code raises, texts can be served
+            log.warning("images are not served, the processor of %s cannot be loaded: %s", self.model, error)
+            return self.load_tokenizer()
+
+    def load_tokenizer(self) -> Any:
+        """The tokenizer."""
+        if self.tokenizer is None and self.model in DEMO:
+            from ... import demo
+
+            return demo.tokenizer()
+        return AutoTokenizer.from_pretrained(
+            self.tokenizer or self.model, revision=self.revision, trust_remote_code=self.trust_remote_code
+        )
+
+    def outline(self) -> Any:
+        """The model without weights: its modules on the meta device."""
+        if self.model in DEMO:
+            from ... import demo
+
+            held: Any = demo.model()
+            return held.to("meta")
+        config = self._config()
+        kind = self._class()
+        with torch.device("meta"):
+            make = getattr(kind, "_from_config", None) or kind.from_config
+            return make(config).eval()
+
+    def _config(self) -> Any:
+        return AutoConfig.from_pretrained(
+            self.model, revision=self.revision, trust_remote_code=self.trust_remote_code
+        )
+
+    def _class(self) -> Any:
+        """The class that the checkpoint names, if it generates; else what transformers takes for it."""
+        if self.model in DEMO:
+            return AutoModelForCausalLM
+        if find_adapter_config_file(self.model, revision=self.revision) is not None:
+            return AutoModelForCausalLM
+        names = getattr(self._config(), "architectures", None) or ()
+        found = [getattr(transformers, name, None) for name in names]
+        own = [kind for kind in found if isinstance(kind, type) and issubclass(kind, GenerationMixin)]
+        return own[0] if own else AutoModelForCausalLM
+
+
+def takes_images(kind: Any) -> bool:
+    """Whether the forward of a model, or of a class of models, takes images."""
+    return any(name.startswith("pixel_values") for name in inspect.signature(kind.forward).parameters)
+
+
+def _divided() -> dict[str, Any]:
+    """The keywords with which from_pretrained gives each rank its part."""
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+    except (ImportError, TypeError):  # older releases have the plan as a keyword
+        return {"tp_plan": "auto"}
+
+
+def _devices() -> str:
+    """The devices of this machine, for an error."""
+    return ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
+
+
+def _device() -> str:
+    return "cuda:0" if torch.cuda.is_available() else "cpu"

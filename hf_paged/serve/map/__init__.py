@@ -1,0 +1,1 @@
+"""The live map of a server, and its page."""

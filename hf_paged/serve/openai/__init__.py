@@ -1,0 +1,1 @@
+"""OpenAI's API: bodies, prompts and replies."""

@@ -1,0 +1,574 @@
+"""The command line: flags, errors that name the nearest one, generate and info."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import LIMIT
+
+import hf_paged
+from hf_paged import demo
+from hf_paged.cli.flags import ABSENT
+from hf_paged.cli.main import (
+    adapter_sources,
+    cache_shares,
+    chat_template_of,
+    engine_of,
+    engine_options,
+    main,
+    parser,
+    server_options,
+    source_of,
+)
+from hf_paged.engine import Handle
+from hf_paged.serve.http.options import ServerOptions
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """`serve` sets the process's logging up, which the tests share."""
+    loggers = [logging.getLogger(name) for name in ("hf_paged", "uvicorn", "uvicorn.error")]
+    before = [(list(each.handlers), each.propagate, each.level) for each in loggers]
+    yield
+    for each, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        each.handlers = handlers
+        each.propagate = propagate
+        each.setLevel(level)
+
+
+def flags(*arguments: str) -> Any:
+    given, unknown = parser()[0].parse_known_args(["serve", "demo", *arguments])
+    assert not unknown
+    return given
+
+
+OTLP_ERROR = (
+    "--otlp-traces-endpoint grpc://a:4317 is no URL; spans are sent in OTLP over HTTP"
+    if find_spec("opentelemetry.sdk")
+    else "--otlp-traces-endpoint needs opentelemetry.exporter: pip install 'hf_paged[otel]'"
+)
+
+
+def test_commands_need_no_extra() -> None:
+    """Beside `serve`: what their modules import at first, and those import in turn, needs no web framework."""
+    script = (
+        "import sys\n"
+        "for name in ('fastapi', 'starlette', 'uvicorn', 'pydantic'): sys.modules[name] = None\n"
+        "from hf_paged.cli.main import main\n"
+        "sys.exit(main(['info', 'demo']))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT)
+    assert ran.returncode == 0, ran.stderr
+    assert "llama" in ran.stdout.lower()
+
+
+def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    try:
+        code = main(arguments)
+    except SystemExit as error:
+        code = error.code
+    assert code in (1, 2)
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "demo", "--prot", "5"], "did you mean --port?"),
+        (["serve", "demo", "--max-model-length", "5"], "did you mean --max-model-len?"),
+        (["serve", "demo", "--max-lora-rank", "64"], "any rank"),
+        (["serve", "--model", "demo"], "MODEL"),
+        (["serve", "demo", "--model", "demo"], "--model is not taken: the model is positional"),
+        (["serve", "demo", "--continuous-batching"], "always batched continuously"),
+        (["serve", "demo", "--cb-block-size=32"], "--cb-block-size is not taken: give --block-size"),
+        (["serve", "demo", "--cb_num_blocks", "9"], "--cb_num_blocks is not taken: give --num-blocks"),
+        (["serve", "demo", "--default-seed", "1"], "give --seed"),
+        (["serve", "demo", "--enable-cors"], "give --allowed-origin"),
+        (["serve", "demo", "--attn-implementation", "sdpa"], "that of --kernels"),
+        (["generate", "demo", "--max-new-tokens", "9"], "give --max-tokens"),
+        (["serve", "demo", "--lora-modules", "poet"], "--lora-modules takes name=path, got 'poet'"),
+        (
+            ["serve", "demo", "--lora-modules", "a=b", "--lora-modules", "a=c"],
+            "--lora-modules a=c: 'a' is the name of two adapters; choose another one",
+        ),
+        (
+            ["serve", "demo", "--lora-modules", "demo=b"],
+            "--lora-modules demo=b: 'demo' is the name of the model and of an adapter; choose another one",
+        ),
+        (["serve", "demo", "--lora-modules", '{"name": '], "is no JSON: Expecting value"),
+        (
+            ["serve", "demo", "--lora-modules", "a=./b"],
+            "there is no ./b/adapter_config.json; give a folder as",
+        ),
+        (["trace", "no.jsonl"], "there is no file no.jsonl; give one that engine.trace() wrote"),
+        (["serve", "demo", "--tensor-parallel-size=2", "--device=cpu"], "leave out --device"),
+        (["serve", "demo", "--rank-timeout=0"], "--rank-timeout: expected a number from 1"),
+        (["serve", "demo", "--tensor-parallel-size=0"], "--tensor-parallel-size/--tp: expected a whole"),
+        (["serve", "demo", "--por", "5"], "did you mean --port?"),
+        (["serve"], "MODEL"),
+        (["sevre", "demo"], "'trace'); did you mean serve?"),
+        (["serve", "demo", "--kernels", "tritn"], "did you mean triton?"),
+        (["generate", "demo", "--prompt", "a", "--file", "b"], "give one of them"),
+        (
+            ["generate", "demo", "--device", "cpu", "--device-map", "auto", "--prompt", "a"],
+            "give one of them",
+        ),
+        (
+            ["serve", "demo", "--port", "70000"],
+            "--port: expected a whole number from 0 to 65535, got '70000'",
+        ),
+        (["serve", "demo", "--ssl-keyfile", "a"], "--ssl-certfile"),
+        (["serve", "demo", "--root-path", "x/"], "/prefix"),
+        (
+            ["serve", "demo", "--limit-waiting", "-1"],
+            "--limit-waiting -1 is out of range; give a whole number from 0 on",
+        ),
+        (["serve", "demo", "--limit-n", "0"], "--limit-n 0 is out of range; give a whole number from 1 on"),
+        (
+            ["serve", "demo", "--limit-body-seconds", "nan"],
+            "--limit-body-seconds nan is out of range; give a number from 0.001 on",
+        ),
+        (
+            ["serve", "demo", "--max-model-len", "1"],
+            "--max-model-len: expected a whole number from 2 on, got '1'",
+        ),
+        (
+            ["serve", "demo", "--num-blocks", "9", "--gpu-memory-utilization", "0.5"],
+            "--num-blocks 9 and --gpu-memory-utilization 0.5 both size the pools; give one of them",
+        ),
+        (
+            ["serve", "demo", "--max-num-seqs", "64", "--max-num-batched-tokens", "32"],
+            "--max-num-batched-tokens 32 cannot hold one token of each of 64 sequences; raise it, or "
+            "lower --max",
+        ),
+        (["serve", "demo", "--host", "192.0.2.1"], "cannot listen at --host 192.0.2.1 --port 8000 ("),
+        (["serve", "demo", "--num-blocks", "0"], "--num-blocks: expected a whole number from 1 on, got '0'"),
+        (["serve", "demo", "--gpu-memory-utilization", "9"], "expected a number from 0.001 to 1, got '9'"),
+        (
+            ["bench", "demo", "--num-prompts", "0"],
+            "--num-prompts: expected a whole number from 1 on, got '0'",
+        ),
+        (["serve", "demo", "--api-key", " a"], "API key"),
+        (["serve", "demo", "--prefix-cache-share", "key-0"], "KEY=SHARE"),
+        (["serve", "demo", "--api-key", "a", "--prefix-cache-share", "key-1=2"], "expected one of key-0"),
+        (
+            ["serve", "demo", "--prefix-cache-share", "key-0=3"],
+            "--prefix-cache-share key-0=3 divides the blocks between API keys and the server has none; give --api-key",
+        ),
+        (
+            ["serve", "demo", "--api-key", "a", "--prefix-cache-share", "key-0=0"],
+            "a number above 0, such as key-0=3; got 'key-0=0'",
+        ),
+        (
+            [
+                "serve",
+                "demo",
+                "--api-key",
+                "a",
+                "--prefix-cache-share",
+                "key-0=1",
+                "--prefix-cache-share",
+                "key-0=2",
+            ],
+            "gives key-0 1 and 2; give one of them",
+        ),
+        (
+            ["serve", "demo", "--api-key=a", "--prefix-cache-share", "key-0=3", "--no-enable-prefix-caching"],
+            "--prefix-cache-share is about cached prefixes and --no-enable-prefix-caching caches none; leave one",
+        ),
+        (
+            ["serve", "demo", "--share-prefixes", "--no-enable-prefix-caching"],
+            "--share-prefixes is about cached prefixes and --no-enable-prefix-caching caches none; leave one",
+        ),
+        (
+            ["serve", "demo", "--uds", "s", "--port", "8000"],
+            "--uds s and --port 8000 are both the server's address",
+        ),
+        (
+            ["serve", "demo", "--uds", "s", "--host", "::1"],
+            "--uds s and --host ::1 are both the server's address",
+        ),
+        (["serve", "demo", "--uds", "s", "--allowed-host", "a.b"], "leave --allowed-host out"),
+        (
+            ["serve", "demo", "--ssl-keyfile-password", "p"],
+            "--ssl-keyfile-password is for TLS; give --ssl-keyfile",
+        ),
+        (["serve", "demo", "--ssl-ca-certs", "c"], "--ssl-ca-certs is for TLS; give --ssl-keyfile"),
+        (["serve", "demo", "--dtype", "banana"], "--dtype banana is no type of weights; give auto, float32"),
+        (["generate", "demo", "--dtype", "int8", "--prompt", "a"], "--dtype int8 is no type of weights"),
+        (
+            ["serve", "demo", "--revision", "main"],
+            "--revision main: demo is no checkpoint on the Hub; leave the flag out",
+        ),
+        (
+            ["serve", "/no/such/folder"],
+            "there is no folder /no/such/folder; give that of a model, a name on the",
+        ),
+        (["info", "./no-such-folder"], "there is no folder ./no-such-folder; give"),
+        (
+            ["bench", "demo", "--out", "a.png"],
+            "--out: a.png does not end with .svg, the format of the picture",
+        ),
+        (["serve", "demo", "--otlp-traces-endpoint", "grpc://a:4317"], OTLP_ERROR),
+        (["serve", "demo", "--root-path", "/v1"], "give the part before /v1"),
+        (["serve", "demo", "--root-path", "/v1/chat"], "give the part before /v1"),
+        (["serve", "demo", "--allowed-origin", "https://a.b/"], "expected https://a.b: scheme"),
+        (["serve", "demo", "--allowed-origin", "https://A.b:443"], "expected https://a.b: scheme"),
+        (["serve", "demo", "--allowed-origin", "a.b"], "expected https://a.b: scheme"),
+        (["serve", "demo", "--allowed-origin", "http://[::1"], "expected https://a.b: scheme"),
+        (["serve", "demo", "--allowed-host", "foo:8000"], "without its port; give a name or an address"),
+        (["serve", "demo", "--allowed-host", "https://a.b"], "--allowed-host https://a.b matches no Host"),
+        (["serve", "demo", "--allowed-host", "::1"], "such as a.b or [::1]"),
+        (["serve", "demo", "--uds", "/no/folder/s"], "there is no folder /no/folder; make it"),
+        (["serve", "demo", "--uds", "s" * 108], "108 bytes and the path of a socket at most 107"),
+        (["serve", "demo", "--uds", "/"], "is a folder; give the path of a file"),
+        (["serve", "demo", "--ssl-keyfile=/no/k", "--ssl-certfile=/no/c"], "TLS by /no/k, /no/c cannot be"),
+        (["serve", "demo", "--response-template", "{"], "--response-template is no JSON"),
+        (["serve", "demo", "--chat-template", "{{ broken"], "--chat-template is broken in line 1: "),
+        (
+            ["generate", "demo", "--prompt=a", "--temperature=-1"],
+            "--temperature: expected a number from 0 on",
+        ),
+        (["generate", "demo", "--prompt=a", "--temperature=nan"], "from 0 on, got 'nan'"),
+        (["generate", "demo", "--prompt=a", "--temperature=inf"], "from 0 on, got 'inf'"),
+        (["generate", "demo", "--prompt=a", "--top-p=7"], "--top-p: expected a number from 0 to 1, got '7'"),
+        (["generate", "demo", "--prompt=a", "--top-k=a"], "--top-k: expected a whole number from 0 on"),
+        (["generate", "demo", "--prompt=a", "--max-tokens=0"], "expected a whole number from 1 on, got '0'"),
+        (["generate", "demo", "--prompt=a", "--seed=1"], "--seed is for answers that are drawn; give --temp"),
+        (["generate", "demo", "--prompt=a", "--top-p=0.5"], "--top-p is for answers that are drawn"),
+        (["generate", "demo", "--prompt=a", "--stop="], "--stop: expected a text, got an empty one"),
+        (["generate", "demo", "--prompt=\udcff"], "--prompt: expected UTF-8"),
+        (["generate", "demo", "--prompt=a", "--device=foo"], "--device foo is no device of this machine ("),
+        (["generate", "demo", "--prompt=a", "--device=cuda:99"], "--device cuda:99 is no device of this"),
+        (["generate", "demo", "--prompt=a", "--device-map=foo"], "--device-map foo is no device of this"),
+        (["bench", "demo", "--out", "/no/folder/a.svg"], "--out: /no/folder/a.svg: there is no folder"),
+        (
+            ["trace", "a.jsonl", "--html", "/no/folder/a.html"],
+            "--html: /no/folder/a.html: there is no folder",
+        ),
+    ],
+)
+def test_errors_say_what_to_do(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    pytest.importorskip("fastapi")
+    assert said in failing(capsys, *arguments)
+
+
+def test_origins_and_hosts_that_match_are_taken() -> None:
+    origins = ("https://a.b", "http://a.b:8080", "http://[::1]:3000", "chrome-extension://abc", "null", "*")
+    hosts = ("a.b", "A.b", "192.0.2.1", "[::1]", "my_host")
+    options = ServerOptions(allowed_origins=origins, allowed_hosts=hosts, root_path="/v12")
+    assert options.allowed_origins == origins
+
+
+def test_files_that_are_no_text_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "binary"
+    absent = failing(capsys, "serve", "demo", "--api-key-file", str(file))
+    assert f"--api-key-file {file} cannot be read: No such file or directory; give a file's path" in absent
+    file.write_bytes(b"\xff\x00")
+    assert f"--file {file} is no text in UTF-8" in failing(capsys, "generate", "demo", "--file", str(file))
+    said = failing(capsys, "serve", "demo", "--api-key-file", str(file))
+    assert f"--api-key-file {file} is no text in UTF-8" in said
+    assert f"{file} is a file and no socket" in failing(capsys, "serve", "demo", "--uds", str(file))
+
+
+def test_a_page_is_not_written_over_its_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("record")
+    (tmp_path / "link").symlink_to(file)
+    said = failing(capsys, "trace", str(file), "--html", str(tmp_path / "link"))
+    assert "is the trace itself; give the page another path" in said
+    assert file.read_text() == "record"
+
+
+def test_a_template_that_refuses_a_first_message_is_taken() -> None:
+    refusing = "{{ raise_exception('tools alone') }}"
+    assert chat_template_of(flags("--chat-template", refusing), demo.tokenizer()) == refusing
+
+
+@pytest.mark.parametrize("name", parser()[1])
+def test_the_help_of_a_command_has_an_example_of_its_flags(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    example = re.search(
+        rf"hf-paged {name}\b.*", capsys.readouterr().out.partition("positional")[0].partition(":\n")[2]
+    )
+    assert example is not None
+    flags = re.findall(r" (--[\w-]+)", example.string)
+    assert set(flags) <= parser()[1][name]._option_string_actions.keys()
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"hf_paged {hf_paged.__version__}\n"
+
+
+def test_flags_of_other_servers_are_no_flags_here() -> None:
+    known = parser()[1]["serve"]._option_string_actions
+    assert not ABSENT.keys() & known.keys()
+
+
+def test_a_flag_given_again_adds_to_what_it_has() -> None:
+    given = flags(
+        "--api-key", "a", "--api-key", "b", "--prefix-cache-share", "key-0=3", "--prefix-cache-share", "key-1=0.5",
+        "--served-model-name", "x", "--served-model-name", "y", "--allowed-media-domains", "c", "--allowed-media-domains", "d",
+    )  # fmt: skip
+    assert cache_shares(given.prefix_cache_share, ["key-0", "key-1"]) == {"key-0": 3.0, "key-1": 0.5}
+    options = server_options(given, "demo")
+    assert options.names == ("x", "y")
+    assert options.allowed_media_domains == ("c", "d")
+    assert not flags().prefix_cache_share
+
+
+def test_the_address_is_a_port_or_a_socket() -> None:
+    options = server_options(flags(), "demo")
+    assert (options.host, options.port, options.uds) == ("127.0.0.1", 8000, None)
+    assert server_options(flags("--port", "0", "--host", "::1"), "demo").port == 0
+    assert server_options(flags("--uds", "s"), "demo").uds == "s"
+
+
+@pytest.mark.parametrize("kind", ["port", "uds"])
+def test_an_address_that_is_taken_is_known_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    pytest.importorskip("fastapi")
+    monkeypatch.setattr(
+        "hf_paged.serve.link.loading.Source.load_processor", lambda self: pytest.fail("too late")
+    )
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX if kind == "uds" else socket.AF_INET) as taken:
+        taken.bind(path if kind == "uds" else ("127.0.0.1", 0))
+        taken.listen()
+        address = path if kind == "uds" else str(taken.getsockname()[1])
+        said = failing(capsys, "serve", "demo", f"--{kind}", address)
+    assert f"--{kind} {address}" in said
+    assert "give" in said
+
+
+def test_an_interrupt_ends_the_process_while_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As KeyboardInterrupt it may be raised in a destructor, which ignores it."""
+    pytest.importorskip("fastapi")
+    before = signal.getsignal(signal.SIGINT)
+    seen: list[Any] = []
+
+    def load(source: Any) -> None:
+        seen.append(signal.getsignal(signal.SIGINT))
+        raise ValueError("no model")
+
+    monkeypatch.setattr("hf_paged.serve.link.loading.Source.load", load)
+    assert "no model" in failing(capsys, "serve", "demo", "--port", "0")
+    assert seen == [signal.SIG_DFL]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_sequences_longer_than_the_model_is_made_for_are_refused() -> None:
+    source = source_of(flags())
+    most = demo.model().config.max_position_embeddings
+    said = (
+        f"--max-model-len {most + 1} is beyond the {most} tokens that demo is made for; give at most {most}"
+    )
+    with pytest.raises(ValueError, match=said):
+        engine_of(flags("--max-model-len", str(most + 1)), source, {}, {})
+    engine_of(flags("--max-model-len", str(most), "--num-blocks", "64"), source, {}, {}).close()
+
+
+def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("three\n\nfour\n")
+    monkeypatch.setenv("HF_PAGED_API_KEY", "two")
+    given = flags(
+        "--api-key", "first-key", "--api-key-file", str(keys), "--max-num-seqs", "7", "--limit-body-bytes", "99", "--limit-drain-seconds",
+        "1.5", "--served-model-name", "a", "b", "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching",
+        "--gpu-memory-utilization", "0.5", "--scheduling-policy", "priority", "--host", "0.0.0.0", "--enable-lora", "--max-loras", "3",
+        "--lora-modules", "poet=a/b=c", '{"name": "pirate", "path": "d"}', "--allow-runtime-lora-updating",
+        "--rank-timeout", "900",
+    )  # fmt: skip
+    options = server_options(given, "demo")
+    assert options.api_keys == ("first-key", "two", "three", "four")
+    assert options.names == ("a", "b")
+    assert (options.limits.body_bytes, options.limits.drain_seconds) == (99, 1.5)
+    assert not options.loopback
+    assert "first-key" not in repr(options)
+    engine = engine_options(given)
+    assert engine["max_batch_sequences"] == 7
+    assert engine["fuse_projections"]
+    assert engine["rank_timeout"] == 900
+    assert engine["max_adapters"] == 3
+    assert "max_adapters" not in engine_options(flags())
+    assert adapter_sources(given.lora_modules, options.names) == {"poet": "a/b=c", "pirate": "d"}
+    assert options.allow_runtime_lora_updating
+    assert engine["memory_fraction"] == 0.5
+    assert (engine["graphs"], engine["prefix_caching"], engine["policy"]) == (False, False, "priority")
+    assert server_options(flags(), "demo").loopback
+    with pytest.raises(ValueError, match="contradict"):
+        engine_options(flags("--enable-prefix-caching", "--no-enable-prefix-caching"))
+
+
+def test_generate_prints_the_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model, tokenizer = demo.model(), demo.tokenizer()
+
+    def wanted(prompt: str) -> str:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        found = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+        return tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    assert main(["generate", "demo", "--prompt", "The fox", "--max-tokens", "12"]) == 0
+    assert capsys.readouterr().out == wanted("The fox") + "\n"
+    file = tmp_path / "prompts"
+    file.write_text("The fox\n\nThe owl\n")
+    assert main(["generate", "demo", "--file", str(file), "--lines", "--max-tokens", "12"]) == 0
+    printed = capsys.readouterr()
+    assert "2/2" in printed.err, "a bar"
+    lines = [json.loads(line) for line in printed.out.splitlines()]
+    assert [(line["prompt"], line["text"]) for line in lines] == [
+        (p, wanted(p)) for p in ("The fox", "The owl")
+    ]
+    assert "empty" in failing(capsys, "generate", "demo", "--prompt", " ")
+
+
+def test_lines_are_printed_as_answers_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose prompt is too long has its error, and the exit code is 1; those before it are there already when
+    the work breaks off.
+    """
+    file = tmp_path / "prompts"
+    file.write_text("The fox\n" + "fox " * 2000 + "\nThe owl\n")
+    asked = ["generate", "demo", "--file", str(file), "--lines", "--max-tokens", "4"]
+    assert main(asked) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["finish_reason"] for line in lines] == ["length", "refused", "length"]
+    assert "1024" in lines[1]["error"]
+    assert "error" not in lines[0]
+    answers = iter([Handle.result])
+
+    def result(handle: Handle, *arguments: Any) -> Any:
+        return next(answers, interrupt)(handle, *arguments)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Handle, "result", result)
+    assert main(asked) == 130
+    assert json.loads(capsys.readouterr().out) == lines[0]
+
+
+def test_completion_knows_commands_and_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash")
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "complete"
+    script.write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> list[str]:
+        line = f'source {script}; COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; _hf_paged; echo "${{COMPREPLY[@]}}"'
+        return subprocess.run([bash, "-c", line], capture_output=True, text=True, check=True).stdout.split()
+
+    assert completed("hf-paged", "tr") == ["trace"]
+    assert completed("hf-paged", "serve", "--lora") == ["--lora-modules"]
+    assert "--system" in completed("hf-paged", "chat", "demo", "--s")
+
+
+def test_a_reader_that_has_enough_is_no_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, written = os.pipe()
+    os.close(read)
+    with os.fdopen(written, "w", buffering=1) as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert main(["completion", "bash"]) == 1
+        print("what the interpreter writes at its end goes nowhere")
+    assert capsys.readouterr().err == ""
+
+
+def test_info_says_what_runs_on_pages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["info", "demo"]) == 0
+    said = capsys.readouterr().out
+    assert "3 full in pages" in said
+    assert "kernels='torch'" in said
+    from transformers import MambaConfig, MistralConfig
+
+    window = MistralConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=32,
+        vocab_size=64, sliding_window=16, architectures=["MistralForCausalLM"],
+    )  # fmt: skip
+    window.save_pretrained(tmp_path / "window")
+    assert main(["info", str(tmp_path / "window")]) == 0
+    said = capsys.readouterr().out
+    assert "MistralForCausalLM" in said
+    assert "2 window of 16 tokens in pages" in said
+    state = MambaConfig(
+        hidden_size=32, num_hidden_layers=2, vocab_size=64, architectures=["MambaForCausalLM"]
+    )
+    state.save_pretrained(tmp_path / "state")
+    assert main(["info", str(tmp_path / "state")]) == 0
+    said = capsys.readouterr().out
+    assert "on transformers' own cache: MambaForCausalLM keeps a state of its own" in said
+    assert "not served" in said
+
+
+def test_the_page_names_every_flag_field_and_metric() -> None:
+    pytest.importorskip("fastapi")
+    from hf_paged.serve.http.metrics import CounterFamily, Metrics
+    from hf_paged.serve.openai.protocol import (
+        ChatRequest,
+        CompletionRequest,
+        DetokenizeRequest,
+        LoadAdapterRequest,
+        TokenizeChat,
+        TokenizeText,
+        UnloadAdapterRequest,
+    )
+    from hf_paged.serve.openai.responses import ResponsesRequest
+
+    page = (ROOT / "docs" / "serving.md").read_text()
+    flags = {flag for flag in parser()[1]["serve"]._option_string_actions if flag.startswith("--")}
+    flags -= {"--help", "--enable-prefix-caching"}
+    kinds = (
+        ChatRequest, CompletionRequest, DetokenizeRequest, LoadAdapterRequest, TokenizeChat, TokenizeText, UnloadAdapterRequest,
+        ResponsesRequest,
+    )  # fmt: skip
+    fields = {name for kind in kinds for name in kind.model_fields}
+    families = [each for each in vars(Metrics("m")).values() if hasattr(each, "samples")]
+    metrics = {f"{each.name}_total" if isinstance(each, CounterFamily) else each.name for each in families}
+    for name in flags | fields:
+        assert f"`{name}`" in page or f"`{name}." in page, name
+    for name in metrics:
+        assert f"`{name}" in page, name
+    for line in page.splitlines():
+        assert len(line) <= 150 or line.startswith("|"), line
+
+
+def test_a_full_disk_is_said_where_it_can_be(tmp_path: Path) -> None:
+    """The log cannot be written at the start: why it ends is on the other stream, and the code is not 0."""
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "hf_paged", "serve", str(tmp_path / "none")],
+            stdout=subprocess.PIPE, stderr=full, text=True, timeout=600, check=False,
+        )  # fmt: skip
+    assert run.returncode == 1
+    assert "hf-paged serve: " in run.stdout
+    assert "No space left" in run.stdout
