@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from families import BY_NAME, VOCABULARY, build
+from hypothesis import HealthCheck, settings
 
 import hf_paged
 from hf_paged.engine import Engine
 from hf_paged.kv import store
 from hf_paged.model.registry import memories
 from hf_paged.model.thread_state import mode_depths
+
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")  # an example takes as long as the machine takes
 
 
 def pytest_collection_finish() -> None:

@@ -30,7 +30,7 @@ def test_c18_a_name_is_decided_by_parent_tokens_and_extra():
     assert len({name, *others}) == 7
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(tokens, st.binary(max_size=24), tokens, st.binary(max_size=24))
 def test_c24_no_choice_of_tokens_imitates_another_extra(one, extra, other, other_extra):
     """C24, C25: names are equal only if tokens and extras are."""
@@ -45,7 +45,7 @@ def test_c24_bytes_that_look_like_tokens_differ_from_tokens():
     assert len({chain(ROOT, [7, 7]), chain(ROOT, [7], seven), chain(ROOT, [], seven + seven)}) == 3
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(plain, max_size=3), st.lists(plain, max_size=3))
 def test_c24_extra_keys_are_equal_only_for_equal_parts(one, other):
     """C24: adapter, weight version and salt cannot be mistaken for each other."""

@@ -149,7 +149,7 @@ def test_forgetting_and_recovering_keep_the_tenants() -> None:
     assert Counter(pool.owners.values()) == {"b": 2}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10**6),
     total=st.integers(6, 60),
@@ -188,7 +188,7 @@ def test_what_fits_beside_reserved_blocks_takes_none_of_them(
     assert pool.held == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10**6),
     tenants=st.integers(1, 12),

@@ -362,7 +362,7 @@ class Walk(RuleBasedStateMachine):
             self.world.end()
 
 
-Walk.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+Walk.TestCase.settings = settings(max_examples=100, stateful_step_count=50)
 TestWalk = Walk.TestCase
 
 

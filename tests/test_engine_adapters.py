@@ -407,7 +407,7 @@ def test_pictures(family: str) -> None:
         engine.check()
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_mix_of_requests(data: st.DataObject, model: Any) -> None:
     """Random adapters, prompts, prefixes, block sizes, cancels, additions and removals."""

@@ -102,7 +102,7 @@ def least_blocks(params: list[Ask], size: int) -> int:
     return max(map(need, params)) + 10
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     name=st.sampled_from(["llama", "qwen2-window"]),
     options=engines(),

@@ -32,7 +32,7 @@ def reader_of(tokenizer: Any) -> Detokeniser:
     return Detokeniser(partial(tokenizer.decode, skip_special_tokens=True))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(text=st.text(max_size=30), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=8))
 def test_pieces_of_any_text(tokenizer: Any, text: str, sizes: list[int]) -> None:
     """One token at a time or several: characters come whole."""
@@ -47,7 +47,7 @@ def test_pieces_of_any_text(tokenizer: Any, text: str, sizes: list[int]) -> None
     assert "".join(pieces) == text
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(ids=st.lists(st.integers(0, 255), min_size=1, max_size=30))
 def test_bytes_that_are_no_text(tokenizer: Any, ids: list[int]) -> None:
     """Whatever a model says, the pieces joined are what the tokenizer says about all of it."""

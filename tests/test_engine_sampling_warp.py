@@ -51,7 +51,7 @@ def stock(wanted: Warp) -> LogitsProcessorList:
     return made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=st.lists(warps, min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_rows_are_cut_as_transformers_cuts_them(rows: list[Warp], seed: int) -> None:
     """Every row under its own options, all in one go: exactly the scores that transformers' processors

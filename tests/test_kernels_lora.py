@@ -82,7 +82,7 @@ def verify(adapters: Adapters, index: list[int], plan: object | None = None) -> 
         assert torch.equal(got[base], y[base])
 
 
-@settings(max_examples=40 if not GPU else 200, deadline=None)
+@settings(max_examples=40 if not GPU else 200)
 @given(data=st.data())
 def test_any_mix(data: st.DataObject) -> None:
     """Each token gets its own adapter's product, and the base's stay bit for bit as they were."""

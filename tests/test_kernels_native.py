@@ -102,7 +102,7 @@ def test_like_the_reference(name: str, dtype: torch.dtype, registers: str) -> No
     assert_close(attend(native.load(native.build(registers)), case, tokens), case.expected())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_attention_over_any_history(data: st.DataObject) -> None:
     """C3, C10, C14: appends, forks, reorders and crops in any order, over any block size, window and

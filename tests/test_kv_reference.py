@@ -19,7 +19,7 @@ from hf_paged.kv.upload import upload
 DIM, VALUE_DIM = 8, 6
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_attention_over_any_history(data: st.DataObject) -> None:
     """C3, C10, C14: appends, forks, reorders and crops in any order, over any block size, window and

@@ -272,5 +272,5 @@ class Walk(RuleBasedStateMachine):
             assert [group.pool.held for group in self.groups] == [0, 0]
 
 
-Walk.TestCase.settings = settings(max_examples=70, stateful_step_count=40, deadline=None)
+Walk.TestCase.settings = settings(max_examples=70, stateful_step_count=40)
 TestWalk = Walk.TestCase

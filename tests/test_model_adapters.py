@@ -125,7 +125,7 @@ def test_a_change_of_one_adapter_is_its_own() -> None:
 # ---- each token its own
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     rows=st.lists(st.sampled_from(["__base__", "one", "two", "three"]), min_size=1, max_size=5),
     kernel=st.booleans(),

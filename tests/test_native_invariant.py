@@ -46,7 +46,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
     st.integers(1, 70), st.integers(1, 80), st.integers(1, 140), st.sampled_from(DTYPES), st.booleans(),
     st.booleans(),
 )  # fmt: skip
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_row_of_a_product(
     kernels: native.InvariantFunctions,
     rows: int,

@@ -263,7 +263,7 @@ def worlds(draw: st.DrawFn) -> Simulated:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(world=worlds(), seed=st.integers(0, 10**6), moves=st.integers(5, 80))
 def test_with_the_longest_answers_no_group_is_preempted(world: Simulated, seed: int, moves: int) -> None:
     """C40: samples and beams, shared beginnings, windows, chunks and aborts: whoever runs stays until its

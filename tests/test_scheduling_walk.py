@@ -81,7 +81,7 @@ def walk(world: Simulated, rng: random.Random, moves: int, audit: int = 1) -> No
             world.scheduler.check()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(world=worlds(), seed=st.integers(0, 10**6), moves=st.integers(5, 60))
 def test_every_request_gets_its_own_tokens(world: Simulated, seed: int, moves: int) -> None:
     walk(world, random.Random(seed), moves)

@@ -31,7 +31,7 @@ class Letters:
         return "".join(map(chr, tokens))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text("ab", max_size=24), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3), st.booleans())
 def test_nothing_behind_the_first_stop_string_is_shown(full: str, stops: list[str], keep: bool) -> None:
     """The string whose beginning comes first wins among those that are complete when one is."""
@@ -48,7 +48,7 @@ def test_nothing_behind_the_first_stop_string_is_shown(full: str, stops: list[st
     assert shown == full
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.text("ab", min_size=1, max_size=16),
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -71,7 +71,7 @@ def test_a_stop_string_ends_nothing_within_the_first_tokens(
         assert shown == full[: min(known - len(stop) for stop in stops if full[:known].endswith(stop))]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(TOKENS, st.booleans())
 def test_pieces_join_to_the_text(tokens: list[int], special: bool) -> None:
     decoder = decode_of(tokenizer(), skip_special_tokens=not special)
