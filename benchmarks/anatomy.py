@@ -45,7 +45,7 @@ def kinds(bench: AdapterBench) -> None:
     with bench.engine_with(options.adapters, options.at_once) as engine:
         warm_up = options.warm_up or len(asks)
         submit(engine, trace(options.trace, warm_up, SHAPES[options.shape]["vocab_size"], seed=1), options)
-        while engine._jobs:
+        while engine.driver.books.jobs:
             engine.step()
         bench.wait()
         begin = time.perf_counter()
@@ -110,7 +110,7 @@ def watched(engine: Engine) -> list[tuple[float, float, int, int, bool]]:
     engine.scheduler.schedule = noted  # type: ignore[method-assign]
     try:
         with waits(engine.model.device) as waited:
-            while engine._jobs:
+            while engine.driver.books.jobs:
                 replayed = engine.stats()["graphs"].get("replayed", 0)
                 plans.clear()
                 waited.clear()

@@ -43,7 +43,7 @@ THIN = {
 """As many modules as any model of so many layers has, and nothing to compute."""
 
 DRIVERS: dict[str, Callable[[Engine], Callable[[], Any]]] = {
-    "the engine": lambda engine: engine._advance_in_turn,
+    "the engine": lambda engine: engine.driver.advance_in_turn,
     "by hand": lambda engine: engine.step,
 }
 """Who takes the steps: the engine's own loop, which looks at the model now and then, or somebody who calls

@@ -67,22 +67,22 @@ class Ours(Peer):
         handles: list[Any] = []
 
         def drive() -> None:
-            while len(handles) < len(asks) or engine._jobs:
+            while len(handles) < len(asks) or engine.driver.books.jobs:
                 while len(handles) < len(asks) and due[len(handles)] <= time.monotonic():
                     ask = asks[len(handles)]
                     handles.append(engine.submit(ask.prompt, max_new_tokens=ask.new, do_sample=False))
-                if not engine._jobs:
+                if not engine.driver.books.jobs:
                     time.sleep(max(0.0, due[len(handles)] - time.monotonic()))
                     continue
                 start, slept = time.perf_counter(), sum(waited)
-                engine._advance_in_turn()
+                engine.driver.advance_in_turn()
                 busy.append(time.perf_counter() - start - (sum(waited) - slept))
                 waited[:] = [sum(waited)]
                 if len(busy) % 32 == 0:
                     waste.append(unused(engine))
 
         with waits(self._device) as waited:
-            engine._run_steps(drive)
+            engine.driver.run_steps(drive)
         seconds, after = time.monotonic() - begin, engine.stats()
         outputs = [handle.result() for handle in handles]
         timings = [output.timing for output in outputs]

@@ -131,7 +131,7 @@ def led(model: Any, act: Callable[[Engine], Any], **options: Any) -> Any:
 def steps(engine: Engine, options: argparse.Namespace, rows: int, weights: int) -> dict[str, Any]:
     """Decoding steps of so many rows."""
     sent: list[tuple[float, int]] = []
-    ranks = engine._ranks
+    ranks = engine.driver.books.executor.ranks
     if ranks is not None:
         send = ranks.send
 

@@ -384,7 +384,7 @@ class Soak:
         wrong = 1
         try:
             signal.alarm(120)
-            while self.engine._busy:
+            while self.engine.driver.books.busy:
                 self.step_on()
             self.collect()
             ids = torch.tensor([self.prompts[0]])
@@ -445,7 +445,7 @@ class Soak:
                 self.engine.check()
             if self.seen["turns"] % 1000 == 0:
                 print(f"{counts['steps']} steps", file=sys.stderr, flush=True)
-        while self.engine._busy:  # requests whose submit() was interrupted
+        while self.engine.driver.books.busy:  # requests whose submit() was interrupted
             self.step_on()
         self.engine.check()
 

@@ -24,7 +24,7 @@ from engine_threads import GREEDY, GUARD, Gate, in_threads, join, meanwhile
 
 from hf_paged.engine import Engine
 from hf_paged.engine.fair_lock import FairLock
-from hf_paged.engine.protocol import in_turn
+from hf_paged.engine.state import EngineState, in_turn
 from hf_paged.scheduling import SequenceGroup, TokenSequence
 
 
@@ -358,13 +358,11 @@ def test_a_lock_that_goes_round() -> None:
     """A thread that takes it again and again does not keep others out, and may take it twice."""
 
     class Owner:
-        _broken_off = True
-        _closing = False
-
         def __init__(self) -> None:
-            self.lock, self.taken = FairLock(), 0
+            self.lock, self.state, self.taken = FairLock(), EngineState(), 0
+            self.state.torn = True
 
-        def _finish_broken_off(self) -> None:
+        def settle(self) -> None:
             assert self.lock.mine
 
         @in_turn

@@ -193,7 +193,7 @@ def test_ctrl_c_at_random_moments(engine: Engine, who: str) -> None:
     found: list[Any] = []
     join(in_threads([lambda: found.append(answers(engine.submit(PROMPTS[0], **PLAIN).result(GUARD)))]))
     assert found == [expected[0]]
-    while engine._busy:
+    while engine.driver.books.busy:
         engine.step()
     engine.check()
     assert engine.stats()["blocks"]["full"]["held"] == 0

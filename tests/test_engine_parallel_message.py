@@ -57,7 +57,7 @@ def test_a_batch_is_the_same_on_the_other_side(
                 assert found.batch.ids(device).tolist() == batch.ids(device).tolist()
             return run(batch)
 
-        monkeypatch.setattr(engine.runner, "run", watched)
+        monkeypatch.setattr(engine.driver.loop.executor, "run", watched)
         requests = [
             engine.submit(PROMPTS[k % 4], max_new_tokens=9, seed=k, **kind) for k, kind in enumerate(KINDS)
         ]
@@ -80,7 +80,7 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
     elif name == "llama":
         prompts[0] = {"inputs_embeds": torch.randn(17, model.config.hidden_size)}
     with small_engine(model) as engine:
-        requests = engine._loop.with_inputs
+        requests = engine.driver.loop.with_inputs
         shared = SharedInputs(requests)
         encoder = StepEncoder(shared, len(engine.pools.groups))
         decoder = StepDecoder(engine.pools, LastTokens(6, engine.runner.eager.device))
@@ -116,7 +116,7 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
                     assert (copy.length, copy.blocks) == (across.length, across.blocks)
             return run(batch)
 
-        monkeypatch.setattr(engine.runner, "run", watched)
+        monkeypatch.setattr(engine.driver.loop.executor, "run", watched)
         monkeypatch.setattr(engine.runner, "encode_media", shown_there)
         for _ in range(2):
             handles = [engine.submit(**each, max_new_tokens=5, do_sample=False) for each in prompts]
@@ -124,3 +124,28 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
         assert engine.submit(**prompts[-1], max_new_tokens=5).result().error is None
         assert most > 0
         assert len(decoder.prompts) == (name == "t5")
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+def test_a_steady_step_is_few_numbers(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows decode: what has not changed is not sent again."""
+    options = {"num_blocks": 2 * rows, "block_size": 64, "run_ahead": True}
+    batch_sizes = {"max_batch_sequences": rows, "max_batch_tokens": 3 * rows}
+    with small_engine(_model("llama"), **options, **batch_sizes) as engine:
+        encoder = StepEncoder(SharedInputs({}), len(engine.pools.groups))
+        run, sent = engine.driver.loop.executor.run, []
+
+        def watched(batch: ForwardBatch) -> Any:
+            numbers, _ = encoder.encode(batch, [], True, AdapterNews())
+            sent.append((batch.rows.decodes, len(numbers)))
+            return run(batch)
+
+        monkeypatch.setattr(engine.driver.loop.executor, "run", watched)
+        new = {"max_new_tokens": 2 * rows, "min_new_tokens": 2 * rows, "do_sample": False}
+        handles = [engine.submit([5 + k % 60, 7, 9], **new) for k in range(rows)]
+        while sum(decodes == rows for decodes, _ in sent) < 12:
+            engine.step()
+        steady = [size for decodes, size in sent if decodes == rows][-8:]
+        assert max(steady) < 100
+        for handle in handles:
+            handle.cancel()

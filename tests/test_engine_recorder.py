@@ -170,7 +170,7 @@ def test_an_interrupt_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.Monkey
         handle = engine.submit(PROMPTS[1], **GREEDY)
         engine.step()
         with monkeypatch.context() as patch:
-            patch.setattr(engine.runner, "run", interrupted)
+            patch.setattr(engine.driver.loop.executor, "run", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
         assert answers(handle.result()) == alone(engine.model, PROMPTS[1], **GREEDY)

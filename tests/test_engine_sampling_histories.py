@@ -117,7 +117,7 @@ def test_every_group_pays_for_its_own_blocks(
             engine.check()
         assert [answers(handle.result()) for handle in handles] == expected
         assert engine.stats()["preemptions"]
-        assert not engine._loop._sampling.histories._lines
+        assert not engine.driver.loop._sampling.histories._lines
 
 
 class Own(RepetitionPenaltyLogitsProcessor):

@@ -447,7 +447,7 @@ def test_an_interrupt_on_the_way_to_the_host(
     def found(model: Any) -> list[Any]:
         return [(each, each.device) for each in weights if each.place != "cpu"]
 
-    monkeypatch.setattr("hf_paged.engine.engine.on_devices", found)
+    monkeypatch.setattr("hf_paged.engine.lifecycle.on_devices", found)
     with pytest.raises(KeyboardInterrupt):
         engine.sleep(2)
     if again:

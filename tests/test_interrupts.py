@@ -173,7 +173,7 @@ def assert_engine_through_interrupts(
                 )  # some of its samples had their token
                 assert broke or answers(output) == right, f"{interrupted.where}: {output}"
             assert facts(model) == before, interrupted.where
-            while engine._jobs:
+            while engine.driver.books.jobs:
                 engine.step()  # a request whose submit() was interrupted has no handle
             stats = engine.stats()
             assert stats["waiting"] == stats["running"] == stats["preempted"] == 0
@@ -264,12 +264,12 @@ def test_an_interrupt_while_weights_are_found_to_be_others() -> None:
 
         change()
         probe = Interrupted(files=files)
-        assert probe(lambda: engine._check_before_step())
+        assert probe(lambda: engine.driver.check_before_step())
         for at in range(1, probe.count + 1):
             engine.generate([prompt], **options)
             change()
             interrupted = Interrupted(at, files)
-            interrupted(lambda: engine._check_before_step())
+            interrupted(lambda: engine.driver.check_before_step())
             output = engine.generate([prompt], **options)[0]
             assert output.cached_tokens == 0, interrupted.where
             engine.check()

@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ..engine import Engine
-from ..engine.protocol import in_turn
+from ..engine.state import in_turn
 from ..model.dispatch import runs_unknown_code
 from ..model.ranks.tensor_parallel import mesh_of
 from ..model.registry import base_model

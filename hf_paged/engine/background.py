@@ -7,13 +7,13 @@ import atexit
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 import torch
 
 from .job import Job
 from .outputs.queue import OutputQueue, Wake
-from .protocol import EngineCore
 
 
 def use_device(device: torch.device) -> None:
@@ -29,8 +29,8 @@ class Background:
     interpreter alive.
     """
 
-    def __init__(self, engine: EngineCore, device: torch.device) -> None:
-        self._engine = weakref.ref(engine, self._left_alone)
+    def __init__(self, turn: Callable[[], bool], device: torch.device) -> None:
+        self._turn_of_driver = weakref.WeakMethod(turn, self._left_alone)
         self._device = device
         self._awake: SimpleQueue[None] = SimpleQueue()
         """One entry for each notice of work: a queue that finalizers may write to."""
@@ -101,11 +101,11 @@ class Background:
                 queue.wake()
 
     def _turn(self) -> bool:
-        """The engine is referenced for a turn only, so that an otherwise unreferenced one can be
+        """The driver is referenced for a turn only, so that an otherwise unreferenced one can be
         collected.
         """
-        engine = self._engine()
-        return engine is not None and engine._turn()
+        turn = self._turn_of_driver()
+        return turn is not None and turn()
 
     # ---- in other threads
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from ..scheduling import ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan, TokenSequence
+from ..scheduling import Request, ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan, TokenSequence
+from ..trace import Step, Trace, Writer
 from .adapters import EngineAdapters
 from .check_policy import WeightsChanged
+from .executor import Executor
 from .forward_batch import Answer, ForwardBatch, LastTokens, RowInputs, inputs_of
 from .in_flight import InFlightStep, SamplingState
 from .job import Job
@@ -19,7 +22,6 @@ from .multimodal.cross import CrossMedia
 from .multimodal.media import Media
 from .outputs.output import FinishReason, Output
 from .own_code import raised_by, reaches_driver
-from .parallel.leader import Leader
 from .parallel.ranks import RankError
 from .preemption import Preemption
 from .recorder import Recorder
@@ -42,18 +44,19 @@ class StepLoop:
 
     def __init__(
         self,
+        executor: Executor,
         runner: Runner,
         model_check: ModelCheck,
         scheduler: Scheduler,
-        jobs: dict[SequenceGroup, Job],
         preemption: Preemption,
         adapters: EngineAdapters,
     ) -> None:
+        self.executor = executor
         self.runner = runner
         self.pools = runner.eager.pools
         self.adapters = adapters
         self.scheduler = scheduler
-        self.jobs = jobs
+        self.jobs: dict[SequenceGroup, Job] = {}
         ahead = self.pools.config.run_ahead
         self.ahead = runner.eager.device.type == "cuda" if ahead is None else ahead
         self.model_check = model_check
@@ -63,9 +66,11 @@ class StepLoop:
         """Requests that have ended with an exception that their driver must raise."""
         self.recorders: list[Recorder] = []
         """Recorders that write a trace, or report to a map of the blocks."""
-        self._sampling = SamplingState(jobs, LastTokens(scheduler.limits.sequences, runner.eager.device))
+        self._sampling = SamplingState(self.jobs, LastTokens(scheduler.limits.sequences, runner.eager.device))
         self.with_inputs: dict[SequenceGroup, RequestParams] = {}
         """Requests whose rows are more than token ids, or are scored."""
+        self.slow: Counter[str] = Counter()
+        """The number of requests with a processor that runs for their rows alone, by its name."""
         self._wait = 0, 0.0
         """The tokens of the last step beside which nothing was captured, and the seconds that the host waited
         for it.
@@ -73,32 +78,34 @@ class StepLoop:
         self._captures = None if runner.decoding is None else runner.decoding.captures
         self._captured = 0.0
         """Their seconds until then."""
-        self.leader: Leader | None = None
-        """Sends each forward to the other ranks, if several processes compute the model."""
+        executor.begin(runner, adapters, model_check, self._sampling.last_tokens, self.with_inputs)
 
-    @property
-    def last_tokens(self) -> LastTokens:
-        """The tokens that only the device has."""
-        return self._sampling.last_tokens
-
-    def enter(self, job: Job) -> None:
-        """Register a request that the scheduler has accepted."""
-        assert job.group is not None
+    def enter(self, job: Job, request: Request) -> None:
+        """Enter a request in the books; raises Infeasible if it could never fit."""
+        group = job.group = self.scheduler.submit(request)
         if not job.params.of_ids or job.prompt_scores is not None:
-            self.with_inputs[job.group] = job.params
-        self.jobs[job.group] = job
+            self.with_inputs[group] = job.params
+        self.jobs[group] = job
+        self.adapters.fresh |= bool(job.adapter)
+        self.slow.update(set(job.params.slow))
+
+    def record(
+        self, sink: Writer | Callable[[Step], None], header: Trace, lock: Any, every: float | None
+    ) -> Recorder:
+        """Write every step from now on to a trace, or report to a map of the blocks every so many seconds."""
+        made = Recorder(sink, self.scheduler, header, lock, every)
+        self.recorders = [*(each for each in self.recorders if not each.closed), made]
+        return made
 
     # ---- a step
 
     def step(self) -> list[Output]:
         """Plan and launch a step, then apply the tokens of the one before: the requests that have ended."""
-        if not self.scheduler.running and self.leader is None:  # ranks' pools move together
-            self.pools.expect([*self.scheduler.preempted, *self.scheduler.waiting])
+        if not self.scheduler.running:
+            self.executor.expect([*self.scheduler.preempted, *self.scheduler.waiting])
         plan = self.scheduler.schedule()
         if plan.takes_blocks:
-            if self.leader is not None:
-                self.leader.prepare(plan)
-            self.pools.prepare(plan)
+            self.executor.prepare(plan)
         ended = self._end_unloadable() if self.adapters.failed else []
         if not plan.batch.sequences:
             return ended + (self.finish_in_flight() if ended else self._idle())
@@ -119,8 +126,8 @@ class StepLoop:
         step.sample()
         tokens, waited = self._wait
         # Who samples on the host may read its logits later, where a capture that fails would write.
-        if waited > SLACK and step.batch.tokens >= tokens and step.host is None and self.leader is None:
-            self.runner.capture_ahead(self.scheduler.unfinished)
+        if waited > SLACK and step.batch.tokens >= tokens and step.host is None:
+            self.executor.capture_ahead(self.scheduler.unfinished)
         ended += self._apply(previous) if self.ahead else self.finish_in_flight()
         if step.host is not None or step.failed:
             step.note_prompts(self.scheduler)  # a request may end with its token
@@ -184,8 +191,7 @@ class StepLoop:
         unseen = () if self.in_flight is None else self.in_flight.sequences
         adapters = self.adapters.of_rows(batch.sequences) if self.adapters.layers else None
         forward = ForwardBatch(batch, self._sampling.last_tokens, inputs, unseen, adapters)
-        run = self.runner.run
-        answer = run(forward) if self.leader is None else self.leader.run(forward, run)
+        answer = self.executor.run(forward)
         for media in shown:
             media.forget_spent()
         return answer
@@ -206,8 +212,8 @@ class StepLoop:
         if tokens is not None:
             changed: set[str] = set()
             begin = time.monotonic()
-            wait = tokens.wait
-            may_end = wait() if self.leader is None else self.leader.wait(wait, tokens is not step)
+            wait = self.executor.wait if tokens is step else self.executor.wait_whole
+            may_end = wait(tokens.wait)
             if step is not None and self.ahead and self._captures is not None:
                 if self._captures.seconds == self._captured:
                     self._wait = step.batch.tokens, time.monotonic() - begin
@@ -291,8 +297,7 @@ class StepLoop:
         self.in_flight = None
         self.forget_media()
         self._sampling.clear()
-        if self.leader is not None:
-            self.leader.forget()
+        self.executor.forget()
         spoiled = isinstance(error, WeightsChanged)
         for job in self.jobs.values():
             job.go_back()
@@ -331,11 +336,7 @@ class StepLoop:
             if media.rope_deltas is None:
                 self.runner.merger.recall(media)  # another request may have encoded the same media by now
             if media.due(start, count, sequence.begun):
-                group = sequence.group
-                if self.leader is None:
-                    self.runner.encode_media(media, group.request.adapter)
-                else:
-                    self.leader.encode_media(media, group, self.runner.encode_media)
+                self.executor.encode_media(media, sequence.group)
             if media.rope_deltas:
                 sequence.group.leave_decode_batch()
             if media.spent(start, count):

@@ -44,7 +44,7 @@ class Trial:
     """Computes two short sequences in every way that steps will, and notes in a runner what it may do."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+        self.runner = runner
         self._eager = runner.eager
         self._source: EncoderInput | None = None
         """What the encoder of an encoder-decoder is given."""
@@ -53,19 +53,19 @@ class Trial:
         """See whether the model can be served and in which form, while kernels are compiled that it will
         need.
         """
-        self._runner.fuse_projections()
+        self.runner.fuse_projections()
         try:
-            warm = warming(self._eager, self._runner.decoding is not None, self._runner.why_rows is None)
-            with warm as self._runner.warming, without_plans(self._eager.device):
-                if self._runner.warming is not None:
-                    weakref.finalize(self, self._runner.warming.stop).atexit = False
-                    if self._runner.decoding is not None:
-                        load_products(self._eager.model, self._runner.decoding.expected_rows())
+            warm = warming(self._eager, self.runner.decoding is not None, self.runner.why_rows is None)
+            with warm as self.runner.warming, without_plans(self._eager.device):
+                if self.runner.warming is not None:
+                    weakref.finalize(self, self.runner.warming.stop).atexit = False
+                    if self.runner.decoding is not None:
+                        load_products(self._eager.model, self.runner.decoding.expected_rows())
                 self._compare()
         finally:
             self._eager.unplug()
-        if self._runner.decoding is not None:
-            self._runner.decoding.forget()
+        if self.runner.decoding is not None:
+            self.runner.decoding.forget()
 
     def _compare(self) -> None:
         """Compute two short sequences without a cache, in pieces on pages, and in pieces beside each other:
@@ -92,23 +92,21 @@ class Trial:
             with routers_of(self._eager.model).recording():
                 whole = self._without_cache(rows)
         require_numbers(self._eager.model, whole)
-        self._runner.why_no_embeddings = self._why_no_embeddings(rows[:1], whole[:1])  # while kernels compile
+        self.runner.why_no_embeddings = self._why_no_embeddings(rows[:1], whole[:1])  # while kernels compile
         with tried(f"{name} failed when its forward was tried on pages; use generate()"):
             pieces = self._on_pages(rows, "rows", cuts)
         check_routers(self._eager.model, self._eager.pools.config.max_batch_tokens)
         off = self._apart(rows, whole, pieces)
         if off is not None:
             raise otherwise(self._eager.model, off, self._apart(rows, whole, self._without_cache(rows)))
-        if self._runner.why_rows is None:
-            self._runner.why_rows = self._why_not_flat(rows, whole, cuts)
+        if self.runner.why_rows is None:
+            self.runner.why_rows = self._why_not_flat(rows, whole, cuts)
         if CROSS in self._eager.pools.groups and self._eager.encoder is None:
-            self._runner.why_not_across = why_not_across(self._eager.model) or self._why_not_across(
-                rows, cuts
-            )
-            if self._runner.why_not_across is not None:
+            self.runner.why_not_across = why_not_across(self._eager.model) or self._why_not_across(rows, cuts)
+            if self.runner.why_not_across is not None:
                 self._eager.pools.drop_cross()
-        if self._runner.decoding is not None:
-            self._runner.decoding.check_compilation(self._runner.why_rows)
+        if self.runner.decoding is not None:
+            self.runner.decoding.check_compilation(self.runner.why_rows)
 
     def _why_not_across(self, rows: list[list[int]], cuts: list[list[int]]) -> str | None:
         """Why cross-attention layers do not get what they attend to from the pages. The trial also shows what
@@ -228,10 +226,8 @@ class Trial:
         """The logits [rows, vocabulary] after the last of the steps that take row i up to cuts[step][i]
         tokens; across: what every row attends to.
         """
-        if self._runner.warming is not None and (
-            form == "flat" or self._eager.pools.config.kernels != "auto"
-        ):
-            self._runner.warming.wait()  # here the first kernel is launched
+        if self.runner.warming is not None and (form == "flat" or self._eager.pools.config.kernels != "auto"):
+            self.runner.warming.wait()  # here the first kernel is launched
         kv_groups = self._eager.pools.kv_groups
         requests = [Request(i, tuple(row), len(row)) for i, row in enumerate(rows)]
         sequences = [SequenceGroup(request, kv_groups).leader for request in requests]

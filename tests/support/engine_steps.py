@@ -38,7 +38,7 @@ def own_steps(engine: Engine, count: int = 1) -> None:
     """A row of steps as the engine's own loop takes them, without its caller's code in between."""
     with engine.lock.lock:
         for _ in range(count):
-            engine._advance()
+            engine.driver.advance()
 
 
 def known_tokens(sequence: TokenSequence) -> int:

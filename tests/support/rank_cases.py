@@ -1189,8 +1189,12 @@ def the_smallest_rank_decides(rank: int) -> None:
         engine = Engine(loaded("llama"), block_size=4, memory_fraction=0.5, graphs=False)
     finally:
         pools.free_bytes = measured
-    totals = engine._ranks.gather([group.pool.total for group in engine.pools.groups.values()])
-    hosts = engine._ranks.gather([group.host.most for group in engine.pools.groups.values()])
+    totals = engine.driver.books.executor.ranks.gather(
+        [group.pool.total for group in engine.pools.groups.values()]
+    )
+    hosts = engine.driver.books.executor.ranks.gather(
+        [group.host.most for group in engine.pools.groups.values()]
+    )
     assert totals[0] == totals[1] == [(1 << 20) // engine.pools.groups[engine.pools.layers[0]].block_bytes]
     assert hosts[0] == hosts[1]
     if rank == 0:
@@ -2545,7 +2549,7 @@ def captured_steps_of_a_rank_that_raises(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "break_waits", end)
         patch.setattr(Runner, "close", lambda runner: closed.append(close(runner)))
-        patch.setattr("hf_paged.engine.engine.drop_captures", drop)  # those of generate() on the same ranks
+        patch.setattr("hf_paged.engine.driver.drop_captures", drop)  # those of generate() on the same ranks
         patch.setattr(Engine, "close", lambda engine: None)
         _broken(rank, act, "rank 1 raised ValueError: mine", 4.0)
         assert broken.wait(2)

@@ -1,4 +1,4 @@
-"""What a caller holds of a request."""
+"""A request, as its caller holds it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 
+from ..driver import Driver
 from ..job import Job
-from ..protocol import EngineCore
 from .output import Increment, NewTokens, Output, TokenLogprob
 from .queue import Wake
 
@@ -22,9 +22,9 @@ class Handle:
     handle does not.
     """
 
-    def __init__(self, job: Job, engine: EngineCore) -> None:
+    def __init__(self, job: Job, driver: Driver) -> None:
         self._job = job
-        self._engine = engine
+        self._driver = driver
 
     def __repr__(self) -> str:
         state = (
@@ -56,14 +56,14 @@ class Handle:
                 raise TimeoutError(
                     f"the request is not done after {timeout} seconds and continues; wait again or cancel()"
                 )
-            self._engine._drive_for(self._job, timeout=left)
+            self._driver.drive_for(self._job, timeout=left)
         return self._job.output
 
     def cancel(self) -> None:
         """End the request, whatever its state, with finish_reason "abort". Its tokens so far stay. A second
         call does nothing.
         """
-        self._engine._cancel(self._job)
+        self._driver.cancel(self._job)
 
     def read(self) -> list[Increment]:
         """The increments since the last read, without waiting for more: for callers that drive the engine by
@@ -86,11 +86,11 @@ class Handle:
         The thread calls it in the middle of a step, so it must neither wait nor raise. Call `read()` once
         after this: what came before is not announced.
         """
-        self._engine._watch(self._job, wake, each)
+        self._driver.watch(self._job, wake, each)
 
     def unwatch(self, wake: Wake) -> None:
         """Call `wake` no more."""
-        self._engine._unwatch(self._job, wake)
+        self._driver.unwatch(self._job, wake)
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
@@ -112,7 +112,7 @@ class Handle:
         if self._job.trouble is None or self.done:
             return
         interrupt = self._job.interrupt()
-        self._engine._cancel(self._job)  # its tokenizer cannot read it: it ends, as the error that this is
+        self._driver.cancel(self._job)  # its tokenizer cannot read it: it ends, as the error that this is
         if interrupt is not None:
             raise interrupt
 
@@ -127,7 +127,7 @@ class Handle:
             if over:
                 return
             if not self.done:
-                self._engine._drive_for(self._job, each=True)
+                self._driver.drive_for(self._job, each=True)
 
     def __await__(self) -> Generator[Any, None, Output]:
         return self._arrived().__await__()
@@ -150,7 +150,15 @@ class Handle:
 
     async def _arrival(self, each: bool) -> None:
         try:
-            await self._engine._arrival(self._job, each)
+            await self._driver.arrival(self._job, each)
         except (asyncio.CancelledError, GeneratorExit):  # the waiting task is gone
             self.cancel()
             raise
+
+
+def cancel_all(handles: list[Handle]) -> None:
+    """Cancel requests; the next step ends those that an interrupt keeps this from ending."""
+    for handle in handles:
+        handle._job.cancelled = True
+    for handle in handles:
+        handle.cancel()

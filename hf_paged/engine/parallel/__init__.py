@@ -1,18 +1,20 @@
 """One engine on several ranks: rank 0 schedules and samples, all compute."""
 
+from torch import nn
+
+from ..config import EngineConfig
+from ..executor import Executor
 from .follower import Follower
-from .joining import load_alike, made_alike, ranks_of, tried_alike, why_not_on_ranks
+from .joining import ranks_of, why_not_on_ranks
 from .leader import Leader
 from .ranks import RankError, Ranks
 
-__all__ = [
-    "Follower",
-    "Leader",
-    "RankError",
-    "Ranks",
-    "load_alike",
-    "made_alike",
-    "ranks_of",
-    "tried_alike",
-    "why_not_on_ranks",
-]
+__all__ = ["RankError", "Ranks", "executor_of", "why_not_on_ranks"]
+
+
+def executor_of(model: nn.Module, config: EngineConfig) -> Executor:
+    """The executor of a model: one process has all of it, or this is one of several ranks."""
+    ranks = ranks_of(model, config)
+    if ranks is None:
+        return Executor()
+    return Leader(ranks) if ranks.leads else Follower(ranks)

@@ -4,51 +4,70 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ...blocks import OutOfBlocks
 from ...kv.upload import upload
+from ...scheduling import SequenceGroup
+from ..adapters import EngineAdapters
 from ..background import use_device
 from ..forward_batch import LastTokens, PromptInputs
 from ..model_check import ModelCheck
 from ..multimodal.media import Media
+from ..requests.params import RequestParams
 from ..requests.prompts import known_ids
 from ..runner import Runner
 from .joining import compare_models
 from .message import AdapterNews, MessageKind, Received, StepDecoder
 from .prompt_inputs import on_device
-from .ranks import RankError, Ranks
+from .ranked import Ranked
+from .ranks import RankError
 
 logger = logging.getLogger("hf_paged")
 
 
-class Follower:
+class Follower(Ranked):
     """Carries out rank 0's messages with the runner and the pools that rank 0 has, too.
 
     The pools have no books here: one block is held for as long as this follows, so that no layout changes
     and no memory goes, and blocks are what rank 0 says they are.
     """
 
-    def __init__(
-        self, ranks: Ranks, runner: Runner, model_check: ModelCheck, forget: Callable[[], None]
+    leads = False
+
+    def begin(
+        self,
+        runner: Runner,
+        adapters: EngineAdapters,
+        model_check: ModelCheck,
+        last_tokens: LastTokens,
+        requests: Mapping[SequenceGroup, RequestParams],
     ) -> None:
-        """forget: drops what was computed with other weights."""
-        self.ranks = ranks
         self.runner = runner
         self.pools = runner.eager.pools
-        assert runner.eager.adapters is not None
-        self._adapters = runner.eager.adapters
+        self._adapters = adapters
         self._model_check = model_check
-        self._forget = forget
-        self._last_tokens = LastTokens(self.pools.config.limits().sequences, runner.eager.device)
+        self._last_tokens = last_tokens
         model: Any = runner.eager.model
         self._reader = model.get_decoder() if model.config.is_encoder_decoder else model
-        self._decoder = StepDecoder(self.pools, self._last_tokens)
+        self._decoder = StepDecoder(self.pools, last_tokens)
         self._held: list[int] = []
         self._given_back: int | None = None
         """How often pools had been given back when rank 0 paused."""
+
+    def require_lead(self) -> None:
+        raise RuntimeError(
+            f"this is rank {self.ranks.rank} of a tensor-parallel engine, whose requests and adapters go to "
+            "rank 0; call engine.follow() here"
+        )
+
+    def require_follower(self) -> None:
+        """Nothing: this one follows."""
+
+    def close(self) -> None:
+        self.free()
 
     def _hold(self) -> None:
         self._held = self._held or [group.pool.take() for group in self.pools.groups.values()]
@@ -63,10 +82,7 @@ class Follower:
         return sum(group.times_given_back for group in self.pools.groups.values())
 
     def follow(self, receive: Callable[[Any], object]) -> bool:
-        """Follow rank 0 until it pauses (True) or has closed (False). Raises what ended it, if anything.
-
-        receive: called with what rank 0 broadcasts.
-        """
+        """Follow rank 0 until it pauses (True) or has closed (False). Raises what ended it, if anything."""
         use_device(self.runner.eager.device)
         self._hold()
         try:
@@ -139,7 +155,7 @@ class Follower:
         if not compare_models(self.ranks, changed, self.runner, self._adapters):
             return
         self.free()
-        self._forget()
+        self.pools.forget()
         self._hold()
         self.runner.check_captures()
 

@@ -18,7 +18,6 @@ from ...model.ranks.tensor_parallel import mesh_of, why_not_divided
 from ...model.weights_digest import host_bytes
 from ..adapters import EngineAdapters
 from ..config import EngineConfig
-from ..pools import Pools
 from ..runner import Runner
 from ..support import Unservable
 from .ranks import RankError, Ranks
@@ -96,11 +95,8 @@ def why_not_on_ranks(model: Any, config: EngineConfig) -> str | None:
 
 
 @contextmanager
-def made_alike(ranks: Ranks | None) -> Iterator[None]:
+def made_alike(ranks: Ranks) -> Iterator[None]:
     """While ranks make an engine: what fails on one rank alone ends it on all."""
-    if ranks is None:
-        yield
-        return
     try:
         with ranks.together():
             yield
@@ -110,10 +106,8 @@ def made_alike(ranks: Ranks | None) -> Iterator[None]:
         raise
 
 
-def load_alike(ranks: Ranks | None, load: Callable[[], set[str]]) -> set[str]:
+def load_alike(ranks: Ranks, load: Callable[[], set[str]]) -> set[str]:
     """Load weights, on all ranks those of the same names or none; anything else ends the engine."""
-    if ranks is None:
-        return load()
     with ranks.together():
         names: set[str] = set()
         trouble: Exception | None = None
@@ -133,11 +127,9 @@ def load_alike(ranks: Ranks | None, load: Callable[[], set[str]]) -> set[str]:
 
 
 @contextmanager
-def tried_alike(ranks: Ranks | None, pools: Pools, runner: Runner) -> Iterator[None]:
+def tried_alike(ranks: Ranks, runner: Runner) -> Iterator[None]:
     """While ranks try a model out and size their pools: the smallest decides, and all take its form."""
-    if ranks is None:
-        yield
-        return
+    pools = runner.eager.pools
     pools.agree = ranks.smallest
     for group in pools.groups.values():
         group.on_ranks = True

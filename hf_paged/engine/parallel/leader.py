@@ -15,6 +15,8 @@ from ...model.lora import LowRank
 from ...scheduling import Names, SequenceGroup, StepPlan
 from ..adapters import EngineAdapters
 from ..forward_batch import Answer, ForwardBatch, LastTokens
+from ..model_check import ModelCheck
+from ..multimodal.cross import CrossMedia
 from ..multimodal.media import Media
 from ..requests.params import RequestParams
 from ..runner import Runner
@@ -22,31 +24,29 @@ from .joining import compare_models
 from .message import AdapterNews, MessageKind, Preparation, StepEncoder
 from .packed import Packed
 from .prompt_inputs import SharedInputs, on_host
-from .ranks import Ranks
+from .ranked import Ranked
 
 
-class Leader:
+class Leader(Ranked):
     """Gives every forward to the other ranks before it is computed here, with what the pools do before it.
 
     One message a forward: the scheduler, the sampler and the code of requests know nothing of it.
     """
 
-    def __init__(
+    def begin(
         self,
-        ranks: Ranks,
         runner: Runner,
         adapters: EngineAdapters,
+        model_check: ModelCheck,
         last_tokens: LastTokens,
         requests: Mapping[SequenceGroup, RequestParams],
     ) -> None:
-        """requests: those that are more than token ids."""
-        self.ranks = ranks
-        self._runner = runner
-        self._pools = pools = runner.eager.pools
+        self.runner = runner
+        self.pools = pools = runner.eager.pools
         self._adapters = adapters
         self._adapter_changes = 0
         self._places: dict[int, Names] = {}
-        """What the other ranks know of slots."""
+        """The slots that the other ranks know of."""
         self._numbers: set[int] = set()
         """The adapters that they were given."""
         self._untold: dict[int, tuple[str, Mapping[str, LowRank]]] = {}
@@ -58,11 +58,17 @@ class Leader:
         self._backed = [group.backed for group in pools.groups.values()]
         """How many first blocks of every pool have memory on all ranks."""
         self._unmade = True
-        """Whether a rank may lack the memory of a pool altogether."""
+        """True while a rank may lack the memory of a pool altogether."""
         me = weakref.ref(self)  # pools stay with their model, which a leader must not keep
         for number, group in enumerate(pools.groups.values()):
             if group.host is not None:
                 group.host.grown = partial(_reserve_host, me, number)
+
+    def expect(self, groups: list[SequenceGroup]) -> None:
+        """Nothing: ranks' pools move together."""
+
+    def capture_ahead(self, sequences: int) -> None:
+        """Nothing: ranks capture together."""
 
     def prepare(self, plan: StepPlan) -> None:
         """Have memory for a plan on all ranks, or raise OutOfBlocks. What the pools do for it goes out with
@@ -73,12 +79,13 @@ class Leader:
             self._reserve(tops)
         if plan.swaps or any(plan.copies):
             self._preparations.append(Preparation(plan.swaps, plan.copies))
+        self.pools.prepare(plan)
 
     def forget(self) -> None:
         """A step broke off: no request keeps what was prepared for it."""
         self._preparations = []
 
-    def run(self, batch: ForwardBatch, run: Callable[[ForwardBatch], Answer]) -> Answer:
+    def run(self, batch: ForwardBatch) -> Answer:
         """Compute a batch on all ranks: rank 0's answer."""
         for group, given in self._inputs.missing(batch).items():
             packed = Packed(on_host(given))
@@ -92,29 +99,29 @@ class Leader:
         self._reserve_first()
         with self.ranks.together():
             numbers, shares = self._encoder.encode(
-                batch, self._preparations, not self._runner.eager.checks.unseen, self._news()
+                batch, self._preparations, not self.runner.eager.checks.unseen, self._news()
             )
             self.ranks.send(array("i", [MessageKind.STEP]) + numbers)
             self._preparations = []
             if shares:
                 self.ranks.broadcast_on_device(self._last_tokens.tokens)
-            return run(batch)
+            return self.runner.run(batch)
 
-    def warm_up(self, once: Callable[[], int]) -> int:
-        """Capture a step on all ranks, as `once` does on each."""
+    def warm_up(self) -> int:
+        """Capture a step on all ranks."""
         self._reserve_first()
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.WARM_UP]))
-            return once()
+            return self.runner.warm_up()
 
     def _reserve_first(self) -> None:
         """Have memory for the pools on all ranks."""
-        if self._unmade or not all(group.stores for group in self._pools.own.values()):
+        if self._unmade or not all(group.stores for group in self.pools.own.values()):
             self._reserve(self._tops())
 
     def _tops(self) -> list[int]:
         """How many first blocks of every pool were handed out."""
-        return [group.pool.top for group in self._pools.groups.values()]
+        return [group.pool.top for group in self.pools.groups.values()]
 
     def _reserve(self, tops: Sequence[int]) -> None:
         """Have memory for so many first blocks of every pool on all ranks. What lacks it on one raises
@@ -124,9 +131,9 @@ class Leader:
         self._unmade = True
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.RESERVE, *tops]))
-            self.ranks.attempt(lambda: self._pools.back(tops), OutOfBlocks)
-            self._backed = self.ranks.smallest([group.backed for group in self._pools.groups.values()])
-        for number, group in enumerate(self._pools.groups.values()):
+            self.ranks.attempt(lambda: self.pools.back(tops), OutOfBlocks)
+            self._backed = self.ranks.smallest([group.backed for group in self.pools.groups.values()])
+        for number, group in enumerate(self.pools.groups.values()):
             if anew and group.host is not None and group.host.pool.total:
                 self.reserve_host(number, group.host.pool.total)
         self._unmade = False
@@ -137,7 +144,7 @@ class Leader:
             self.ranks.send(array("i", [MessageKind.RESERVE_HOST, number, blocks]))
             self.ranks.attempt(lambda: None, OutOfBlocks)
 
-    def encode_media(self, media: Media, group: SequenceGroup, run: Callable[[Media, Names], None]) -> None:
+    def encode_media(self, media: Media, group: SequenceGroup) -> None:
         """Encode a request's pictures or recordings on all ranks, each of which keeps the embeddings."""
         names = group.request.adapter
         packed = Packed(on_host(media))
@@ -148,7 +155,7 @@ class Leader:
             message.extend([numbers[name] for name in names])
             self.ranks.send(message)
             self._send_inputs(packed)
-            run(media, names)
+            self.runner.encode_media(media, names)
 
     def _send_inputs(self, packed: Packed) -> None:
         self.ranks.broadcast_object(packed)
@@ -171,14 +178,13 @@ class Leader:
         ]
         return AdapterNews(tuple(gone), tuple(places))
 
-    def add_adapter(self, name: str, layers: Mapping[str, LowRank], now: bool) -> None:
-        """Give an adapter that requests may name to all ranks, each of which keeps its part.
-
-        now: whether the others follow; else they get it as soon as they do.
+    def add_adapter(self, name: str, layers: Mapping[str, LowRank], paused: bool) -> None:
+        """Give an adapter that requests may name to all ranks, each of which keeps its part; in a pause, as
+        soon as the others follow.
         """
         on_host = {path: _on_host(part) for path, part in layers.items()}
         self._untold[self._adapters.numbers[name]] = name, on_host
-        if now:
+        if not paused:
             self._give_adapters()
 
     def _give_adapters(self) -> None:
@@ -202,23 +208,23 @@ class Leader:
             self._numbers.add(number)
             self.ranks.attempt(lambda: None, MemoryError)  # all of them have it
 
-    def wait(self, wait: Callable[[], bool], device: bool) -> bool:
-        """Wait for tokens, which wait for all ranks; device: for all of its work, not for theirs alone.
+    def wait(self, wait: Callable[[], bool]) -> bool:
+        """Wait for tokens, which wait for all ranks: what the failure of one leaves in them is never read."""
+        with self.ranks.together(everyone=False):
+            return wait()
 
-        What the failure of a rank leaves in them is never read.
-        """
+    def wait_whole(self, wait: Callable[[], bool]) -> bool:
         with self.ranks.together(everyone=False):
             answer = wait()
-            if device and self._last_tokens.tokens.is_cuda:
+            if self._last_tokens.tokens.is_cuda:
                 torch.cuda.current_stream(self._last_tokens.tokens.device).synchronize()
             return answer
 
-    def any_changed(self, look: Callable[[], bool]) -> bool:
-        """Whether the model has changed on any rank."""
+    def changed(self, look: Callable[[], bool]) -> bool:
         self._give_adapters()
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.CHECK]))
-            changed = compare_models(self.ranks, look(), self._runner, self._adapters)
+            changed = compare_models(self.ranks, look(), self.runner, self._adapters)
         self._unmade |= changed  # a rank may have given its pools back
         return changed
 
@@ -230,8 +236,13 @@ class Leader:
             self.ranks.send(array("i", [MessageKind.BROADCAST]))
             self.ranks.broadcast_object(packed)
 
+    def require_media(self, media: object) -> None:
+        if isinstance(media, CrossMedia):
+            raise ValueError(
+                "a tensor-parallel engine has no pictures for cross-attention layers; use generate()"
+            )
+
     def require_between_forwards(self, call: str) -> None:
-        """Raise if a signal handler calls in the middle of what ranks do together."""
         if self.ranks.meeting:
             raise RuntimeError(
                 f"the ranks are in the middle of a forward: a signal handler must not call {call} now; note "

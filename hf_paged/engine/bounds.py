@@ -1,0 +1,75 @@
+"""The requests that an engine can compute at all."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from ..scheduling import Request, why_infeasible
+from .multimodal.cross import CrossMedia, longest_picture
+from .requests.params import RequestParams
+from .runner import Runner
+from .support import longest, longest_source
+
+
+class RequestBounds:
+    """The lengths that a model is made for, and the kinds of input that its trial has shown it to take."""
+
+    def __init__(self, runner: Runner) -> None:
+        model = runner.eager.model
+        self._runner = runner
+        self._pools = runner.eager.pools
+        self._name = type(model).__name__
+        self._longest = longest(model)
+        source = longest_source(model)
+        decodes = model.config.is_encoder_decoder  # type: ignore[union-attr]
+        self._longest_source = source if decodes else None
+        self.lengths = self._longest, source if decodes else longest_picture(model)
+        """The most tokens of a sequence, and those that an encoder makes or that a picture becomes."""
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that one sequence can have: by the model's positions and by the pools."""
+        slots = [each.pool.total * each.pool.block_size for each in self._pools.kv_groups if not each.cross]
+        bound = self._longest or max(slots)
+        return bisect_left(range(1, bound + 1), True, key=self._never_fits)
+
+    def _never_fits(self, tokens: int) -> bool:
+        return self._why_infeasible(Request(0, (0,), tokens, 1)) is not None
+
+    def _why_infeasible(self, request: Request) -> str | None:
+        return why_infeasible(request, self._pools.kv_groups, self._pools.config.limits())
+
+    def why_never(self, request: Request) -> str | None:
+        """The reason why a request could never be computed; None if it can."""
+        if self._longest is not None and request.most_tokens > self._longest:
+            return (
+                f"a sequence may become {request.most_tokens} tokens long (prompt {len(request.prompt)}) and "
+                f"{self._name} is made for {self._longest}; lower max_new_tokens"
+            )
+        if self._longest_source is not None and request.source > self._longest_source:
+            return (
+                f"the encoder of {self._name} is made for {self._longest_source} tokens, got "
+                f"{request.source}; shorten them"
+            )
+        return self._why_infeasible(request)
+
+    def source_length(self, params: RequestParams) -> int:
+        """The tokens that a request's cross-attention layers attend to."""
+        if isinstance(params.media, CrossMedia):
+            return params.media.length
+        if params.source is None:
+            return 0
+        assert self._runner.eager.encoder is not None
+        return self._runner.eager.encoder.length(params.source)
+
+    def require_computable(self, params: RequestParams) -> None:
+        """Raise if a request has embeddings or media that the model does not take."""
+        media = params.media
+        if params.embeds is None and media is None:
+            return
+        if self._runner.why_no_embeddings is not None:
+            raise ValueError(f"{self._runner.why_no_embeddings}; give token ids, or use generate()")
+        if isinstance(media, CrossMedia) and self._runner.why_not_across is not None:
+            raise ValueError(f"{self._runner.why_not_across}; use generate()")
+        if media is not None:
+            self._runner.merger.require(media)
