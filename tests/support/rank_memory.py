@@ -124,8 +124,12 @@ def the_smallest_rank_decides(rank: int) -> None:
         engine = Engine(loaded("llama"), block_size=4, memory_fraction=0.5, graphs=False)
     finally:
         pools.free_bytes = measured
-    totals = engine.driver.books.executor.ranks.gather([group.pool.total for group in engine.pools.groups.values()])
-    hosts = engine.driver.books.executor.ranks.gather([group.host.most for group in engine.pools.groups.values()])
+    totals = engine.driver.books.executor.ranks.gather(
+        [group.pool.total for group in engine.pools.groups.values()]
+    )
+    hosts = engine.driver.books.executor.ranks.gather(
+        [group.host.most for group in engine.pools.groups.values()]
+    )
     assert totals[0] == totals[1] == [(1 << 20) // engine.pools.groups[engine.pools.layers[0]].block_bytes]
     assert hosts[0] == hosts[1]
     if rank == 0:
