@@ -1,4 +1,4 @@
-"""What of a model would run on pages, and why not; no weights are loaded."""
+"""Parts of a model that would run on pages, and why others would not; no weights are loaded."""
 
 from __future__ import annotations
 
