@@ -46,7 +46,7 @@ class Leader:
         self._adapters = adapters
         self._adapter_changes = 0
         self._places: dict[int, Names] = {}
-        """What the other ranks know of slots."""
+        """The other ranks' knowledge of slots."""
         self._numbers: set[int] = set()
         """The adapters that they were given."""
         self._untold: dict[int, tuple[str, Mapping[str, LowRank]]] = {}
@@ -58,7 +58,7 @@ class Leader:
         self._backed = [group.backed for group in pools.groups.values()]
         """How many first blocks of every pool have memory on all ranks."""
         self._unmade = True
-        """Whether a rank may lack the memory of a pool altogether."""
+        """True if a rank may lack the memory of a pool altogether."""
         me = weakref.ref(self)  # pools stay with their model, which a leader must not keep
         for number, group in enumerate(pools.groups.values()):
             if group.host is not None:
@@ -155,7 +155,7 @@ class Leader:
         self.ranks.attempt(lambda: None, MemoryError)  # all of them have read it, which takes time
 
     def _news(self) -> AdapterNews:
-        """What the other ranks do not know of adapters."""
+        """News of adapters for the other ranks."""
         if self._adapter_changes == self._adapters.changes:
             return AdapterNews()
         self._adapter_changes = self._adapters.changes
@@ -214,7 +214,7 @@ class Leader:
             return answer
 
     def any_changed(self, look: Callable[[], bool]) -> bool:
-        """Whether the model has changed on any rank."""
+        """True if the model has changed on any rank."""
         self._give_adapters()
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.CHECK]))
