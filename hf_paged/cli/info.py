@@ -1,4 +1,4 @@
-"""Parts of a model that would run on pages, and why others would not; no weights are loaded."""
+"""The parts of a model for pages, and why not others; no weights are loaded."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ FEWER = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8)
 FEW = (8, 1)
 """Sequences of an engine that has little to do."""
 Form = Literal["single", "rows", "spans"]
-"""The rows of a step: sequences whose logits are all wanted, or also chunks of prompts, as rows or spans."""
+"""The rows of a step: sequences whose logits are all wanted, or else the form of chunks of prompts."""
 FORMS: tuple[Form, ...] = get_args(Form)
 """Each can hold what those before it can."""
 HOLDERS: dict[Hashable, Sequence[Form]] = {form: FORMS[i:] for i, form in enumerate(FORMS)}

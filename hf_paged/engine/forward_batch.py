@@ -70,7 +70,7 @@ class RowInputs(NamedTuple):
     embeds: torch.Tensor | None = None
     """[n, hidden]: what the first n of its tokens are instead of ids."""
     source: EncoderInput | None = None
-    """The encoder input that its decoder attends to, if there is an encoder."""
+    """The input of its encoder, if the model has one."""
     positions: torch.Tensor | None = None
     """[axes, tokens] on the host: the RoPE positions, if these are not consecutive."""
     rope_delta: int | None = 0

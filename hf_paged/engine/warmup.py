@@ -1,4 +1,4 @@
-"""Kernels of an engine's first launches, compiled while its model is tried out, and those that come later."""
+"""Kernels of an engine's first launches, compiled while its model is tried out, and later ones."""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ INTERNAL = frozenset(nn.Module().__dict__) - {"training"} | {
     "_require_grads_hook",
     "_require_grads_hooks",
 }
-"""Attributes of every module (tensors, parts and hooks are compared by themselves), and those that no forward
-reads.
+"""Attributes of every module (tensors, parts and hooks are compared apart), and those that no forward reads.
 """
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 TENSORS = ("_parameters", "_buffers")

@@ -139,7 +139,7 @@ class CapturePool:
         The flag says whether all have computed the same before.
         """
         self._same: Callable[[object, str], bool] | None = None
-        """True if all ranks have this value at this place."""
+        """The check that all ranks have a value at a place."""
         self.drops = 0
         """How often steps were dropped: equally often on ranks that have the same ones."""
         self._each_decides = False
