@@ -1,4 +1,4 @@
-"""What transformers' trainers take from this package."""
+"""A callback for transformers' trainers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SampleCallback(TrainerCallback):
 
 
 def _is_shared(model: Any) -> bool:
-    """Whether processes must compute the model together, as each has a part of its weights."""
+    """True if processes must compute the model together, as each has a part of its weights."""
     by_fsdp = divided(map(type, model.modules()))
     return by_fsdp or mesh_of(model) is not None or bool(is_deepspeed_zero3_enabled())
 

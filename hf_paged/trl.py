@@ -58,7 +58,7 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
 def _next_turn(
     trainer: Any, engine_options: dict[str, Any], prompt_ids: list[list[int]], images: Any, *_: Any, **__: Any
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """What TRL's loop of tool calls asks for: the next turns of conversations, with log-probabilities."""
+    """Next turns of conversations for TRL's loop of tool calls, with log-probabilities."""
     if images is not None:
         raise ValueError(f"a tool has answered with pictures; {WITHOUT_PICTURES}")
     return _sample(_whole_model(trainer), prompt_ids, trainer, engine_options, shorten=True)

@@ -83,6 +83,10 @@ MOST_PUBLIC = 24
 """Names in `hf_paged.__all__`."""
 MOST_CLASSES = 311
 """Classes of the code, as `scripts/figures` counts them."""
+MOST_QUESTIONS = 18
+"""Docstrings that begin with "Whether" or "What": those of engine.py, protocol.py, background.py and
+outputs/handle.py in hf_paged/engine/; loop.py has none.
+"""
 
 
 def test_tests_share_by_the_support_folder() -> None:
@@ -163,6 +167,28 @@ def test_lines_are_narrow() -> None:
     for file in FILES + sorted((ROOT / "kernels").rglob("*.py")):
         for number, line in enumerate(file.read_text().splitlines(), 1):
             assert len(line) <= 110, f"{file.name}:{number} has {len(line)} columns"
+
+
+def _docstrings(file: Path) -> list[tuple[int, str]]:
+    """The line and text of every string that is a statement: of modules, classes, functions, attributes."""
+    return [
+        (node.lineno, node.value.value)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+
+
+def test_docstrings_begin_with_a_noun() -> None:
+    """Or with a verb, or with "True if": a question has no answer in its first words."""
+    found = [
+        f"{file.relative_to(ROOT)}:{line}"
+        for file in FILES + sorted((ROOT / "kernels").rglob("*.py"))
+        for line, text in _docstrings(file)
+        if text.lstrip().startswith(("Whether", "What"))
+    ]
+    assert len(found) <= MOST_QUESTIONS, found
 
 
 def test_only_the_ops_import_the_kernels() -> None:

@@ -47,12 +47,12 @@ class BlockTableArray:
             self.journal.append((row, end - 1, 1))
 
     def read(self, row: int, first: int, count: int) -> array[int]:
-        """What a row names from its block `first` on."""
+        """Block ids of a row from its block `first` on."""
         begin = row * self.width + first
         return self.ids[begin : begin + count]
 
     def matches(self, row: int, table: BlockTable) -> bool:
-        """Whether a row is what its table names."""
+        """True if a row agrees with its table."""
         begin = row * self.width
         return list(self.ids[begin + table.released : begin + table.end]) == table.blocks
 

@@ -44,8 +44,8 @@ class BlockHolder(Protocol):
 
 
 class _BlockName(NamedTuple):
-    """What a block can be matched by: its digest, how many tokens the digest covers, the block's own tokens
-    if kept, and the key of the prefix that it follows: empty if it must not be found by its first tokens.
+    """A block's keys for matching: its digest, how many tokens the digest covers, the block's own tokens if
+    kept, and the key of the prefix that it follows: empty if it must not be found by its first tokens.
     """
 
     digest: bytes
@@ -479,7 +479,7 @@ class BlockPool:
         expect(state != CACHED or block in self._names, f"block {block} is cached without a name")
 
     def _check_shares(self, books: TenantBooks) -> None:
-        """What is counted where blocks change hands is what all blocks come to."""
+        """Check the counts kept where blocks change hands against all blocks."""
         used = self._used()
         cached = self.cached_by_tenant
         expect(books.used == used, "other blocks are counted for tenants")

@@ -34,7 +34,7 @@ class Prompt:
 
 
 class PrefixLookup:
-    """What one pool has cached of a prompt. A lookup changes no count; `adopt` takes the references.
+    """The cached blocks of a prompt in one pool. A lookup changes no count; `adopt` takes the references.
 
     Layers with a window need only the blocks that the next token attends to, so a prefix can match even if
     its first blocks are gone.

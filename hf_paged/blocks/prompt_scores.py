@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .pool import BlockPool
 
 MOST_BYTES = 2**25
-"""What the numbers of all blocks may take; the least recently used go first."""
+"""Most bytes of the numbers of all blocks; the least recently used go first."""
 
 
 class _BlockScores(NamedTuple):
@@ -22,7 +22,7 @@ class _BlockScores(NamedTuple):
 
 
 class PromptScores:
-    """What is known about the tokens of full blocks, by the blocks' digests: a prompt whose tokens are scored
+    """The numbers known about tokens of full blocks, by the blocks' digests: a prompt whose tokens are scored
     need not be computed where its blocks and their numbers are there.
 
     A digest determines its block's tokens and all before them, so it determines their numbers, too. Numbers

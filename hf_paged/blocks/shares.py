@@ -122,7 +122,7 @@ class TenantBooks:
 
 
 class Shares:
-    """What each tenant may keep of a pool of `total` blocks at a moment, while `tenant` needs some.
+    """The blocks that each tenant may keep of a pool of `total` at a moment, while `tenant` needs some.
 
     The tenants that have blocks, and the one that needs some, divide the pool by their weights.
     """
@@ -143,7 +143,7 @@ class Shares:
         return max(1, int(self._unit * weight + 1e-6))
 
     def over(self, tenant: str, more: int = 0) -> bool:
-        """Whether a tenant has more than its share, with so many blocks more."""
+        """True if a tenant with so many blocks more has more than its share."""
         return self._books.used[tenant] + more > self.of(tenant)
 
     def reserved(self) -> int:
@@ -176,7 +176,7 @@ class Shares:
 def recount(
     total: int, used: Mapping[str, int], cached: Mapping[str, int], weights: Mapping[str, float], tenant: str
 ) -> tuple[int, str]:
-    """What `reserved` and `loser` of Shares are, from the blocks of every tenant: for the audit of a pool."""
+    """`reserved` and `loser` of Shares, counted from the blocks of every tenant: for the audit of a pool."""
     unit = total / sum(weights[each] for each in {*used, tenant})
     share = {each: max(1, int(unit * weights[each] + 1e-6)) for each in {*used, tenant}}
     reserved = sum(

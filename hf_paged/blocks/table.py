@@ -17,7 +17,7 @@ class Copy(NamedTuple):
 
 
 class _TableRow(NamedTuple):
-    """What a table names and how far it got: all that moves when rows are reordered."""
+    """The blocks of a table and its progress: all that moves when rows are reordered."""
 
     blocks: list[int]
     digests: list[bytes]

@@ -1,6 +1,4 @@
-"""Whether two computations of the same model give the same tokens and log-probabilities, and where they do
-not, why.
-"""
+"""Comparison of two computations of a model: their tokens and log-probabilities, and why they differ."""
 
 from .mismatch import check_mismatch
 from .report import LogprobGap, Mismatch, RowMismatch

@@ -156,7 +156,7 @@ def _of_tokens(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _by_pages(runs: Runs, tokens: torch.Tensor) -> torch.Tensor:
-    """What paged decoding finds the tokens to be worth, one step at a time."""
+    """Log-probabilities of the tokens by paged decoding, one step at a time."""
     count = tokens.shape[1]
     options: dict[str, Any] = {
         "max_new_tokens": count,

@@ -1,4 +1,4 @@
-"""What a comparison of two computations found, as values that print well."""
+"""Results of a comparison of two computations, as values that print well."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class LogprobGap:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What `hf_paged.check_mismatch` answers. `ok`: all that differs is explained by rounding in the model's
+    """The result of `hf_paged.check_mismatch`. `ok`: all that differs is explained by rounding in the model's
     dtype.
     """
 
@@ -91,7 +91,7 @@ class Mismatch:
     rounding: float
     """How far rounding moves a logit, relative to the largest one."""
     measured: bool
-    """Whether `rounding` was measured on this model; else it is what the dtype lets expect."""
+    """True if `rounding` was measured on this model; else it is what the dtype lets expect."""
     different: tuple[RowMismatch, ...]
     """Rows whose answers are not the same."""
     logprobs: LogprobGap | None = None
@@ -104,12 +104,12 @@ class Mismatch:
 
     @property
     def identical(self) -> bool:
-        """Whether all tokens are the same."""
+        """True if all tokens are the same."""
         return self.verdict == "identical"
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs beyond rounding."""
+        """True if nothing differs beyond rounding."""
         return self.verdict in ("identical", "rounding")
 
     def __str__(self) -> str:

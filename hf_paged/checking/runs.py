@@ -38,7 +38,7 @@ MOST = 0.25
 
 
 class CallAnswer(NamedTuple):
-    """What a call answered."""
+    """The answer of a call."""
 
     sequences: torch.Tensor
     scores: torch.Tensor
@@ -84,7 +84,7 @@ class Runs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The model's computing dtype."""
         return computing_dtype(self.model.device.type, self.model.dtype)
 
     @property
@@ -108,7 +108,7 @@ class Runs:
     # ---- calls
 
     def answer(self, paged: bool, scores: bool) -> CallAnswer:
-        """What the user's call answers."""
+        """The answer of the user's call."""
         widths: list[int] = []
 
         def note_width(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

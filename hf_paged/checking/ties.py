@@ -38,14 +38,14 @@ def lead(logits: torch.Tensor, token: int, other: int, size: float) -> float:
 
 
 def is_tie(gap: float, noise: float) -> bool:
-    """Whether rounding may exchange two tokens that are so far apart: either of the two may be off by the
+    """True if rounding may exchange two tokens that are so far apart: either of the two may be off by the
     noise.
     """
     return gap <= 2 * noise
 
 
 class Verdict(NamedTuple):
-    """What two answers to one call have in common."""
+    """The comparison of two answers to one call."""
 
     mark: str
     """"=" the same tokens, "~" tokens that part at ties, "X" others, or numbers that rounding does not

@@ -31,7 +31,7 @@ NO_END = 2**31 - 1
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked: so many prompts at once, of so many tokens, with answers of 50 to 150 % of `output`."""
+    """The load: so many prompts at once, of so many tokens, with answers of 50 to 150 % of `output`."""
 
     prompts: int
     input: int
@@ -55,7 +55,7 @@ class Load:
 
 
 class Speed(NamedTuple):
-    """What was measured: tokens a second of all answers, and milliseconds as the clients see them."""
+    """The measured speed: tokens a second of all answers, and milliseconds as the clients see them."""
 
     who: str
     tokens_per_second: float
@@ -178,7 +178,7 @@ def run(source: Source, load: Load, options: dict[str, Any], picture: str | None
 
 
 def described(source: Source, model: Any, load: Load) -> list[str]:
-    """What was measured on and with."""
+    """The conditions of a measurement."""
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
     return [
@@ -200,7 +200,7 @@ ROWS: list[tuple[str, Callable[[Speed], float], bool]] = [
     ("one request alone: first token, ms", lambda each: each.alone_first, False),
     ("one request alone: between tokens, ms", lambda each: each.alone_between, False),
 ]
-"""What is shown: its name, its value, and whether more is better."""
+"""The rows shown: a name, a value, and whether more is better."""
 
 
 def table(found: list[Speed]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What an installation is made of: versions, devices, and what reads the pages on them."""
+"""The parts of an installation: versions, devices, and the readers of pages on them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Facts(NamedTuple):
 
 
 def facts() -> Facts:
-    """What is installed here and can run here. Nothing is built."""
+    """The parts that are installed and can run here. Nothing is built."""
     versions: dict[str, str | None] = {"hf_paged": hf_paged.__version__, "python": platform.python_version()}
     versions |= {name: _version(name) for name in PACKAGES}
     why_not = {"triton": _why_no_triton(), "native": why_not_built(), "torch": None}

@@ -1,4 +1,4 @@
-"""What flags take: an error says what was got, what is expected, and what to do."""
+"""Types of flags: an error says what was got, what is expected, and what to do."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def some_text(given: str) -> str:
 
 
 def is_utf8(given: str) -> bool:
-    """Whether all bytes of an argument or of a terminal's line were characters."""
+    """True if all bytes of an argument or of a terminal's line were characters."""
     return not any("\ud800" <= each <= "\udfff" for each in given)
 
 

@@ -1,4 +1,4 @@
-"""What of a model would run on pages, and why not; no weights are loaded."""
+"""The parts of a model for pages, and why not others; no weights are loaded."""
 
 from __future__ import annotations
 

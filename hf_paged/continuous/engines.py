@@ -41,7 +41,7 @@ class _Kept:
 
 
 def _kept_on(model: Any) -> _Kept:
-    """What a model keeps, if it does."""
+    """The engine kept on a model, if any."""
     kept = vars(model).get(PLACE)
     return kept if isinstance(kept, _Kept) else _Kept()
 
@@ -128,7 +128,7 @@ def _bound_host(engine: Engine, most: int) -> None:
 
 
 def holds(engine: Engine, need: WorkloadNeed) -> bool:
-    """Whether the engine's pool is known to have room for all of a workload at once."""
+    """True if the engine's pool is known to have room for all of a workload at once."""
     blocks = engine.config.num_blocks
     size = engine.config.block_size
     return blocks is not None and blocks * size >= need.sequences * _padded(need.tokens, {"block_size": size})

@@ -15,7 +15,7 @@ logger = logging.getLogger("hf_paged")
 
 
 class FollowingBatchingManager(EngineBatchingManager):
-    """What `model.init_continuous_batching()` answers on other ranks than 0 of a tensor-parallel model.
+    """The manager of `model.init_continuous_batching()` on other ranks than 0 of a tensor-parallel model.
 
     As with transformers' own, requests are rank 0's and results come on every rank. Rank 0's manager decides
     when this one stops.
@@ -25,7 +25,7 @@ class FollowingBatchingManager(EngineBatchingManager):
         super().__init__(*args)
         self.is_tp_driver = False
         self._stopped = False
-        """Whether rank 0's manager has stopped."""
+        """True once rank 0's manager has stopped."""
         self._pause_lock = threading.Lock()
         self._paused = threading.Semaphore(0)
         self._resumed = threading.Semaphore(0)

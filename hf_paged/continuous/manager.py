@@ -55,17 +55,17 @@ OF_ALL = {
 }
 """Options of `Engine.submit` that all requests of a manager have alike, and where they are set."""
 PAGED = "paged|"
-"""What stands before an attention that computes with the cache of transformers' own manager alone."""
+"""The prefix of an attention that computes with the cache of transformers' own manager alone."""
 
 
 @in_turn
 def _between_steps(engine: Engine, act: Callable[[], T]) -> T:
-    """What `act` answers; the engine takes no step meanwhile."""
+    """Call `act`; the engine takes no step meanwhile."""
     return act()
 
 
 class EngineBatchingManager(ContinuousBatchingManager):
-    """What `model.init_continuous_batching()` answers after `install(generate_batch=True)`. Results come
+    """The manager of `model.init_continuous_batching()` after `install(generate_batch=True)`. Results come
     through transformers' own router.
 
     The model stays in its mode, unless dropout is active or code of the user's runs in its forward: then eval
@@ -105,7 +105,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self._evaluating = contextlib.ExitStack()
         """Restores the modes of the model's modules, and its attention."""
         self._broadcasts = mesh_of(self.model) is not None
-        """Whether the managers of other ranks deliver what this one does."""
+        """True if the managers of other ranks deliver this one's results."""
         self._unsent: queue.SimpleQueue[list[GenerationOutput]] = queue.SimpleQueue()
         self._pausing: list[int] = []
         """The threads that hold a pause."""

@@ -130,7 +130,7 @@ def _refuse(name: str, value: Any) -> None:
 
 
 class ManagerProcessors:
-    """What processes the scores of a manager's requests, as options of the engine's requests."""
+    """The processors of scores of a manager's requests, as options of the engine's requests."""
 
     def __init__(self, given: GenerationConfig, own: GenerationConfig) -> None:
         self.options = request_options(given, own)
@@ -166,6 +166,6 @@ def request_options(given: GenerationConfig, own: GenerationConfig) -> dict[str,
 
 
 def _default_of(name: str) -> Any:
-    """What a field means that neither a caller nor a model has set."""
+    """The meaning of a field that neither a caller nor a model has set."""
     defaults: dict[str, Any] = GenerationConfig._get_default_generation_params()
     return 0 if name == "top_k" else defaults.get(name)

@@ -111,8 +111,8 @@ class BatchRequest:
 
 
 class BatchProcessor:
-    """What `transformers serve` reads of the batch processor of transformers' manager: a scheduler that knows
-    the requests that have not ended.
+    """The part of transformers' batch processor that `transformers serve` reads: a scheduler that knows the
+    requests that have not ended.
     """
 
     def __init__(self, requests: Mapping[str, BatchRequest]) -> None:
@@ -124,11 +124,11 @@ class BatchProcessor:
         return self
 
     def has_pending_requests(self) -> bool:
-        """Whether a request has not ended."""
+        """True while a request has not ended."""
         return bool(self._requests)
 
     def request_is_cancelled(self, request_id: str) -> bool:
-        """Whether a request is cancelled, or has ended."""
+        """True if a request is cancelled, or has ended."""
         return request_id not in self._requests
 
     def __getattr__(self, name: str) -> Any:

@@ -39,7 +39,7 @@ class Answers(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """Whether the tokens are."""
+        """True if the tokens are the same."""
         return torch.equal(self.stock.sequences, self.paged.sequences)
 
 

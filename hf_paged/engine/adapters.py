@@ -38,7 +38,7 @@ class AdapterInfo(NamedTuple):
     """An adapter that requests can name."""
 
     owner: Literal["model", "engine"]
-    """Whether it lies in the peft model, or was given to the engine."""
+    """Its owner: the peft model, or the engine that was given it."""
     rank: int
     bytes: int
     on_device: bool
@@ -47,7 +47,7 @@ class AdapterInfo(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What was known of an adapter in the peft model when it was looked at."""
+    """The state of an adapter in the peft model when it was looked at."""
 
     number: int
     versions: StateKey
@@ -81,7 +81,7 @@ class EngineAdapters:
         """Those that go when their last request has ended."""
         self._own: dict[str, HostAdapter] = {}
         self.numbers: dict[str, int] = {}
-        """What the engine's own are called among ranks. No number is given twice."""
+        """Numbers of the engine's own adapters among ranks. No number is given twice."""
         self._next_number = 0
         self._known: dict[str, _Known] = {}
         self._contents: dict[str, tuple[str, bytes | int]] = {}
@@ -91,10 +91,10 @@ class EngineAdapters:
         when_stepped(self)
         self._loading: dict[Names, tuple[Adapter, int, torch.cuda.Event]] = {}
         self.fresh = False
-        """Whether requests have come whose adapters have not been looked at."""
+        """True if requests have come whose adapters have not been looked at."""
         self._in_model: LoraLayers | None = None
         self._configs: Any = None
-        """What peft noted on the model when it was looked at."""
+        """Peft's notes on the model when it was looked at."""
         self._followed = self._noted()
         """The same when the layers of the engine's own adapters were found."""
         self._entered: dict[Names, bytes] = {}
@@ -135,7 +135,7 @@ class EngineAdapters:
         return found
 
     def _noted(self) -> Any:
-        """What peft notes on a model: which adapters there are."""
+        """Peft's notes on a model: which adapters there are."""
         configs = self.model.__dict__.get("peft_config")
         return configs, None if configs is None else tuple(configs)
 
@@ -146,7 +146,7 @@ class EngineAdapters:
 
     @property
     def active(self) -> Names | None:
-        """What all requests have where none can choose; None where each has its own."""
+        """Adapters of all requests where none can choose; None where each has its own."""
         return None if self.why_not is None else self.in_model.active
 
     def look_again(self) -> None:
@@ -184,7 +184,7 @@ class EngineAdapters:
         self.layers = layers
 
     def changes_layer(self, layer: nn.Module | None) -> bool:
-        """Whether adapters may add to what a layer computes."""
+        """True if adapters may add to a layer's outputs."""
         return layer is not None and any(each in self.layers for each in layer.modules())
 
     def stats(self) -> dict[str, int]:
@@ -212,7 +212,7 @@ class EngineAdapters:
     # ---- by name
 
     def infos(self, users: Callable[[str], int]) -> dict[str, AdapterInfo]:
-        """What can be named."""
+        """Adapters that can be named."""
         there = {name for names in self.slots for name in names}
         found: dict[str, AdapterInfo] = {}
         in_model = self.in_model
@@ -327,7 +327,7 @@ class EngineAdapters:
     # ---- content
 
     def _key(self, names: Names, running: Collection[str], again: bool) -> bytes:
-        """What the keys and values of a request depend on beside the model.
+        """The key of a request's keys and values beside the model.
 
         again: whether adapters that do not run are looked at, all of their weights in turns.
         """
@@ -362,7 +362,7 @@ class EngineAdapters:
         return found
 
     def rewritten(self, groups: Iterable[SequenceGroup]) -> bool:
-        """Whether adapters of groups were written to since they were looked at, in whatever way."""
+        """True if adapters of groups were written to since they were looked at, in whatever way."""
         names = {name for group in groups for name in group.request.adapter if name in self._known}
         own = identity_of(self.model)
         return bool(self.changed(names)) or any(
@@ -455,7 +455,7 @@ class EngineAdapters:
         )
 
     def _is_ready(self, names: Names) -> bool:
-        """Whether adapters are in their slot."""
+        """True if adapters are in their slot."""
         if names in self.failed:
             return False
         if names not in self._loading:
@@ -507,12 +507,12 @@ class EngineAdapters:
         self._enter(names, slot)
 
     def numbered(self) -> dict[str, int]:
-        """What adapters are called among ranks: those of the peft model by their order."""
+        """Numbers of adapters among ranks: those of the peft model by their order."""
         names = sorted(self.in_model.names) if self.in_model.apart else []
         return {**{name: -1 - i for i, name in enumerate(names)}, **self.numbers}
 
     def agreement(self) -> object:
-        """What must be the same on all ranks."""
+        """Facts that all ranks must share."""
         in_model = self.in_model
         return sorted(in_model.names), in_model.why_not, self.active
 

@@ -33,7 +33,7 @@ class StepCache(DynamicCache):
         self.past = 0
         """The tokens before the step, where one sequence runs by itself."""
         self.across = 0
-        """What that sequence attends to across, as far as it is in the pages before the step."""
+        """Tokens that the sequence attends to across, if these are in the pages before the step."""
         layers: list[Any] = [
             (OwnCrossLayer if kind == CROSS else StepLayer)(i, kind, self)
             for i, kind in enumerate(pools.layers)
@@ -156,7 +156,7 @@ class OwnCrossLayer(StepLayer):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether it holds something; captured steps are of texts."""
+        """True if it holds something; captured steps are of texts."""
         return self._filled and self.sequences.static is None
 
     @is_initialized.setter

@@ -18,7 +18,7 @@ class WeightsChanged(RuntimeError):
 
 
 class CheckPolicy:
-    """Whether code other than the engine's may have changed the model since the last check.
+    """The policy of checks: when other code than the engine's may have changed the model.
 
     Foreign code on the thread that drives (a caller between two steps, processors, criteria, hooks and
     modules of the user's in a forward) may change anything: it marks the model dirty, and the next step
@@ -31,13 +31,13 @@ class CheckPolicy:
         self.unseen = 0
         """Steps begun since the last check; 0 in a step that checks."""
         self.foreign_forward = True
-        """Whether the model's forward runs code of the user's, as of the last check."""
+        """True if the model's forward runs code of the user's, as of the last check."""
         self.foreign_on_a_rank = False
-        """Whether it does on any rank, as of their last check together."""
+        """True if it does on any rank, as of their last check together."""
         self.looks_together = False
-        """Whether ranks check the model together next: it may be another one on some of them."""
+        """True if ranks check the model together next: it may be another one on some of them."""
         self.skips_autograd = False
-        """Whether the model's forward needs nothing of autograd, as of the last check."""
+        """True if the model's forward needs nothing of autograd, as of the last check."""
         self.clock = clock
         self._dirty = True
         self._until = 0.0

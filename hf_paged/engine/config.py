@@ -1,4 +1,4 @@
-"""What a user may choose about an engine: checked once, passed down frozen."""
+"""The user's choices for an engine: checked once, passed down frozen."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class EngineConfig:
 
     @classmethod
     def of(cls, config: object, options: Mapping[str, Any]) -> EngineConfig:
-        """What `Engine(model, config=..., **options)` was given: one of the two."""
+        """The config of `Engine(model, config=..., **options)`: one of the two."""
         if config is None:
             known = [each.name for each in fields(cls)]
             for name in options:

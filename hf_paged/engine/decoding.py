@@ -50,11 +50,11 @@ SHARE_OF_CAPTURES = 0.1
 MIXED = (1.5, 2, 1.25, 3, 4, 6)
 """The tokens of a step with chunks of prompts, as multiples of the sequences that decode."""
 FEWER = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8)
-"""What is left of them as they end."""
+"""Shares of them that are left as they end."""
 FEW = (8, 1)
 """Sequences of an engine that has little to do."""
 Form = Literal["single", "rows", "spans"]
-"""Whether all rows are sequences whose logits are wanted; if not, what chunks of prompts are."""
+"""The rows of a step: sequences whose logits are all wanted, or else the form of chunks of prompts."""
 FORMS: tuple[Form, ...] = get_args(Form)
 """Each can hold what those before it can."""
 HOLDERS: dict[Hashable, Sequence[Form]] = {form: FORMS[i:] for i, form in enumerate(FORMS)}
@@ -89,11 +89,11 @@ class _DecodeStep(CapturedStep):
         memory for all graphs. The next replay writes over it.
         """
         self.spans = spans
-        """Whether chunks of prompts are spans."""
+        """True if chunks of prompts are spans."""
         self.slots = slots
         """[rows]: the slot of each token's adapter; None for the model alone."""
         self.slots_of: torch.Tensor | None = None
-        """What was copied there last."""
+        """Slots that were copied there last."""
         self._tables = tables
 
     @property
@@ -115,7 +115,7 @@ class Decoding:
         self.eager = eager
         self.compilation = Compilation() if eager.pools.config.compile else None
         self.has_rope_deltas = False
-        """Whether tokens may have a RoPE delta, which captured steps are then given."""
+        """True if tokens may have a RoPE delta, which captured steps are then given."""
         self._most = bucket_of(eager.pools.config.limits().sequences)
         """Rows whose logits may be wanted in one step."""
         self._answer: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -129,7 +129,7 @@ class Decoding:
         self._size: Size | None = None
         """The size of the last step that was replayed."""
         self._by_kernels = False
-        """Whether kernels read the pages in it."""
+        """True if kernels read the pages in it."""
         possible = eager.device.type in RECORDERS
         own = min(MOST_BYTES, int(SHARE_OF_CAPTURES * free_bytes(eager.device))) if possible else 0
         self.captures = CapturePool(eager.pools.memory, own, is_ready, self.compilation)
@@ -168,7 +168,7 @@ class Decoding:
         return (rows * 4 * inner + headed * self._vocabulary) * size + 4 * self._most * self._vocabulary
 
     def stats(self) -> dict[str, Any]:
-        """What the pool of captured steps counts, and the rows of trusted ones by their form."""
+        """Counts of the pool of captured steps, and the rows of trusted ones by their form."""
         sizes: dict[str, list[int]] = {}
         for size in self.captures.sizes():
             form = f"{size.form}, adapters" if size.adapters else str(size.form)
@@ -251,7 +251,7 @@ class Decoding:
         return sum(found > 0 for found, _ in missing) - (ready is not None)
 
     def _may_warm_up(self) -> int:
-        """Whether sizes may be captured before a step has them: 2; 1 if that is known with the next step."""
+        """2 if sizes may be captured before a step has them; 1 if that is known with the next step."""
         adapters = self.eager.adapters
         if runs_unknown_code(self.eager.model) or (adapters is not None and adapters.layers):
             return 0
@@ -320,7 +320,7 @@ class Decoding:
         return state
 
     def moved(self) -> bool:
-        """Whether the model is in a state that ranks have not looked at together."""
+        """True if the model is in a state that ranks have not looked at together."""
         if self.eager.device.type not in RECORDERS:
             return False
         return self.captures.known(self.current().graph_key) is not self._agreed
@@ -367,7 +367,7 @@ class Decoding:
 
     @staticmethod
     def _form(batch: ScheduledBatch, kernels: bool) -> Form | None:
-        """What the chunks of a batch are in a graph, None if they are the flat row's."""
+        """The form of a batch's chunks in a graph, None if they are the flat row's."""
         rows = batch.rows_behind
         if all(count == 1 and samples for _, _, count, samples in rows):
             return "single"

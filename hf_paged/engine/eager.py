@@ -82,7 +82,7 @@ class EagerModel:
         self.head = Fp32Head(model, pools.config.lm_head_fp32)
         """Computes the logits in float32, where that is wanted, and those of some rows of captured steps."""
         self.spread = is_spread(model)
-        """Whether layers lie on several devices: the head's need not be the one of the ids."""
+        """True if layers lie on several devices: the head's need not be the one of the ids."""
         self._plugged = False
         self._plans: dict[LayerKind, dict[object, Any]] = {}
         parameters = inspect.signature(model.forward).parameters
@@ -119,7 +119,7 @@ class EagerModel:
         return self._forward(batch, self._inputs(batch), [ends[i] - 1 for i in batch.wanted], flat=True)
 
     def _plans_of(self, kind: LayerKind) -> dict[object, Any]:
-        """What kernels plan for a kind of layer, kept from step to step for a number of batch sizes."""
+        """Plans of kernels for a kind of layer, kept from step to step for a number of batch sizes."""
         plans = self._plans.setdefault(kind, {})
         if len(plans) > MOST_PLANS:
             plans.clear()
@@ -163,7 +163,7 @@ class EagerModel:
         batches: dict[LayerKind, Batch],
         first: bool,
     ) -> dict[str, Any]:
-        """What a decoder is given for the ids [1, tokens] of a row, and where it finds what it attends to."""
+        """A decoder's arguments for the ids [1, tokens] of a row, and where it finds what it attends to."""
         assert self.encoder is not None
         table = sequence.tables[-1]
         answer = source.made
@@ -250,7 +250,7 @@ class EagerModel:
         return _answered(logits, {place: i for i, place in enumerate(kept)}, last, scored)
 
     def _extras(self, batch: ForwardBatch) -> dict[str, Any]:
-        """What the decoder is given beside its inputs."""
+        """The decoder's arguments beside its inputs."""
         counts = batch.rows.counts
         extras = joined_extras([batch.inputs.get(i, PLAIN).extras for i in range(len(counts))], counts)
         for row in batch.inputs.values():

@@ -34,7 +34,7 @@ class FairLock:
 
     @property
     def mine(self) -> bool:
-        """Whether the calling thread has the lock."""
+        """True if the calling thread has the lock."""
         lock: Any = self.lock
         return bool(lock._is_owned())  # the name that threading.Condition uses
 

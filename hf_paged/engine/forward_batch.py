@@ -1,4 +1,4 @@
-"""What a forward computes, as the runner takes it, and its answer; the tokens that only the device has, and
+"""The input of a forward, as the runner takes it, and its answer; the tokens that only the device has, and
 how they come to the host.
 """
 
@@ -20,7 +20,7 @@ from .multimodal.extras import DecoderExtras
 from .multimodal.media import Media
 
 PromptInputs = torch.Tensor | Media | EncoderInput
-"""What a prompt may be beside token ids: embeddings, pictures or recordings, or an encoder's input."""
+"""Inputs of a prompt beside token ids: embeddings, pictures or recordings, or an encoder's input."""
 
 
 class LastTokens:
@@ -70,25 +70,25 @@ class RowInputs(NamedTuple):
     embeds: torch.Tensor | None = None
     """[n, hidden]: what the first n of its tokens are instead of ids."""
     source: EncoderInput | None = None
-    """What its decoder attends to, if the model has an encoder."""
+    """The input of its encoder, if the model has one."""
     positions: torch.Tensor | None = None
     """[axes, tokens] on the host: the RoPE positions, if these are not consecutive."""
     rope_delta: int | None = 0
-    """What is added to its consecutive positions; None if no single number does it."""
+    """The number added to its consecutive positions; None if no single number does it."""
     extras: DecoderExtras | None = None
     """Inputs of its decoder for some of its tokens, in addition to embeddings."""
     across: CrossInputs | None = None
-    """What its decoder attends to across, and under which masks."""
+    """The states that its decoder attends to across, and their masks."""
     ids: list[int] | None = None
     """The ids of its tokens that the host has, if the sequence has other names for them."""
     scored: Scored | None = None
-    """What of its prompt is to be scored."""
+    """The part of its prompt to be scored."""
     prompt: PromptInputs | None = None
-    """What its embeddings, states or encoder output are of."""
+    """The source of its embeddings, states or encoder output."""
 
     @property
     def of_ids(self) -> bool:
-        """Whether a captured step can take it: ids only, and at most one delta."""
+        """True if a captured step can take it: ids only, and at most one delta."""
         plain = self.embeds is None and self.source is None and self.across is None
         return plain and self.scored is None and self.rope_delta is not None
 
@@ -169,7 +169,7 @@ class ForwardBatch(NamedTuple):
 
     @property
     def of_ids(self) -> bool:
-        """Whether a captured step can take all rows."""
+        """True if a captured step can take all rows."""
         return all(row.of_ids for row in self.inputs.values())
 
     @property
@@ -183,7 +183,7 @@ class ForwardBatch(NamedTuple):
 
     @property
     def scored(self) -> list[tuple[TokenSequence, int, Scored]]:
-        """What is to be scored: the sequence, where among all tokens its row begins, and what."""
+        """The parts to be scored: the sequence, where among all tokens its row begins, and which."""
         found = []
         begin = 0
         for i, count in enumerate(self.rows.counts if self.inputs else ()):

@@ -29,7 +29,7 @@ from .sampling.scores import chosen_numbers_of
 
 
 class SamplingState:
-    """What sampling keeps from step to step."""
+    """The state of sampling from step to step."""
 
     def __init__(self, jobs: Mapping[SequenceGroup, Job], last_tokens: LastTokens) -> None:
         self.jobs = jobs

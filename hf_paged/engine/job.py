@@ -35,7 +35,7 @@ class Job:
         self.adapter: tuple[str, ...] = ()
         """The names of its adapters."""
         self.active: tuple[str, ...] | None = None
-        """What was active on the model when it came, if none of the model's adapters can be chosen."""
+        """Adapters active on the model when it came, if none of the model's adapters can be chosen."""
         self.tokenizer = tokenizer
         self.beams = BeamSearch(params) if params.beams > 1 else None
         self.streams = [
@@ -49,13 +49,13 @@ class Job:
         self.output: Output | None = None
         self.cancelled = False
         self._passed_on = False
-        """Whether its driver has been given the interrupt that it ended with."""
+        """True once its driver has been given the interrupt that it ended with."""
         self.trouble_with_scores: Exception | None = None
-        """What a processor raised that runs for the rows of all requests at once."""
+        """The error of a processor that runs for the rows of all requests at once."""
         self.grammar_states = [] if params.grammar is None else [params.grammar.begin() for _ in self.streams]
         """Where in its grammar each of its answers is."""
         self.prompt_scores = None if params.scored is None else PromptLogprobs(params.prompt, params.scored)
-        """What is known of the tokens of its prompt, if that is wanted."""
+        """Known scores of the tokens of its prompt, if these are wanted."""
 
     # ---- a step
 
@@ -165,7 +165,7 @@ class Job:
         return next((stream.trouble for stream in self.streams if stream.trouble is not None), None)
 
     def interrupt(self) -> BaseException | None:
-        """What its own code raised that its driver must get, too; once."""
+        """The error of its own code that its driver must get, too; once."""
         error = self.trouble if self.output is None else self.output.error
         if self._passed_on or not reaches_driver(error):
             return None
@@ -174,13 +174,13 @@ class Job:
 
     @property
     def all_ended(self) -> bool:
-        """Whether all its answers have ended."""
+        """True once all its answers have ended."""
         return all(stream.finish_reason is not None for stream in self.streams)
 
     @property
     def torn(self) -> bool:
-        """Whether a step broke off in the middle of what was its own: some of its sequences have their
-        tokens, or some of its books.
+        """True if a step broke off in the middle of its own part: some of its sequences have their tokens, or
+        some of its books.
         """
         assert self.group is not None
         lengths = {len(sequence.tokens) for sequence in self.group.sequences}

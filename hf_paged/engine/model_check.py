@@ -1,4 +1,4 @@
-"""Whether a model is still the one that the cached blocks were computed with (C24)."""
+"""Checks that a model is still the one that the cached blocks were computed with (C24)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class ModelCheck:
         self._policy = policy
         self._unreadable = False
         self._stepped = False
-        """Whether an optimizer has taken a step on the weights: fused ones write without torch's counting."""
+        """True once an optimizer has taken a step on the weights: fused ones write without torch's counting.
+        """
         self.adapters_moved = False
         """Set when adapters have come to layers, or left them, since whoever reads this has cleared it."""
         when_stepped(self)
@@ -44,7 +45,7 @@ class ModelCheck:
         self._check()
 
     def touched(self) -> bool:
-        """Whether a parameter was written by an optimizer, or in a way that torch counts, or replaced, or a
+        """True if a parameter was written by an optimizer, or in a way that torch counts, or replaced, or a
         setting is another. Cheap, for every step.
         """
         if self._stepped or self._snapshot.parameters() != self._parameters:
@@ -97,7 +98,8 @@ class ModelCheck:
         self._policy.mark_clean()
 
     def memory(self) -> list[object]:
-        """What holds the memory of the model's tensors: while it is kept, no other tensor gets that memory.
+        """Holders of the memory of the model's tensors: while they are kept, no other tensor gets that
+        memory.
 
         A tensor may be given other memory; one that is made of others counts as its own.
         """
@@ -107,7 +109,7 @@ class ModelCheck:
         ]
 
     def changed(self, whole: bool = False) -> bool:
-        """Whether the content of weights, a setting, a hook or an adapter differs since the last such check.
+        """True if the content of weights, a setting, a hook or an adapter differs since the last such check.
 
         True where weights cannot be read. whole: all of the weights are read, not some in turns.
         """
@@ -117,7 +119,7 @@ class ModelCheck:
         return self._state is None or self._state != before
 
     def rewritten(self) -> bool:
-        """Whether weights were written to since the last full check, in a way that torch counts or not."""
+        """True if weights were written to since the last full check, in a way that torch counts or not."""
         if self.touched():
             return True
         identity = identity_of(self._snapshot.model)
@@ -159,7 +161,7 @@ class ModelCheck:
 
 
 def _remembers(hook: object) -> bool:
-    """Whether a hook is more than its code."""
+    """True if a hook is more than its code."""
     return not isinstance(hook, FunctionType) or hook.__closure__ is not None
 
 

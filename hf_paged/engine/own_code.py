@@ -39,12 +39,10 @@ def own_code(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def raised_by(error: BaseException) -> BaseException:
-    """What own code raised, as it was."""
+    """Own code's error, as it was raised."""
     return error.error if isinstance(error, OwnCode) else error
 
 
 def reaches_driver(error: BaseException | None) -> bool:
-    """Whether an error of a request's own code is meant for the process as well, as asyncio's tasks have
-    it.
-    """
+    """True if an error of a request's own code is meant for the process, too, as asyncio's tasks have it."""
     return isinstance(error, (KeyboardInterrupt, SystemExit))

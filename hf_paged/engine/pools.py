@@ -233,7 +233,7 @@ class Pools:
 
     @property
     def swaps(self) -> bool:
-        """Whether blocks may wait on the host."""
+        """True if blocks may wait on the host."""
         return all(group.host is not None for group in self.groups.values())
 
     def bytes_of(self, blocks: Sequence[int]) -> int:
@@ -243,7 +243,7 @@ class Pools:
         )
 
     def reserve(self, blocks: Sequence[int]) -> bool:
-        """Whether the host has room for so many blocks more of every group; memory for them is taken as far
+        """True if the host has room for so many blocks more of every group; memory for them is taken as far
         as there is any.
         """
         return all(

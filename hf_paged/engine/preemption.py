@@ -91,7 +91,7 @@ class Preemption:
         self._seconds = 0.0
 
     def decide(self, victim: Victim) -> bool:
-        """Whether this group is swapped; if so the host has room for it."""
+        """True if this group is swapped; if so the host has room for it."""
         if self.mode == "recompute" or not self.pools.swaps:
             return False
         if self.mode == "auto":

@@ -1,4 +1,4 @@
-"""What a trial of a model finds: how far logits are apart, and why a model cannot be served."""
+"""Findings of a trial of a model: how far logits are apart, and why a model cannot be served."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def uniform(*keys: torch.Tensor) -> torch.Tensor:
 
 
 def row_states(seeds: Sequence[int], indices: Sequence[int]) -> np.ndarray:
-    """What `row_numbers` needs of rows [rows], each with a seed and the number of a sample: the same in every
+    """States of rows [rows] for `row_numbers`, each with a seed and the number of a sample: the same in every
     step.
     """
     return _stirred(_stirred(np.zeros(len(seeds), np.uint64), seeds), indices)

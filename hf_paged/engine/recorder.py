@@ -61,7 +61,7 @@ class _RecordedPool:
         self._begun = False
 
     def change(self, old: _RecordedTable, released: int, blocks: list[int]) -> Change:
-        """What became of a table, entered in the references."""
+        """The change of a table, entered in the references."""
         rest = old.blocks[released - old.released :] if released >= old.released else []
         same = next(
             (i for i, (one, other) in enumerate(zip(rest, blocks, strict=False)) if one != other),
@@ -158,7 +158,7 @@ class Recorder:
         self.closed = False
         self.live = every is not None
         self.seconds = 0.0
-        """What its records have taken of the time of the threads that drive the engine."""
+        """Time that its records have taken from the threads that drive the engine."""
         self._every = every or 0.0
         self._due = 0.0
         self._scheduler = scheduler
@@ -182,7 +182,7 @@ class Recorder:
         self._admitted: list[SequenceGroup] = []
         self._sampled = 0
         self._stale = False
-        """Whether something has happened since the last record."""
+        """True if something has happened since the last record."""
         self._error: Exception | None = None
         self._record(())
 
@@ -389,6 +389,6 @@ class Recorder:
 
 
 def _unless_empty(each: Iterable[T]) -> tuple[T, ...]:
-    """What each kind of layer has; nothing if none has any."""
+    """Values by kind of layer; nothing if none has any."""
     found = tuple(each)
     return found if any(found) else ()

@@ -62,7 +62,7 @@ class Runner:
 
     @property
     def captures(self) -> bool:
-        """Whether steps may be captured."""
+        """True if steps may be captured."""
         return self.decoding is not None and self.why_rows is None and self.eager.device.type in RECORDERS
 
     @property
@@ -78,7 +78,7 @@ class Runner:
             self.decoding.forget()
 
     def is_ready(self, size: Size) -> bool:
-        """Whether the kernels of captured steps of a size are compiled."""
+        """True if the kernels of captured steps of a size are compiled."""
         label = label_of(size)
         return self.warming is None or self.warming.done or not label or label in self.warming.ready
 

@@ -47,7 +47,7 @@ class Trial:
         self.runner = runner
         self._eager = runner.eager
         self._source: EncoderInput | None = None
-        """What the encoder of an encoder-decoder is given."""
+        """The input of an encoder-decoder's encoder."""
 
     def run(self) -> None:
         """See whether the model can be served and in which form, while kernels are compiled that it will

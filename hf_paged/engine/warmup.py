@@ -1,4 +1,4 @@
-"""What an engine will launch first, compiled while its model is tried out, and what comes later."""
+"""Kernels of an engine's first launches, compiled while its model is tried out, and later ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def warming(eager: EagerModel, captures: bool, flat: bool) -> Iterator[Warming |
 
 
 class _Expected(NamedTuple):
-    """What the config lets expect of the kernels' calls."""
+    """Kernels' calls, as the config lets expect them."""
 
     ops: TritonOps
     fusion: Fusion | None

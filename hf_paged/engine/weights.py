@@ -15,15 +15,15 @@ from ..model.ranks.tensor_parallel import divided_otherwise, mesh_of
 from ..model.switch import modules_of
 
 PauseMode = Literal["recompute", "wait", "abort", "keep"]
-"""What becomes of requests when an engine pauses: they wait and are computed again, they are finished first,
-they end, or they wait with their keys and values.
+"""The fate of requests when an engine pauses: they wait and are computed again, they are finished first, they
+end, or they wait with their keys and values.
 """
 KeptBlocks = Literal["drop", "keep"]
-"""What becomes of keys and values when weights have changed."""
+"""The fate of keys and values when weights have changed."""
 PREFIXES = ("base_model.model.", "module.")
-"""What wrappers put in front of a model's names."""
+"""Prefixes of a model's names that wrappers add."""
 INSIDE = re.compile(r"_orig_mod\.|\.base_layer")
-"""What torch.compile and peft's LoRA put into them."""
+"""Names that torch.compile and peft's LoRA insert."""
 
 
 def check_choice(name: str, value: object, choices: object) -> None:

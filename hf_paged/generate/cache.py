@@ -121,9 +121,9 @@ class PagedCache(DynamicCache):
         self._model = model
         self.reuse = None
         self.mask_read = False
-        """Whether the running call has read its attention mask on the host."""
+        """True once the running call has read its attention mask on the host."""
         self.prompt_in_chunks = False
-        """Whether the running call feeds its prompt in several forwards."""
+        """True if the running call feeds its prompt in several forwards."""
         self._names = frozenset(vars(self)) | {"_names"}
         """The attributes of a cache to which no model has bound anything."""
         weakref.finalize(self, sequences.memory.abandon, sequences).atexit = False
@@ -137,7 +137,7 @@ class PagedCache(DynamicCache):
 
     @property
     def complete(self) -> bool:
-        """Whether pages hold everything the cache keeps: no layer has another state."""
+        """True if pages hold everything the cache keeps: no layer has another state."""
         return all(map(_is_complete, self.layers))
 
     def outside(self) -> list[tuple[Any, dict[str, Any]]]:

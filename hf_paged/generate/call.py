@@ -33,7 +33,7 @@ class _Plug:
     def __init__(self, model: nn.Module) -> None:
         self.calls: set[Call] = set()
         self.plugged = False
-        """Whether all of it is in place."""
+        """True if all of it is in place."""
         modules = modules_of(model)
         self.configs = decoder_configs(modules)
         self.expanding = expanding_classes(modules)
@@ -102,12 +102,12 @@ class Call:
     configured_class: str = ""
     """The class of the model whose generation config has the word; nothing if no config had it."""
     decided: bool = False
-    """Whether a cache was prepared or left to stock here; a model may prepare its caches without us."""
+    """True once a cache was prepared or left to stock here; a model may prepare its caches without us."""
     made: list[PagedCache] = field(default_factory=list)
     used: list[PagedCache] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
     left: bool = False
-    """Whether the end of the call has begun."""
+    """True once the end of the call has begun."""
     outer: Call | None = field(default_factory=lambda: current_call.get())
     outer_snapshots: CallSnapshots | None = field(default_factory=call_snapshots.get)
 
@@ -210,7 +210,7 @@ in_forked_process(_end_calls_of_other_threads)
 
 
 def bypassed(cache: PagedCache, answer: Any) -> bool:
-    """Whether the tokens of `answer` went through another cache than the one that was prepared."""
+    """True if the tokens of `answer` went through another cache than the one that was prepared."""
     sequences = answer if isinstance(answer, torch.Tensor) else getattr(answer, "sequences", None)
     return (
         isinstance(sequences, torch.Tensor)

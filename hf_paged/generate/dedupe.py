@@ -72,7 +72,7 @@ class EqualRows(NamedTuple):
 
 @cache
 def keeps_another_cache(cls: Any) -> bool:
-    """Whether the forward of a model class takes a second cache from step to step, whose rows cannot be
+    """True if the forward of a model class takes a second cache from step to step, whose rows cannot be
     repeated.
     """
     names = inspect.signature(cls.forward).parameters
@@ -82,12 +82,12 @@ def keeps_another_cache(cls: Any) -> bool:
 
 
 class PromptRows(NamedTuple):
-    """What the host knows of a prompt's rows after one look at them."""
+    """The host's knowledge of a prompt's rows after one look at them."""
 
     equal: EqualRows | None
     """Which rows are equal; None if all differ, or may differ in what they become."""
     padding: Padding | None
-    """What its attention mask says, if that was read."""
+    """The padding by its attention mask, if that was read."""
     device: torch.device
 
     def padding_of(self, rows: Sequence[int]) -> Padding | None:
@@ -134,8 +134,8 @@ def read_prompt(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCach
 def _comparable(
     model: nn.Module, arguments: Mapping[str, Any], rows: int, cache: PagedCache
 ) -> list[torch.Tensor] | None:
-    """What the rows of a prompt are compared by; None if equal rows may become different ones: by dropout, in
-    a state that cannot be forked, or because an argument has no rows.
+    """Tensors by which a prompt's rows are compared; None if equal rows may become different ones: by
+    dropout, in a state that cannot be forked, or because an argument has no rows.
     """
     kind: Any = type(model)
     if computes_rows_apart(model, cache) or keeps_another_cache(kind) or why_random(model) is not None:
@@ -207,7 +207,7 @@ def equal_by_content(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def equal_to(tensors: Sequence[torch.Tensor], others: torch.Tensor) -> torch.Tensor:
-    """Whether each row i of tensors [rows, ...] is equal to row others[i] in all of them, bit by bit."""
+    """A mask of the rows i of tensors [rows, ...] that equal row others[i] in all of them, bit by bit."""
     same = torch.ones_like(others, dtype=torch.bool)
     for tensor in tensors:
         for part in _words(tensor):

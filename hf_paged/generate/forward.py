@@ -1,4 +1,4 @@
-"""What happens around a model's forward while a paged call runs."""
+"""The work around a model's forward while a paged call runs."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def _with_adapters(
 
 
 def _asks_for(model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...]) -> bool:
-    """Whether any of these outputs is requested."""
+    """True if any of these outputs is requested."""
     for name in names:  # noqa: SIM110 - asked in every step, and a generator costs as much as the answer
         if arguments.get(name) or setting_of(model.config, name):
             return True

@@ -58,12 +58,12 @@ class Patch:
 
     @property
     def active(self) -> bool:
-        """Whether its wrappers act: one that others have wrapped cannot be removed and passes through."""
+        """True if its wrappers act: one that others have wrapped cannot be removed and passes through."""
         return _patch() is self
 
     @property
     def complete(self) -> bool:
-        """Whether every method is wrapped: an interrupt may have kept some from it."""
+        """True if every method is wrapped: an interrupt may have kept some from it."""
         methods = {name: getattr(GenerationMixin, name) for name in self.originals}
         return len(methods) == len(EXPECTED) and not any(
             methods[name] is own for name, own in self.originals.items()
@@ -132,7 +132,7 @@ def uninstall_cache() -> None:
 
 
 def installed() -> bool:
-    """Whether generate() takes cache_implementation="paged" here: install() makes it, uninstall() ends it."""
+    """True if generate() takes cache_implementation="paged" here: install() makes it, uninstall() ends it."""
     patch = _patch()
     return patch is not None and patch.owner is globals()
 
@@ -221,7 +221,7 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
 
 
 def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any], slots: list[Slot]) -> bool:
-    """Whether this call has a paged cache, or requests one that is available, whose places `slots` gets."""
+    """True if this call has a paged cache, or requests one that is available, whose places `slots` gets."""
     given = model_kwargs.get(CACHE)
     asked = generation_config.cache_implementation == WORD
     if paged_parts(given):

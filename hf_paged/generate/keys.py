@@ -1,4 +1,4 @@
-"""What a prompt is to the cache: its tokens, and everything else that decides the keys and values of a row
+"""A prompt's identity in the cache: its tokens, and everything else that decides the keys and values of a row
 (contract C24).
 """
 
@@ -40,7 +40,7 @@ class NotShareable(Exception):
 
 
 class ForwardInputs(NamedTuple):
-    """What a forward was given: a number for each token, and each row's key."""
+    """The input of a forward: a number for each token, and each row's key."""
 
     tokens: torch.Tensor
     """[rows, new]"""
@@ -48,8 +48,8 @@ class ForwardInputs(NamedTuple):
 
 
 class PrefixOrigin(NamedTuple):
-    """What the keys and values of a call depend on: the state of the model and of its adapters, and the
-    caller's salt.
+    """The origin of a call's keys and values: the state of the model and of its adapters, and the caller's
+    salt.
     """
 
     secret: bytes
@@ -123,7 +123,7 @@ def fold(embeddings: torch.Tensor, secret: bytes) -> torch.Tensor:
 
 
 def _count_tokens(positions: Any, starts: Sequence[int], before: int, new: int) -> bool:
-    """Whether positions [rows or 1, new] count each row's tokens from its first on."""
+    """True if positions [rows or 1, new] count each row's tokens from its first on."""
     if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or positions.shape[1] != new:
         return False
     column = torch.arange(before, before + new, device=positions.device)

@@ -1,6 +1,4 @@
-"""What a forward is given of its rows: their number, their new tokens, and the mask that says where they
-begin.
-"""
+"""The rows given to a forward: their number, their new tokens, and the mask that says where they begin."""
 
 from __future__ import annotations
 
@@ -32,12 +30,12 @@ def new_of(arguments: Mapping[str, Any]) -> int:
 
 
 class Padding(NamedTuple):
-    """What an attention mask says."""
+    """Padding by an attention mask."""
 
     starts: list[int]
     """The column at which each row begins."""
     plain: bool
-    """Whether it shows every token from there on."""
+    """True if it shows every token from there on."""
 
     @classmethod
     def of(cls, told: list[int]) -> Padding:

@@ -30,14 +30,14 @@ from .keys import PLACES, ForwardInputs, NotShareable, PrefixOrigin, why_never
 logger = logging.getLogger("hf_paged")
 
 ANSWERS = frozenset({"logits", CACHE})
-"""What the answer to a part of a prompt may consist of."""
+"""Fields that the answer to a part of a prompt may have."""
 Forward = Callable[..., Any]
 Compute = Callable[[dict[str, Any], bool], Any]
 """How a forward is computed: from its arguments, and whether these are all that its caller gave."""
 
 
 class FillableCache(CapturedCache, Protocol):
-    """What reuse needs of the cache whose rows it begins."""
+    """The interface of a cache whose rows reuse begins."""
 
     prompt_in_chunks: bool
 
@@ -61,7 +61,7 @@ class Reuse:
         self.state = 0
         """The state of the model that the rows come from."""
         self._keys: list[bytes] = []
-        """What the keys and values of each row depend on in addition to its tokens; rows as they were in the
+        """The facts besides its tokens that each row's keys and values depend on; rows as they were in the
         beginning.
         """
         self._tokens: list[list[int]] | None = None
@@ -75,7 +75,7 @@ class Reuse:
         self._adapters: AdapterStates | None = None
         """The contents of the running call's adapters when it checked the model."""
         self._closely = False
-        """Whether foreign code runs between the forwards of the running call, which may change the model and
+        """True if foreign code runs between the forwards of the running call, which may change the model and
         change it back.
         """
         self._seen = 0
@@ -127,7 +127,7 @@ class Reuse:
             self.disable("the model changed while it was used")
 
     def _is_sound(self) -> bool:
-        """Whether the rows hold what their keys and tokens say."""
+        """True if the rows agree with their keys and tokens."""
         if self._monitor.changed:
             self.disable("a hook changes what layers compute")
         if not self.sequences.padding_known:
@@ -181,7 +181,7 @@ class Reuse:
         return answer
 
     def _look(self, cache: FillableCache, model: nn.Module, forward: Forward) -> PrefixOrigin:
-        """What this call's keys and values depend on; the model is checked once a call."""
+        """The origin of this call's keys and values; the model is checked once a call."""
         if self.history.columns != self.sequences.columns:
             raise NotShareable("the cache was filled outside of generate()")
         if self._origin is not None:

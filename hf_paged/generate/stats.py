@@ -1,4 +1,4 @@
-"""What a model keeps between calls, in figures: `print(hf_paged.stats(model))`."""
+"""A model's state between calls, in figures: `print(hf_paged.stats(model))`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PoolStats(NamedTuple):
 
 @dataclass(frozen=True)
 class Stats:
-    """What `hf_paged.stats(model)` answers. Figures of blocks count all pools together."""
+    """The result of `hf_paged.stats(model)`. Figures of blocks count all pools together."""
 
     model: str
     layers: tuple[str, ...]

@@ -88,19 +88,19 @@ class Batch(ABC):
     """The columns of the cache after the step, left padding included."""
     block_size: int
     workspace: dict[str, Any]
-    """What outlives a step: plans of kernels, and the device's copy of the tables until a block changes."""
+    """State beyond a step: plans of kernels, and the device's copy of the tables until a block changes."""
     step: object
-    """What a kernel's plan is updated for, another object in every step."""
+    """A new object in every step, for which kernels update their plans."""
     captured = False
-    """Whether it belongs to a captured step: replays have other lengths in the same tensors."""
+    """True if it belongs to a captured step: replays have other lengths in the same tensors."""
     packed = False
-    """Whether one row of the model holds the new tokens of all sequences, which only attention separates."""
+    """True if one row of the model holds the new tokens of all sequences, which only attention separates."""
     plain = True
-    """Whether every row of the model is one sequence."""
+    """True if every row of the model is one sequence."""
     fresh = False
-    """Whether this step's tokens are all there is."""
+    """True if this step's tokens are all there is."""
     empty = False
-    """Whether nothing but padding was seen so far, so that no slot holds anything."""
+    """True if nothing but padding was seen so far, so that no slot holds anything."""
     starts: list[int] | None = None
     """The first column of each row behind its left padding; None without padding."""
     strided: StridedView | None = None
@@ -163,7 +163,7 @@ class Batch(ABC):
         """
 
     def parts(self, window: int | None, device: torch.device) -> tuple[Singles | None, list[Span]] | None:
-        """What plain torch reads of a `packed` batch: rows of one token together, longer ones one by one."""
+        """Reads of plain torch in a `packed` batch: rows of one token together, longer ones one by one."""
         return None
 
     @property

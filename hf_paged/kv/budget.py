@@ -6,7 +6,7 @@ import torch
 from ..blocks import OutOfBlocks
 
 BYTES_OF_BOOKS = 20
-"""What the books of a pool take of the host's memory for a block, at least."""
+"""Least bytes of host memory that the books of a pool take for a block."""
 
 
 def free_bytes(device: torch.device) -> int:

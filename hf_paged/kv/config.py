@@ -1,4 +1,4 @@
-"""What a user may choose about the cache: checked once, passed down frozen."""
+"""The user's choices for the cache: checked once, passed down frozen."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class CacheConfig:
 
     @property
     def fixed(self) -> bool:
-        """Whether the pool keeps its size whatever a call needs."""
+        """True if the pool keeps its size whatever a call needs."""
         return self.num_blocks is not None or self.memory_fraction is not None
 
     @classmethod

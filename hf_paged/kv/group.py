@@ -87,9 +87,9 @@ class LayerGroup:
         """The first blocks of the pool, which have memory; None if all have."""
         self.times_given_back = 0
         self.on_ranks = False
-        """Whether rank 0 of several alone knows what is cached there."""
+        """True if only rank 0 of several knows what is cached there."""
         self.kept: bool | None = None
-        """Whether it stays where it is when the model trains; None if it does where it fits beside that."""
+        """True if it stays where it is when the model trains; None if it does where it fits beside that."""
 
     # ---- layers and their stores
 
@@ -203,7 +203,7 @@ class LayerGroup:
             store.copy_pairs(sources.to(layout.device), targets.to(layout.device))
 
     def blocks_agree(self, pairs: Sequence[tuple[int, int]]) -> bool:
-        """Whether the blocks of every pair hold the same in every layer, up to rounding."""
+        """True if the blocks of every pair hold the same in every layer, up to rounding."""
         return all(store.blocks_agree(pairs) for store in self.stores.values())
 
     # ---- size
@@ -410,7 +410,7 @@ class Memory:
         self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         """Objects that keep addresses of stores: captured steps."""
         self.suspect = False
-        """Whether a call failed since the books were last known to agree with the tables."""
+        """True if a call failed since the books were last known to agree with the tables."""
         self._abandoned: deque[Holder] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         """The stream of each device that the last step ran on."""
@@ -421,9 +421,9 @@ class Memory:
         self.paths: list[str] = []
         """How attention read each layer in the last call."""
         self.training = TrainingMemory()
-        """What training takes beside the pools."""
+        """Memory of training beside the pools."""
         self._told_training = False
-        """Whether the log says why pools make way for training."""
+        """True once the log says why pools make way for training."""
 
     def group(
         self, kind: LayerKind, config: CacheConfig, layers: int, share: float, owner: object | None = None
@@ -577,5 +577,5 @@ class Memory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed for want of memory, on whatever device."""
+    """True if an allocation failed for want of memory, on whatever device."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

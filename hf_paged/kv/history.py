@@ -1,4 +1,4 @@
-"""What tokens the rows of a cache hold: noted step by step without looking, read once at the end."""
+"""The tokens of a cache's rows: noted step by step without looking, read once at the end."""
 
 from __future__ import annotations
 

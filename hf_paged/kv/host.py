@@ -70,11 +70,11 @@ class HostBlocks:
 
     @property
     def bytes(self) -> int:
-        """What the host has given."""
+        """Bytes of host memory in use."""
         return sum(buffer.bytes for buffer in self._buffers.values())
 
     def reserve(self, blocks: int) -> bool:
-        """Whether there is room for so many blocks more; memory for it is taken now, as far as it is allowed
+        """True if there is room for so many blocks more; memory for it is taken now, as far as it is allowed
         and there is any.
         """
         try:
@@ -245,7 +245,7 @@ class _HostBuffer:
             self._measured.append(watch)
 
     def transfers(self) -> list[Transfer]:
-        """What was measured and is over."""
+        """Measured transfers that are over."""
         over = [watch for watch in self._measured if watch.over]
         self._measured = [watch for watch in self._measured if not watch.over]
         return [watch.transfer() for watch in over]

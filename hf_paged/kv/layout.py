@@ -1,4 +1,4 @@
-"""What layers must have in common to share a block table, and what to share a store."""
+"""Properties that layers have in common to share a block table, and to share a store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class LayerKind(NamedTuple):
-    """What the layers of a group have in common: they hold the same tokens, so one table serves them all."""
+    """The kind of a group's layers: they hold the same tokens, so one table serves them all."""
 
     name: Literal["full", "window", "cross"]
     window: int | None = None
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
         )
 
     def describes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether these keys [rows, heads, tokens, key_dim] and values have this layout; cheaper than making
+        """True if these keys [rows, heads, tokens, key_dim] and values have this layout; cheaper than making
         another layout.
         """
         _, heads, _, key_dim = keys.shape

@@ -45,7 +45,7 @@ class TritonOps(Ops):
 
     @property
     def first(self) -> list[Callable[[], None]]:
-        """What every kernel's compilation waits for: calls that have it done before, in any thread."""
+        """Calls that every kernel's compilation waits for: they are made before it, in any thread."""
         return [self.kernels.find_driver, self.kernels.know_triton]
 
     def advance(self, table: torch.Tensor, *step: Any) -> None:
@@ -434,7 +434,7 @@ def invariant_kernels(device: str) -> Any:
 
 @cache
 def digester(device: torch.device) -> Callable[[torch.Tensor, list[tuple[int, int]]], torch.Tensor] | None:
-    """What boils tensors on `device` down by their addresses, if there are kernels for it."""
+    """The kernel that digests tensors on `device` by their addresses, if there is one."""
     if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
         return None
     import hf_paged_kernels

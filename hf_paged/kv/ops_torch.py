@@ -23,7 +23,7 @@ class LayerViews(Protocol):
 
 
 class Pages(NamedTuple):
-    """What the attention of one layer reads: the layer's slots, and where the rows' tokens lie in them."""
+    """The input of one layer's attention: the layer's slots, and where the rows' tokens lie in them."""
 
     keys: torch.Tensor
     """[slots, heads, key_dim]"""
@@ -38,7 +38,7 @@ class Pages(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the new tokens of a layer attend to: the columns from `first` on.
+    """The columns that a layer's new tokens attend to: from `first` on.
 
     mask: [rows or 1, query_heads or 1, new, columns - first], boolean or added. Without one, everything from
         `first` on, or if `causal` each token what is at or before it and, with a window, not further back

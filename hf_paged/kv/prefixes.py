@@ -12,8 +12,8 @@ from .sequences import Sequences
 
 
 class Prefix(NamedTuple):
-    """What the rows of a cache can begin with: `columns` columns, padding included, and each row's blocks by
-    kind of layer.
+    """A prefix for the rows of a cache: `columns` columns, padding included, and each row's blocks by kind of
+    layer.
     """
 
     columns: int

@@ -12,7 +12,7 @@ from .batch import Batch
 
 
 class InvariantFlag(threading.local):
-    """Whether what is computed must not depend on the batch; torch's attention is replaced then."""
+    """The flag that no result may depend on the batch; torch's attention is replaced then."""
 
     wanted: ContextVar[bool] = ContextVar("hf_paged_batch_invariant", default=False)
     entered = False  # by this thread: it may have the copy of another's context, or of a block that has ended

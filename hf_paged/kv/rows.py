@@ -46,13 +46,12 @@ class Rows:
         self._cut = 0
         """The column at which blocks behind the window were last freed, while the past is kept."""
         self.keeps_prefixes = False
-        """Whether other rows may begin with what these hold: a new pool then gets room for more than one
+        """True if other rows may begin with the blocks of these: a new pool then gets room for more than one
         call.
         """
         self._strided: StridedView | None = None
         self.torn = False
-        """Whether a step broke off between the books and the tensors: what the rows hold is not known any
-        more.
+        """True if a step broke off between the books and the tensors: the contents of the rows are unknown.
         """
         self.stamp = object()
         """A new object after every change: a caller that noted it can tell whether its copy is current."""
@@ -81,7 +80,7 @@ class Rows:
 
     @property
     def keep_past(self) -> bool:
-        """Whether blocks that the window has passed stay until `crop`, which bounds how far back the next
+        """True if blocks that the window has passed stay until `crop`, which bounds how far back the next
         step may reach.
         """
         return self._keep_past

@@ -17,7 +17,7 @@ from .static import StaticBatch
 
 
 class Sequences:
-    """What a cache and its layers share: one `Rows` per kind of layer, all holding the same rows.
+    """State shared by a cache and its layers: one `Rows` per kind of layer, all holding the same rows.
 
     Two operations are deferred. `sources`: a row stands for all rows that are equal to it (beams, samples, a
     prompt that was given several times) and is forked when they begin to differ. A pending reorder: its
@@ -33,11 +33,11 @@ class Sequences:
         self.sources: list[int] | None = None
         """Row i of the call is row sources[i] here, until rows are forked; None afterwards."""
         self.padding_known = True
-        """Whether the rows' starts say all of this call's attention mask."""
+        """True if the rows' starts determine this call's attention mask."""
         self.static: Mapping[LayerKind, StaticBatch] | None = None
         """The index tensors of a step while it is captured."""
         self.changes_all = False
-        """Whether the cache is changing its rows, so that all layers may take part."""
+        """True while the cache changes its rows, so that all layers may take part."""
         self.history: TokenHistory | None = None
         """The tokens of the rows, if other caches may reuse their blocks."""
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None

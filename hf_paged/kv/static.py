@@ -25,7 +25,7 @@ LONGS = 4
 """The columns before and after a step take two numbers each of the buffer's."""
 _taking = threading.Lock()
 _left = torch.empty(0, dtype=torch.int32, device="cpu")
-"""What no batch has of the last piece."""
+"""The unused rest of the last piece."""
 
 
 def tokens_of(
@@ -91,7 +91,7 @@ class StaticBatch(Batch):
         self.workspace = {}
         self._visible: dict[tuple[torch.device, int | None], torch.Tensor] = {}
         self._elsewhere: dict[tuple[torch.device, int], torch.Tensor] = {}
-        """What layers on other devices read of the step, by device and the id of the tensor here."""
+        """Tensors of the step for layers on other devices, by device and the id of the tensor here."""
         self._sizes = self._parts()
         with ordinary_tensors():
             self._data = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)

@@ -51,7 +51,7 @@ class Store:
         self._views: dict[tuple[object, int], tuple[torch.Tensor, ...]] = {}
 
     def pages(self, place: int, batch: Batch, captured: bool = False) -> Pages:
-        """What the attention of the layer at `place` reads in a step."""
+        """The input of attention in the layer at `place` in a step."""
         keys, values = self.of_layer[place]
         # One launch for a whole flat row is worth its price in every step, captured or not.
         if batch.packed:
@@ -133,7 +133,7 @@ class Store:
         self._copy(self.captured, sources, targets)
 
     def blocks_agree(self, pairs: Sequence[tuple[int, int]]) -> bool:
-        """Whether the blocks of every pair hold the same, up to rounding."""
+        """True if the blocks of every pair hold the same, up to rounding."""
         one, other = upload(list(zip(*pairs, strict=True)), self.layout.device)
         layers = [data.view(self.blocks, -1) for pair in self.of_layer for data in pair]
         return all(tensors_agree(blocks[one], blocks[other]) for blocks in layers)
@@ -145,7 +145,7 @@ class Store:
 
 
 def tensors_agree(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors that were computed in two ways hold the same, up to rounding."""
+    """True if two tensors that were computed in two ways hold the same, up to rounding."""
     furthest = (one.double() - other.double()).abs().amax()
     return bool(furthest <= TOLERANCES.get(one.dtype, 0.0) * other.double().abs().amax())
 

@@ -25,13 +25,13 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class TrainingMemory:
-    """What training was seen to take on each device beyond what was there when it began."""
+    """Memory that training was seen to take on each device beyond what was there when it began."""
 
     def __init__(self) -> None:
         self.runs = False
-        """Whether a forward has trained since the last one that did not."""
+        """True if a forward has trained since the last one that did not."""
         self._begun: dict[torch.device, tuple[int, int]] = {}
-        """What was allocated when it began, and the most that had been."""
+        """Bytes allocated when it began, and the most that had been."""
         self._need: dict[torch.device, int] = {}
 
     def begin(self, devices: Iterable[torch.device]) -> None:

@@ -100,9 +100,9 @@ class Warming:
         self._stopped = False
         self._context = copy_context()  # it says which arithmetic is wanted
         self.ready: set[Hashable] = set()
-        """What the later jobs have been done for."""
+        """The keys of the later jobs that are done."""
         self.done = False
-        """Whether all later jobs are done."""
+        """True once all later jobs are done."""
         # No daemon: one that frees a tensor of its jobs while the process ends aborts it.
         self._thread = threading.Thread(target=self._run, name="hf_paged warming", daemon=False)
         try:
@@ -187,7 +187,7 @@ class Warming:
 
 
 class AttentionShape(NamedTuple):
-    """What the attention of a kind of layers is like, as far as one can know before it runs."""
+    """The attention of a kind of layers, as far as its shape is known before it runs."""
 
     layout: Layout
     query_heads: int
@@ -195,10 +195,10 @@ class AttentionShape(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     turns: bool = False
-    """Whether the kernel that writes keys in captured steps gives them their positions, too."""
+    """True if the kernel that writes keys in captured steps gives them their positions, too."""
 
     def jobs(self, ops: TritonOps, rows: int, width: int, captured: bool) -> Iterator[Job]:
-        """What prompts and decoding need, and if `captured` steps of `rows` rows with tables of `width`
+        """Jobs of prompts and decoding, and if `captured`, of steps of `rows` rows with tables of `width`
         blocks. The longest come first.
         """
         yield partial(self._attend, ops, lambda: self._flat(PROMPT, PROMPT))
@@ -210,14 +210,14 @@ class AttentionShape(NamedTuple):
             yield from self._beside(ops, partial(self._captured, rows, width))
 
     def step(self, ops: TritonOps, make: Callable[[], StaticBatch]) -> Iterator[Job]:
-        """What a captured step with the batch that `make` makes needs. The longest come first."""
+        """The jobs of a captured step with the batch that `make` makes. The longest come first."""
         yield partial(self._attend, ops, make)
         yield from self._beside(ops, make)
         if not self.turns:
             yield partial(self._write, ops, make)
 
     def spans(self, ops: TritonOps, rows: int, most: int, width: int) -> Iterator[Job]:
-        """What captured steps with chunks of prompts need, of `rows` tokens of at most `most` sequences.
+        """The jobs of captured steps with chunks of prompts, of `rows` tokens of at most `most` sequences.
         The longest come first.
         """
         yield partial(self._read_chunks, ops, rows, most, width)
@@ -228,7 +228,7 @@ class AttentionShape(NamedTuple):
             yield partial(self._turn, ops, partial(self._captured, rows, width))
 
     def singles(self, ops: TritonOps, rows: int, width: int, known: set[Any]) -> Iterator[Job]:
-        """What captured steps of `rows` sequences need that is not among the `known`."""
+        """The jobs of captured steps of `rows` sequences that are not among the `known`."""
         make = partial(self._captured, rows, width)
         tiling = self._plan(ops, make()).tiling._replace(per_sm=1)
         if tiling not in known:
@@ -237,7 +237,7 @@ class AttentionShape(NamedTuple):
         yield partial(self._update, ops, make)
 
     def _beside(self, ops: TritonOps, make: Callable[[], StaticBatch]) -> Iterator[Job]:
-        """What a captured step needs beside attention."""
+        """The jobs of a captured step beside attention."""
         yield partial(self._update, ops, make)
         yield lambda: make().begin(ops.advance)
         if self.turns:
@@ -316,7 +316,7 @@ class AttentionShape(NamedTuple):
         return keys, values
 
     def _new(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a step's tokens write."""
+        """A step's new keys and values."""
         layout = self.layout
         keys, values = (
             self._heads(batch.rows, batch.new, layout.heads, dim)

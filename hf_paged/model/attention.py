@@ -24,7 +24,7 @@ NAME = "hf_paged"
 WIDEST = 8192
 """Positions of latents that a captured step may read, however few of them are filled."""
 EVERYTHING = Seen(0, causal=True)
-"""What a causal mask without a window shows."""
+"""All that a causal mask without a window shows."""
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -33,7 +33,7 @@ class OnPages(Protocol):
 
     sequences: Sequences
     reuse: Any
-    """What it takes from prefixes and leaves to others, None if nothing."""
+    """Its reuse of prefixes, both found and left to others; None if none."""
 
 
 class Forward(NamedTuple):
@@ -109,7 +109,7 @@ def _flat_mask(arguments: dict[str, Any], cache: OnPages) -> torch.Tensor:
 
 
 def _says_no_more(arguments: dict[str, Any], cache: OnPages) -> bool:
-    """Whether a mask is plainly causal or sliding over rows whose padding the cache knows.
+    """True if a mask is plainly causal or sliding over rows whose padding the cache knows.
 
     Overlays and packed sequences forbid stock to skip the mask; chunked attention resembles a window but is
     none.
@@ -234,7 +234,7 @@ def _attend_latents(
 def _seen(
     query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any], forward: Forward
 ) -> Seen | None:
-    """What the mask lets each new token see, or None if the pages have no words for it."""
+    """The columns that each new token sees by the mask, or None if the pages have no words for it."""
     cross = key.layer.kind.name == "cross"
     window = key.layer.kind.window
     if isinstance(mask, LazyMask):
@@ -255,7 +255,7 @@ def _seen(
 
 
 def _causal_across(module: nn.Module, key: LazyPages, kwargs: dict[str, Any]) -> bool:
-    """Whether stock's cross attention is causal: sdpa's is without a mask, unless its module says no."""
+    """True if stock's cross attention is causal: sdpa's is without a mask, unless its module says no."""
     if key.layer.kind.name != "cross" or _dense_implementation(_setting(module)) != "sdpa":
         return False
     given = kwargs.get("is_causal")
@@ -263,7 +263,7 @@ def _causal_across(module: nn.Module, key: LazyPages, kwargs: dict[str, Any]) ->
 
 
 def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether the keywords contain nothing beyond scale, softcap, sinks and a bias."""
+    """True if the keywords contain nothing beyond scale, softcap, sinks and a bias."""
     if kwargs.get("dropout") and module.training:
         return False
     if kwargs.get("softcap") is not None and drops_caps(module) and sdpa_refuses_softcap():
@@ -277,7 +277,7 @@ def _plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def drops_caps(module: nn.Module) -> bool:
-    """Whether the model's own setting ignores softcap and sinks, whatever the model passes: so do we."""
+    """True if the model's own setting ignores softcap and sinks, whatever the model passes: so do we."""
     return _setting(module) == "sdpa"
 
 

@@ -1,4 +1,4 @@
-"""What a cache is called among the arguments and answers of a forward: transformers 5.24 has renamed it."""
+"""The name of a cache among the arguments and answers of a forward: transformers 5.24 has renamed it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _prepares = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE = "cache" if "cache" in _prepares.parameters else OLDER
 """Its name in this release."""
 NAMES = frozenset({CACHE, OLDER})
-"""What callers may write: the older name goes on meaning the same."""
+"""Names that callers may write: the older one still means the same."""
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ RUNS_CLASS = "hf_paged_runs_class"
 
 
 def only_moves(module: nn.Module) -> bool:
-    """Whether the forward that is set on a module is accelerate's, which moves what it is given and what it
+    """True if the forward that is set on a module is accelerate's, which moves what it is given and what it
     answers, and its class's.
     """
     own = module.__dict__.get("forward")
@@ -67,13 +67,13 @@ def _inner(module: nn.Module) -> Callable[..., Any]:
 
 
 def runs_class_forward(module: nn.Module) -> bool:
-    """Whether a call of a module runs its class's forward and nothing else."""
+    """True if a call of a module runs its class's forward and nothing else."""
     own = module.__dict__.get("forward")
     return own is None or getattr(own, RUNS_CLASS, False)
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether a model's weights lie on several devices."""
+    """True if a model's weights lie on several devices."""
     return len({each.device for each in model.parameters()}) > 1
 
 

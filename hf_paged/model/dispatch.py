@@ -34,7 +34,7 @@ def below_autograd(forward: Callable[..., Any], arguments: Mapping[str, Any]) ->
 
 
 def may_skip_autograd(modules: Sequence[nn.Module]) -> bool:
-    """Whether a model's forwards need nothing of autograd under `no_grad`: plain tensors on a CPU, no code
+    """True if a model's forwards need nothing of autograd under `no_grad`: plain tensors on a CPU, no code
     but torch's and transformers', no captured steps (they are rehearsed on operations as autograd sees them).
 
     modules: all of it, itself first.
@@ -48,12 +48,12 @@ def may_skip_autograd(modules: Sequence[nn.Module]) -> bool:
 
 
 def runs_unknown_code(model: nn.Module) -> bool:
-    """Whether forwards run other code than torch's, transformers' and peft's."""
+    """True if forwards run other code than torch's, transformers' and peft's."""
     return has_foreign_code([*model.modules()], (*KNOWN, "peft."))
 
 
 def has_foreign_code(modules: Sequence[nn.Module], known: tuple[str, ...] = KNOWN) -> bool:
-    """Whether a forward runs the user's code, which may change the model: hooks, methods, classes.
+    """True if a forward runs the user's code, which may change the model: hooks, methods, classes.
 
     modules: all of a model. known: the packages whose code is not the user's.
     """

@@ -20,7 +20,7 @@ class HookMonitor:
 
     def __init__(self) -> None:
         self.changed = False
-        """Whether a hook has changed what a module was given or what it answered."""
+        """True once a hook has changed a module's arguments or its answer."""
         self._places: list[tuple[weakref.ref[nn.Module], str, int]] = []
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
@@ -38,11 +38,11 @@ class HookMonitor:
 
     @property
     def some(self) -> bool:
-        """Whether there are hooks that may change something."""
+        """True if there are hooks that may change something."""
         return bool(self._places)
 
     def know(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether all hooks of these modules that may change something were looked at since the start."""
+        """True if all hooks of these modules that may change something were looked at since the start."""
         hooks = (hook for module in modules for kind in HOOKS for hook in module.__dict__[kind].values())
         return all(
             self in hook.monitors if isinstance(hook, MonitoredHook) else _is_harmless(hook) for hook in hooks
@@ -86,7 +86,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _is_harmless(hook: object) -> bool:
-    """Whether a hook changes nothing, or as peft's only gives a layer the adapter of each row."""
+    """True if a hook changes nothing, or as peft's only gives a layer the adapter of each row."""
     return adapter_names_of(hook) is not None or only_observes(hook)
 
 

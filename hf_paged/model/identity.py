@@ -29,7 +29,7 @@ class Snapshot(Protocol):
 
     @property
     def facts(self) -> Any:
-        """What is compared of it beside weights."""
+        """The facts compared beside weights."""
 
     @property
     def objects(self) -> dict[int, object]:
@@ -52,17 +52,17 @@ class Identity:
         """numbers: not given yet; an adapter's are given to no other one of the model."""
         self._lock = fork_safe_lock()
         self.secret = os.urandom(32)
-        """What only this process knows, so that hashes of blocks cannot be computed beforehand."""
+        """A secret of this process, so that hashes of blocks cannot be computed beforehand."""
         self.changes = 0
         """How often the weights were seen to have changed."""
         self.answers_in_part = True
-        """Whether the model's answer to a part of a prompt is the end of its answer to all of it."""
+        """True if the model's answer to a part of a prompt is the end of its answer to all of it."""
         self.trust: dict[int, Trust] = {}
         """Of which states it is known whether a prompt's end can be computed without its beginning."""
         self.moves = 0
         """How often the state was found to be another one than before: it may be an earlier one again."""
         self._tensors: StateKey | None = None
-        """What the host sees of the tensors that `_contents` was read from."""
+        """The host's view of the tensors that `_contents` was read from."""
         self._contents: Contents | None = None
         self._states: list[tuple[StateKey, tuple[Any, ...], int]] = []
         self._numbers = numbers or count(1)
@@ -96,11 +96,11 @@ class Identity:
             return self._number(snapshot, self._weights(files))
 
     def _weights(self, files: Any) -> tuple[Any, ...]:
-        """What keys and values depend on beside settings: weights, and the arithmetic."""
+        """Sources of keys and values beside settings: weights, and the arithmetic."""
         return self.changes, files, torch_settings()
 
     def _are(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether the host sees these tensors as they were when they were read whole."""
+        """True if the host sees these tensors as they were when they were read whole."""
         return self._tensors is not None and self._tensors.fits(tensor_facts(tensors))
 
     def _number(self, snapshot: Snapshot, weights: tuple[Any, ...]) -> int:
@@ -117,7 +117,7 @@ class Identity:
         return number
 
     def still(self, snapshot: Snapshot, number: int, moves: int) -> bool:
-        """Whether the model is surely still in the state `number`, and no change was seen since `moves`."""
+        """True if the model is surely still in the state `number`, and no change was seen since `moves`."""
         with self._lock:
             if not self._states:
                 return False

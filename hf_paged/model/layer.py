@@ -29,7 +29,7 @@ class PagedLayer(DynamicLayer):
     is_compileable = False
     is_croppable = True
     complete = True
-    """Whether the pages hold all that the layer keeps."""
+    """True if the pages hold all that the layer keeps."""
 
     def __init__(self, number: int, kind: LayerKind, sequences: Sequences) -> None:
         CacheLayerMixin.__init__(self)
@@ -119,7 +119,7 @@ class PagedLayer(DynamicLayer):
     def _pair(
         self, pages: Pages, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a step's attention is given for its own `keys` and `values`: these and all before them."""
+        """The keys and values of a step's attention: its own `keys` and `values`, and all before them."""
         columns = self._columns_of(pages, stored=False)
         return (
             LazyPages.of(self, pages, pages.keys, columns, keys),
@@ -127,7 +127,7 @@ class PagedLayer(DynamicLayer):
         )
 
     def _past(self, pages: Pages, which: Literal["keys", "values"]) -> torch.Tensor:
-        """What is stored, outside a step."""
+        """Stored keys or values, outside a step."""
         return LazyPages.of(self, pages, getattr(pages, which), self._columns_of(pages, stored=True), None)
 
     def _columns_of(self, pages: Pages, stored: bool) -> int:
@@ -267,7 +267,7 @@ class WindowLayer(PagedLayer, DynamicSlidingWindowLayer):
 
     @property
     def record_past(self) -> bool:
-        """Whether what the window has passed is kept until `crop`."""
+        """True if what the window has passed is kept until `crop`."""
         return self.rows.keep_past
 
     @record_past.setter

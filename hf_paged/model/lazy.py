@@ -251,7 +251,7 @@ class Rotation:
         return LazyRotated.of(self, 0), LazyRotated.of(self, 1)
 
     def fits(self, pages: Pages, value: torch.Tensor) -> bool:
-        """Whether the keys can be written into these pages as they are."""
+        """True if the keys can be written into these pages as they are."""
         return (
             isinstance(pages.ops, TritonOps)
             and self.inputs[1].dtype == pages.keys.dtype == value.dtype

@@ -71,7 +71,7 @@ class DeviceNumber(torch.Tensor):
 
 
 def _writes(func: Any) -> bool:
-    """Whether a method of tensors changes its tensor: `add_`, `+=`."""
+    """True if a method of tensors changes its tensor: `add_`, `+=`."""
     name = str(getattr(func, "__name__", ""))
     return (name.endswith("_") and not name.endswith("__")) or (
         name.startswith("__i") and name not in READING_DUNDERS
@@ -107,7 +107,7 @@ class LengthsOnDevice(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.met = False
-        """Whether the model did so."""
+        """True once the model did so."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

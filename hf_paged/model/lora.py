@@ -1,4 +1,4 @@
-"""What a LoRA adapter adds to the linear layers of a model."""
+"""Additions of a LoRA adapter to a model's linear layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .weights_digest import version_of
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a layer's output: scale * (x a^T) b^T."""
+    """An adapter's addition to a layer's output: scale * (x a^T) b^T."""
 
     a: torch.Tensor
     """[rank, inputs]"""
@@ -50,7 +50,7 @@ class Adapter:
 
     @property
     def facts(self) -> Any:
-        """What changes with its settings; with `objects` and `weights` it is to an `Identity` what a
+        """Facts that follow its settings; with `objects` and `weights` it is to an `Identity` what a
         `ModelSnapshot` is.
         """
         items = self.layers.items()

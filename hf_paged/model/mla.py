@@ -26,7 +26,7 @@ _lock = fork_safe_lock()
 
 
 class Expansion:
-    """What a layer's latents expand to: its heads' keys and values, made once and only if they are read."""
+    """The expansion of a layer's latents: its heads' keys and values, made once and only if they are read."""
 
     def __init__(
         self, module: Any, latents: LazyPages, rotated: LazyPages, expand: Callable[..., Any]
@@ -95,8 +95,8 @@ class Expansion:
         return (out @ of_values.transpose(1, 2)).transpose(1, 2).contiguous()
 
     def weights(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What makes keys [heads, nope, rank] and values [heads, value_dim, rank] of latents, where that may
-        go to the queries.
+        """Weights for keys [heads, nope, rank] and values [heads, value_dim, rank], where the queries may
+        absorb them.
 
         None if the projection is more than a matrix (adapters, hooks, quantized or sharded weights), or if
         the step has so many new tokens that expanding is less work.
@@ -183,7 +183,7 @@ def _deferring(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _is_known(cls: Any) -> bool:
-    """Whether a class expands as DeepSeek does."""
+    """True if a class expands as DeepSeek does."""
     method = getattr(cls, METHOD, None)
     if method is None:
         return False

@@ -32,7 +32,7 @@ class Offloaded(NamedTuple):
     weights: Mapping[str, Any]
     prefix: str
     buffers: bool
-    """Whether its persistent buffers are offloaded together with its parameters."""
+    """True if its persistent buffers are offloaded together with its parameters."""
 
     def names(self, module: nn.Module) -> set[str]:
         """The module's own tensors that are offloaded."""
@@ -53,7 +53,7 @@ class Offloaded(NamedTuple):
 
 
 def divided(kinds: Iterable[type]) -> bool:
-    """Whether FSDP divides modules of these classes: each rank has, and sees changes of, its part alone."""
+    """True if FSDP divides modules of these classes: each rank has, and sees changes of, its part alone."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return False
     names = {base.__name__ for kind in set(kinds) for base in kind.__mro__}
@@ -76,7 +76,7 @@ def _loading(module: nn.Module) -> list[Any]:
 
 
 def offloads(module: nn.Module) -> bool:
-    """Whether weights of the module are loaded for each forward."""
+    """True if weights of the module are loaded for each forward."""
     return HOOK in module.__dict__ and bool(_loading(module))
 
 
@@ -163,7 +163,7 @@ def _stored(weights: Any, name: str) -> torch.Tensor | FileFacts:
 
 
 def _file_facts(path: str) -> FileFacts:
-    """What changes when a file is written or replaced."""
+    """Facts that change when a file is written or replaced."""
     try:
         found = os.stat(path)
     except OSError as error:

@@ -37,7 +37,7 @@ def layouts_of(model: nn.Module) -> dict[Hashable, Any]:
 
 
 def asked_fields(model: nn.Module, arguments: Mapping[str, Any]) -> Hashable | None:
-    """What a forward is asked for in addition to logits, with all that decides its fields; None without."""
+    """The outputs asked of a forward beside logits, with all that decides its fields; None without."""
     asked = {name for name, value in arguments.items() if name.startswith("output_") and value}
     asked |= {name for name in IN_CONFIGS if getattr(model.config, name, False)}
     given = frozenset(name for name, value in arguments.items() if value is not None)

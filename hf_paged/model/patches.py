@@ -25,7 +25,7 @@ _restless: weakref.WeakKeyDictionary[nn.Module, Restless] = weakref.WeakKeyDicti
 
 
 def only_observes(hook: object) -> bool:
-    """Whether a hook never changes what a layer computes."""
+    """True if a hook never changes what a layer computes."""
     if str(getattr(hook, "__qualname__", "")).endswith(MARKS_INPUTS):
         return True
     return str(getattr(hook, "__module__", "")).startswith(HOOKS)
@@ -56,7 +56,7 @@ def wrapped_in(function: Any) -> Iterator[FunctionType]:
 
 
 def is_of_transformers(forward: Any) -> bool:
-    """Whether a forward that is set on a layer is transformers' own, as where ranks divide it, and wraps no
+    """True if a forward that is set on a layer is transformers' own, as where ranks divide it, and wraps no
     other. functools.wraps copies __module__.
     """
     names = [str(each.__globals__.get("__name__")) for each in wrapped_in(forward)]

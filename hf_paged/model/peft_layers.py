@@ -46,7 +46,7 @@ OWN_SETTINGS = frozenset(
 )
 """Its settings that do."""
 MODEL_SETTINGS = frozenset({"peft_config", "_hf_peft_config_loaded", "active_adapter", "_weight_conversions"})
-"""What peft and transformers note on the model itself."""
+"""Attributes of peft and transformers on the model itself."""
 
 
 SETTLES = 0.2
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 def settled(look: Callable[[], T | None]) -> T | None:
-    """What a look at a model finds, once no other thread is in the middle of a change; None if it goes on
+    """The result of a look at a model, once no other thread is in the middle of a change; None if it goes on
     finding none.
     """
     last = time.monotonic() + SETTLES
@@ -86,7 +86,7 @@ class LoraLayers:
 
     @property
     def apart(self) -> bool:
-        """Whether there are adapters apart from the model."""
+        """True if there are adapters apart from the model."""
         return bool(self.layers) and self.why_not is None
 
     @property
@@ -95,7 +95,7 @@ class LoraLayers:
         return list(dict.fromkeys(name for layer in self.layers for name in layer.lora_A))
 
     def has(self, name: str) -> bool:
-        """Whether there is an adapter of this name."""
+        """True if there is an adapter of this name."""
         return any(name in layer.lora_A for layer in self.layers)
 
     @property
@@ -106,7 +106,7 @@ class LoraLayers:
         return tuple(getattr(self._first, "active_adapters", ()))
 
     def merged_since(self) -> bool:
-        """Whether adapters were merged or unmerged since this was made; the first layer stands for all."""
+        """True if adapters were merged or unmerged since this was made; the first layer stands for all."""
         return bool(self.layers) and bool(self.layers[0].merged_adapters) != self._merged
 
     @property
@@ -240,7 +240,7 @@ def _why_not_local(layers: Sequence[Any]) -> str | None:
 
 
 def _divided_as_layer(layer: Any) -> bool:
-    """Whether ranks have B's rows where they have a layer's outputs, and A's columns where its inputs."""
+    """True if ranks have B's rows where they have a layer's outputs, and A's columns where its inputs."""
     shards = _shards(layer.get_base_layer()._parameters.get("weight"))
     return all(
         _shards(part.weight) == [dim for dim in shards if dim == own]
@@ -255,7 +255,7 @@ def _shards(tensor: Any) -> list[int]:
 
 
 def _drops(layer: Any) -> bool:
-    """Whether a layer computes with the dropout of an active adapter."""
+    """True if a layer computes with the dropout of an active adapter."""
     active = [layer.lora_dropout[name] for name in layer.active_adapters if name in layer.lora_dropout]
     return any(part.training and getattr(part, "p", 0) > 0 for part in active)
 

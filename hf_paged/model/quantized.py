@@ -1,4 +1,4 @@
-"""What quantized layers keep beside their weights, and which ones round a token by the rest of the batch."""
+"""Tensors of quantized layers beside weights, and layers that round a token by the rest of the batch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _in_dicts(values: Iterable[Any], weight: torch.Tensor, depth: int = NESTED) 
 
 
 def looks_around(module: nn.Module, weight: torch.Tensor) -> bool:
-    """Whether the layer rounds a token by the others of its batch: then its result must not be shared.
+    """True if the layer rounds a token by the others of its batch: then its result must not be shared.
 
     bitsandbytes' int8 layers keep those columns exact in which any token is an outlier; a scale for a whole
     tensor of activations (torchao's PerTensor) is the largest token's.

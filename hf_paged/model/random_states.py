@@ -16,7 +16,7 @@ def random_states(device: torch.device) -> list[torch.Tensor]:
 
 
 def has_drawn(before: Sequence[torch.Tensor], device: torch.device) -> bool:
-    """Whether the generators have moved since their states were read."""
+    """True if the generators have moved since their states were read."""
     return not all(map(torch.equal, before, random_states(device)))
 
 

@@ -92,7 +92,7 @@ def _draws(func: Any) -> bool:
 
 
 def _waits(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:
-    """Whether the host needs a result of the device before it can continue."""
+    """True if the host needs a result of the device before it can continue."""
     packet = func.overloadpacket
     if packet in WAITS:
         return True
@@ -199,5 +199,5 @@ RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}
 
 
 def can_record(devices: Iterable[torch.device]) -> bool:
-    """Whether a step that reads pages on these devices can be recorded on one of them."""
+    """True if a step that reads pages on these devices can be recorded on one of them."""
     return any(device.type in RECORDERS for device in devices)

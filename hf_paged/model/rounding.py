@@ -6,7 +6,7 @@ import torch
 
 
 def computing_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    """What a model of a type computes in: autocast's type, where that is on."""
+    """The computing dtype of a model of a type: autocast's, where that is on."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 

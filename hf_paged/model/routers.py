@@ -37,7 +37,7 @@ class RouterInputs(NamedTuple):
     kinds: torch.Tensor
     """[kinds, hidden]"""
     flat: bool
-    """Whether rows and tokens came as one dimension."""
+    """True if rows and tokens came as one dimension."""
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
 
@@ -75,11 +75,11 @@ class Routers:
 
     @property
     def known(self) -> bool:
-        """Whether it is known how each of them is called."""
+        """True if it is known how each of them is called."""
         return all(module in self.seen for module in self.modules)
 
     def keep_rows_apart(self, rows: int, index: torch.Tensor, tokens: int) -> bool:
-        """Whether these tokens, and the step after them, come out the same if only rows `index` run."""
+        """True if these tokens, and the step after them, come out the same if only rows `index` run."""
         for module in self.modules:
             for pattern in range(PATTERNS):
                 few = [self.seen[module].content(rows, count, pattern) for count in (tokens, 1)]
@@ -89,7 +89,7 @@ class Routers:
         return True
 
     def keep_tokens_apart(self, tokens: int) -> bool:
-        """Whether so many tokens of one row come out the same together and one by one."""
+        """True if so many tokens of one row come out the same together and one by one."""
         for module in self.modules:
             for kind in self.seen[module].kinds:
                 few, many = (kind.expand(1, count, -1) for count in (1, tokens))
@@ -129,7 +129,7 @@ def _decoder(model: Any) -> nn.Module:
 
 @cache
 def _looks_around(kind: Any) -> bool:
-    """Whether a class's code (no comments) names a capacity, or averages all tokens (peft's Lily)."""
+    """True if a class's code (no comments) names a capacity, or averages all tokens (peft's Lily)."""
     if kind.__module__.startswith("torch."):
         return False
     words = ["capacity", ".mean(dim=0)"] if kind.__module__.startswith("peft.tuners.") else ["capacity"]
@@ -180,7 +180,7 @@ def _alike(
     rows: int,
     index: torch.Tensor,
 ) -> bool:
-    """Whether a module answers one series of calls like another in which everything is repeated `copies`
+    """True if a module answers one series of calls like another in which everything is repeated `copies`
     times.
 
     A series, because a router may keep the capacity of its first call. A module that cannot be tried is not
@@ -198,7 +198,7 @@ def _alike(
 
 
 def _answers(module: nn.Module, seen: RouterInputs, calls: list[torch.Tensor]) -> list[Any]:
-    """What a module answers to a series of calls, unchanged by them; `Unlike` if it draws at random."""
+    """The answers of a module to a series of calls, unchanged by them; `Unlike` if it draws at random."""
     twin = copy.copy(module)
     forward: Any = type(module).forward
     devices = [seen.kinds.device] if seen.kinds.device.type == "cuda" else []

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def is_divided(module: nn.Module, size: int) -> bool:
-    """Whether each rank has an equal part of a layer's weight, and nothing is quantized."""
+    """True if each rank has an equal part of a layer's weight, and nothing is quantized."""
     weight: Any = module._parameters.get("weight")
     if not hasattr(weight, "placements") or hasattr(module, "_hf_quantized_needs_local_tp"):
         return False

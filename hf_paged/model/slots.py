@@ -1,4 +1,4 @@
-"""What each layer of a cache keeps: keys and values in pages, something in tensors of its own, or both."""
+"""The content of each layer of a cache: keys and values in pages, tensors of its own, or both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model is still the same: for captured steps, for cached keys and values, for running requests.
+"""Checks that a model is still the same: for captured steps, cached keys and values, running requests.
 
 LoRA adapters are no part of the model where they can be taken apart from it: each has an identity of its own,
 which is one more part of the keys of the rows that have it (adapters/identity.py).
@@ -39,7 +39,8 @@ INTERNAL = frozenset(nn.Module().__dict__) - {"training"} | {
     "_require_grads_hook",
     "_require_grads_hooks",
 }
-"""What every module has (tensors, parts and hooks are compared by themselves), and what no forward reads."""
+"""Attributes of every module (tensors, parts and hooks are compared apart), and those that no forward reads.
+"""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 TENSORS = ("_parameters", "_buffers")
 CONTAINERS = (list, tuple, set, frozenset, dict)
@@ -78,7 +79,7 @@ class StateKey:
         self._kept = [each for each in several if not type(each).__weakrefoffset__]
 
     def fits(self, facts: Any) -> bool:
-        """Whether the facts of now are these."""
+        """True if the facts of now are these."""
         if self._facts != facts:
             return False
         gone = [known() is None for known in self._alive]
@@ -86,7 +87,7 @@ class StateKey:
         return not (any(gone) or any(freed))
 
     def same(self, other: StateKey) -> bool:
-        """Whether both say the same of objects that are still there."""
+        """True if both say the same of objects that are still there."""
         return self is other or (self.fits(other._facts) and other.fits(self._facts))
 
 
@@ -122,9 +123,9 @@ class ModelSnapshot:
         self._elsewhere = offloaded(self.modules)
         moves = self._elsewhere or divided(self._types)
         self.steady = not (hooks_everywhere() or moves or training_effect(self.modules))
-        """Whether a replay computes all that the model computes: no hooks of the user, no active dropout."""
+        """True if a replay computes all that the model computes: no hooks of the user, no active dropout."""
         self.facts = self._walk()
-        """What cached keys and values depend on beside tensors."""
+        """The facts beside tensors that decide cached keys and values."""
         self._places = _Places(self) if watch else None
 
     # ---- the walk
@@ -190,7 +191,7 @@ class ModelSnapshot:
 
     @cached_property
     def graph_key(self) -> StateKey:
-        """What a captured step takes for granted: everything that Python decides, and where tensors lie.
+        """The assumptions of a captured step: everything that Python decides, and where tensors lie.
 
         Weights may be written in place, since a replay reads them anew. Code and addresses are read when the
         key is first asked for. What a function reads that only another function calls is not part of it, nor
@@ -305,15 +306,15 @@ class ModelSnapshot:
         return set(map(id, self.lora.layers)) if self.lora.apart else set()
 
     def is_calm(self, module: nn.Module) -> bool:
-        """Whether a forward does not set the module's settings."""
+        """True if a forward does not set the module's settings."""
         return module is self.model or not module._buffers
 
     def unchanged(self) -> bool:
-        """Whether the model is surely as `graph_key` says."""
+        """True if the model is surely as `graph_key` says."""
         return self._places is not None and self._places.unchanged()
 
     def same_settings(self) -> bool:
-        """Whether the settings of calm modules, and the parts of all, are surely the same objects."""
+        """True if the settings of calm modules, and the parts of all, are surely the same objects."""
         return self._places is not None and self._places.same_settings()
 
     def current(self) -> ModelSnapshot:
@@ -322,13 +323,13 @@ class ModelSnapshot:
 
     @property
     def turns_with_length(self) -> bool:
-        """Whether a rotary embedding takes other angles when a row is long."""
+        """True if a rotary embedding takes other angles when a row is long."""
         kinds = str([module.__dict__.get("rope_type") for module in self.modules])
         return any(kind in kinds for kind in BY_LENGTH)
 
     @property
     def looks_around(self) -> bool:
-        """Whether a quantized layer rounds a token by the others of its batch."""
+        """True if a quantized layer rounds a token by the others of its batch."""
         return any(looks_around(module, tensor) for module, tensor in self._quantized())
 
     def _quantized(self) -> Iterator[tuple[nn.Module, torch.Tensor]]:
@@ -416,7 +417,7 @@ class _Places:
             return False
 
     def _now(self) -> list[Any]:
-        """What is compared by value."""
+        """Facts compared by value."""
         return [
             list(map(len, self._tensors)),
             _layouts(chain.from_iterable([part.values() for part in self._tensors])),
@@ -493,7 +494,7 @@ def in_own_code(kind: type) -> list[type]:
 
 
 def hooks_everywhere() -> bool:
-    """Whether all modules of the process have hooks."""
+    """True if all modules of the process have hooks."""
     everywhere = nn.modules.module
     return bool(everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks)
 
@@ -540,7 +541,7 @@ def _containers(values: Iterable[Any], depth: int = 0) -> Iterator[Any]:
 
 
 def _same(before: Iterable[Any], now: Iterable[Any]) -> bool:
-    """Whether these are the very same objects; that they are as many is known."""
+    """True if these are the very same objects; that they are as many is known."""
     return all(map(is_, before, now))
 
 
@@ -566,7 +567,7 @@ def _layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[list[Any], ...]:
 
 
 def _bound(function: object) -> list[Any]:
-    """What a function of the user's has from where it was made."""
+    """The values that a function of the user's closes over."""
     if patches.is_of_transformers(function):  # of each layer that ranks divide: the layer, and the ranks
         return []
     return [_content(cell) for each in patches.wrapped_in(function) for cell in each.__closure__ or ()]
@@ -586,7 +587,7 @@ class CallSnapshots(NamedTuple):
     """The last snapshots of a running generate(), so that not every step reads its models again."""
 
     foreign: bool
-    """Whether the user's code runs between the steps, and may change a model."""
+    """True if the user's code runs between the steps, and may change a model."""
     snapshots: dict[int, ModelSnapshot]
 
     def current(self, model: nn.Module) -> ModelSnapshot:
@@ -604,7 +605,7 @@ call_snapshots: ContextVar[CallSnapshots | None] = ContextVar("hf_paged_snapshot
 
 
 def runs_foreign_code(arguments: dict[str, Any]) -> bool:
-    """Whether code other than transformers' own runs between steps of generate() with these arguments."""
+    """True if code other than transformers' own runs between steps of generate() with these arguments."""
     several = [*(arguments.get("logits_processor") or ()), *(arguments.get("stopping_criteria") or ())]
     given = [each for each in (*several, arguments.get("streamer")) if each is not None]
     if any(not type(each).__module__.startswith("transformers.") for each in given):

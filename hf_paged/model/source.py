@@ -1,4 +1,4 @@
-"""What the source of modules' forwards says: they are known by their code, not by their names."""
+"""The source code of modules' forwards: they are known by it, not by their names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STANDS_FOR = "_hf_paged_stands_for"
 
 
 def reads_like(function: Any, known: Any) -> bool:
-    """Whether two functions have the same code, names, annotations and comments of the signature aside."""
+    """True if two functions have the same code, names, annotations and comments of the signature aside."""
     # Another thread's capture may have put itself in their place.
     function, known = (getattr(one, STANDS_FOR, one) for one in (function, known))
     return function is known or (

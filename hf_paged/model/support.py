@@ -1,4 +1,4 @@
-"""What we leave to stock, and why."""
+"""Calls left to stock, and why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARED = ("transformers.generation", "transformers.modeling_utils", "torch", "bu
 
 
 FOR_STATES = "cache_params"
-"""What Mamba's forward called its cache before transformers 5.24."""
+"""Name of the cache in Mamba's forward before transformers 5.24."""
 OWN_STATE = "{} keeps a state of its own instead of keys and values"
 
 
@@ -105,7 +105,7 @@ def why_left(model: Any) -> str:
 
 
 def prepares_none(model: Any) -> bool:
-    """Whether its own generate() neither prepares a cache nor calls one that does (MusicGen's decoder)."""
+    """True if its own generate() neither prepares a cache nor calls one that does (MusicGen's decoder)."""
     kind = type(model)
     own = [base for base in kind.__mro__ if not base.__module__.startswith(SHARED)]
     waiting = ["generate"]

@@ -32,7 +32,7 @@ _lock = fork_safe_lock()
 
 
 def setting_of(config: Any, name: str) -> Any:
-    """What a config says, None if nothing; for what is read in every step, past the config's own methods."""
+    """A setting of a config, None if it has none; for reads in every step, past the config's own methods."""
     try:
         return object.__getattribute__(config, name)
     except AttributeError:
@@ -119,7 +119,7 @@ def decoder_configs(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def is_stock(setting: str) -> bool:
-    """Whether an attention setting means the softmax attention that pages compute too."""
+    """True if an attention setting means the softmax attention that pages compute too."""
     if setting == "sdpa":
         return ALL_ATTENTION_FUNCTIONS.get("sdpa") is sdpa_attention_forward
     return setting in ("eager", "flex_attention") or "flash" in setting
@@ -127,19 +127,19 @@ def is_stock(setting: str) -> bool:
 
 @cache
 def is_told_its_layer(cls: Any) -> bool:
-    """Whether a module serves several layers and learns at each call which it is (Zamba's attention)."""
+    """True if a module serves several layers and learns at each call which it is (Zamba's attention)."""
     return "layer_idx" in inspect.signature(cls.forward).parameters
 
 
 @cache
 def sdpa_refuses_softcap() -> bool:
-    """Whether this transformers raises for a softcap under sdpa; older ones leave it out."""
+    """True if this transformers raises for a softcap under sdpa; older ones leave it out."""
     return "softcap" in inspect.getsource(sdpa_attention_forward)
 
 
 @cache
 def uses_registry(cls: Any) -> bool:
-    """Whether an attention class looks its function up in transformers' registry."""
+    """True if an attention class looks its function up in transformers' registry."""
     try:
         source = inspect.getsource(cls)
     except (OSError, TypeError):

@@ -1,4 +1,4 @@
-"""What torch keeps for each thread: whether gradients are computed, and the modes that see its operations."""
+"""Torch's state of each thread: whether gradients are computed, and the modes that see its operations."""
 
 from __future__ import annotations
 

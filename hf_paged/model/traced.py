@@ -1,4 +1,4 @@
-"""What a decoder layer meets instead of its cache while it is traced: plain Python around plain tensors."""
+"""Stand-ins for a decoder layer's cache while it is traced: plain Python around plain tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Rotated(NamedTuple):
 
 
 class Place:
-    """What a traced layer has for its cache: which layer it is, in a tensor, so that one code serves all
+    """The stand-in for a traced layer's cache: which layer it is, in a tensor, so that one code serves all
     layers.
     """
 
@@ -51,7 +51,7 @@ class Place:
 
 
 class Stored(NamedTuple):
-    """What travels in the keys' place to the attention function."""
+    """The keys' stand-in on the way to the attention function."""
 
     key: Any
     """The step's keys [rows, heads, new, dim], rotated or not."""

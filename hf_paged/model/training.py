@@ -1,4 +1,4 @@
-"""What training mode changes in a model's answers: active dropout, noise, statistics of the batch.
+"""The effects of training mode on a model's answers: active dropout, noise, statistics of the batch.
 
 A model in training mode whose dropouts are all zero answers as in eval mode, and trainers generate like that.
 So nothing asks for `model.training` alone.
@@ -20,11 +20,11 @@ from .patches import wrapped_in
 from .switch import modules_of
 
 WORDS = ("drop", "jitter")
-"""What names of probabilities contain: attention_dropout, layerdrop, drop_prob, jitter_noise."""
+"""Words in the names of probabilities: attention_dropout, layerdrop, drop_prob, jitter_noise."""
 
 
 def training_effect(modules: Iterable[nn.Module]) -> str | None:
-    """What makes answers in training mode random, or dependent on their batch; None if nothing does."""
+    """The cause of random or batch-dependent answers in training mode; None if there is none."""
     for module in modules:
         if module.training and (effect := _effect_of(module)) is not None:
             return f"{type(module).__name__} has {effect}"

@@ -1,4 +1,4 @@
-"""Whether a model's tensors hold what they held: some words of each at every look, in turns all of them."""
+"""Checks that a model's tensors are unchanged: some words of each at every look, in turns all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..kv.ops import digester
 from ..kv.upload import upload
 
 GOLDEN = -7046029254386353131
-"""What a word counts depends on where it stands: word i is multiplied with (i * GOLDEN) | 1."""
+"""A word's factor depends on its place: word i is multiplied with (i * GOLDEN) | 1."""
 SAMPLES = 1024
 """Words of a large tensor that every look reads, evenly spread."""
 SMALL = 4096
@@ -38,7 +38,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def tensor_facts(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """What the host knows of tensors without asking devices: which, where, how often torch wrote to them."""
+    """The host's facts about tensors without asking devices: which, where, how often torch wrote to them."""
     return tuple(map(id, tensors)), tuple(map(_facts, tensors))
 
 
@@ -58,7 +58,7 @@ class Sample(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What was found in one place, perhaps still on its way: the numbers of some pieces."""
+    """Digests of some pieces in one place, perhaps still on their way."""
 
     kv_group: DeviceParts
     ranges: list[tuple[int, int]]
@@ -73,7 +73,7 @@ class Reading(NamedTuple):
 
 
 class Contents:
-    """What tensors hold, boiled down to a number for each piece when this is made; later looks read some
+    """Contents of tensors, digested to a number for each piece when this is made; later looks read some
     pieces again.
 
     A look costs a launch or two. It sees every change of a small tensor and of a word that is sampled, hence
@@ -217,7 +217,7 @@ def host_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def hashes(device: torch.device) -> bool:
-    """Whether the host itself reads what lies on `device`."""
+    """True if the host itself reads what lies on `device`."""
     return device.type == "cpu"
 
 
@@ -236,7 +236,7 @@ def _by_place(tensors: Sequence[torch.Tensor]) -> dict[Place, list[torch.Tensor]
 
 
 def wraps(tensor: torch.Tensor) -> bool:
-    """Whether a tensor consists of others, and has no memory of its own: a quantized one, a rank's shard."""
+    """True if a tensor consists of others, and has no memory of its own: a quantized one, a rank's shard."""
     return type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "__tensor_flatten__")
 
 

@@ -18,7 +18,7 @@ Factory = Callable[[], tuple[Any, Any]]
 
 
 class BatchJob(NamedTuple):
-    """What every worker is given: where its model comes from, what it reads and what it writes."""
+    """Every worker's job: where its model comes from, what it reads and what it writes."""
 
     model: str | Factory
     prompt: str
@@ -40,7 +40,7 @@ class BatchJob(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What answers depend on, for the checkpoint."""
+        """Facts that decide answers, for the checkpoint."""
         made = self.model
         name = made if isinstance(made, str) else f"{made.__module__}.{made.__qualname__}"
         return {"model": name, "prompt": self.prompt, "key": self.key, "keywords": dict(self.keywords)}

@@ -25,7 +25,8 @@ OF_RAY = {
 
 
 def namespace(options: Mapping[str, Any]) -> argparse.Namespace:
-    """What `hf-paged serve MODEL ...` would parse. options: `model`, and flags by their names with - or _.
+    """The arguments of `hf-paged serve MODEL ...`, parsed. options: `model`, and flags by their names with -
+    or _.
 
     true sets a flag, false and null leave it out, a list gives it several values.
     """
@@ -64,6 +65,6 @@ def _arguments(flag: str, value: Any, many: bool) -> list[str]:
 
 
 def _takes_many(command: argparse.ArgumentParser, flag: str) -> bool:
-    """Whether a flag takes several values behind it, rather than being repeated."""
+    """True if a flag takes several values behind it, rather than being repeated."""
     action = command._option_string_actions.get(flag)
     return action is not None and action.nargs == "+"

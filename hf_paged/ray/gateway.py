@@ -51,7 +51,7 @@ PATHS = frozenset(
         "/health", "/live", "/ready",
     }
 )  # fmt: skip
-"""What any replica answers alike."""
+"""Paths that all replicas answer alike."""
 TRIES = 3
 """Replicas that are asked. A request that ends its replicas must not end them all."""
 ANY_ID = 1 << 62

@@ -35,11 +35,11 @@ class HeldAnswer:
         self._scope = scope
         self._send = send
         self.streamed = False
-        """Whether the client has had a part of the answer: no other replica can continue it."""
+        """True once the client has had a part of the answer: no other replica can continue it."""
         self._opened = False
-        """Whether the client has had status 200 of a stream."""
+        """True once the client has had status 200 of a stream."""
         self._opening = b""
-        """What the stream of a replica began with."""
+        """The beginning of a replica's stream."""
         self._passed = b""
         """The events that the client had last."""
         self.begin()
@@ -130,7 +130,7 @@ def _require_other(error: dict[str, Any]) -> None:
 
 
 def _latest(events: bytes) -> dict[str, Any]:
-    """What the last of some events says."""
+    """The data of the last of some events."""
     return _data(events.rstrip(b"\n").rpartition(b"\n\n")[2])
 
 

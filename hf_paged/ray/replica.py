@@ -185,7 +185,7 @@ class _Exchange:
     def __init__(self, body: bytes, computes: Callable[[], bool]) -> None:
         """computes: whether the engine does."""
         self.broken = False
-        """Whether something was said after the engine had stopped."""
+        """True once something was said after the engine had stopped."""
         self._computes = computes
         self._body: bytes | None = body
         self._unread: list[Message] = []

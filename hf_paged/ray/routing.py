@@ -41,7 +41,7 @@ class LoadBound:
 
 
 class PrefixIndex:
-    """What each replica was sent, by the names of blocks.
+    """Prompts sent to each replica, by names of blocks.
 
     Each replica's entries are bounded by the blocks of its pool. The least recently used one is forgotten
     first, as its own cache evicts. A block is used after those behind it, so the held names of a prompt are

@@ -39,7 +39,7 @@ class AdapterSlots:
         return self._slots[adapter] if adapter else -1
 
     def acquire(self, adapter: Names, pinned: Collection[Names]) -> bool:
-        """Whether a request can run with an adapter now. If it has no slot, it gets one that no `pinned`
+        """True if a request can run with an adapter now. If it has no slot, it gets one that no `pinned`
         adapter has, and begins to be loaded.
         """
         if adapter not in self._slots:

@@ -1,4 +1,4 @@
-"""Whether there is room for a request: now, later, or never."""
+"""Admission of a request: now, later, or never."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .request import Request, SequenceGroup, Status, TokenSequence, blocks_of_gr
 def has_room(
     total: int, available: int, need: int, *, hits: int = 0, cached_hits: int = 0, reserve: int = 0
 ) -> bool:
-    """Whether a pool has room for `need` blocks and `reserve` more (C8, C9). Hits make no need possible that
+    """True if a pool has room for `need` blocks and `reserve` more (C8, C9). Hits make no need possible that
     exceeds the whole pool.
 
     hits: blocks of the need that are cached already. cached_hits: those of them without references, which
@@ -118,7 +118,7 @@ class Watermark:
         """
 
     def fits(self, candidate: Candidate, state: SchedulerState) -> bool:
-        """Whether every pool has room for all tokens of the group, beside what the running groups have still
+        """True if every pool has room for all tokens of the group, beside what the running groups have still
         to compute.
         """
         self._behind = {other: None for other in self._behind if not other.decoding}

@@ -68,7 +68,7 @@ class DecodeBatch:
     # ---- members
 
     def accepts(self, group: SequenceGroup) -> bool:
-        """Whether a group may join: no other table names a block that its sequences will write next."""
+        """True if a group may join: no other table names a block that its sequences will write next."""
         in_prompt = group.leader.computed < len(group.request.prompt)  # whose rows may be more than ids
         if in_prompt or not group.request.batchable or not group.decoding or group.request.source:
             return False

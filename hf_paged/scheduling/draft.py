@@ -14,7 +14,7 @@ Steps = list[tuple[TokenSequence, int]]
 
 
 class Draft:
-    """What a step will do, as far as that is known, and the tokens that it still has room for."""
+    """The part of a step that is decided so far, and the tokens that it still has room for."""
 
     def __init__(self, kv_groups: int, room: int) -> None:
         self.room = room
@@ -75,7 +75,7 @@ def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
 def fit(
     kv_groups: Iterable[KVCacheGroup], several: Sequence[Steps], extra: int = 0, tenants: Collection[str] = ()
 ) -> bool:
-    """Whether every pool has the blocks for these steps and `extra` more, which no cross-attention table
+    """True if every pool has the blocks for these steps and `extra` more, which no cross-attention table
     takes. Blocks that a window has passed are freed first (C10). tenants: those whose steps they are, if
     other tenants keep their shares (C43).
     """

@@ -54,7 +54,7 @@ def peak(parts: Iterable[Segment]) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """What a group that runs, or would like to, is going to hold of every pool. Replaced as a whole whenever
+    """The expected use of every pool by a group that runs, or would like to. Replaced as a whole whenever
     that changes.
 
     settled: it takes a token in every step by now. review: the step at which it is estimated anew. spread:
@@ -117,7 +117,7 @@ class FuturePeak(Watermark):
     # ---- the decision
 
     def fits(self, candidate: Candidate, state: SchedulerState) -> bool:
-        """Whether there is room now, and will be."""
+        """True if there is room now, and will be."""
         if not super().fits(candidate, state):
             return False
         if not state.running:
@@ -194,7 +194,7 @@ class FuturePeak(Watermark):
         return self._entry(group, state.step, settled, shared)
 
     def _entry(self, group: SequenceGroup, step: int, settled: bool, shared: list[list[int]]) -> _Entry:
-        """What a group holds from `step` on; settled: from then on it grows in every step."""
+        """The entry of a group from `step` on; settled: from then on it grows in every step."""
         width = len(group.sequences)
         prompt = len(group.request.prompt)
         generated = group.length - prompt

@@ -1,4 +1,4 @@
-"""What a step may use: the pools, and the budgets."""
+"""The limits of a step: the pools, and the budgets."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class Swaps(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What a step does, in this order: swaps, copies, rows.
+    """The work of a step, in this order: swaps, copies, rows.
 
     copies: for every KV cache group the copies on write. swaps: the blocks of preempted groups on their way
     to the host and back. admitted, preempted: the groups that begin to run in it and that do not run any
@@ -161,7 +161,7 @@ class StepPlan(NamedTuple):
     takes_blocks: bool = False
 
     def __bool__(self) -> bool:
-        """Whether anything is computed."""
+        """True if anything is computed."""
         return bool(self.batch.sequences)
 
     @property

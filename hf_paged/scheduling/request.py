@@ -59,7 +59,7 @@ class Request:
 
     @property
     def shares(self) -> bool:
-        """Whether `key` and the tokens determine its keys and values, so that prefixes can be shared."""
+        """True if `key` and the tokens determine its keys and values, so that prefixes can be shared."""
         return not self.source or bool(self.source_key)
 
     @property
@@ -90,7 +90,7 @@ class TokenSequence:
         """Its tables in the pools of the host while it is swapped; the others are empty then."""
         self.computed = 0
         self.begun = False
-        """Whether its tables have been through a forward, so that its cross-attention table is filled."""
+        """True once its tables have been through a forward, so that its cross-attention table is filled."""
         self.row = NO_ROW
         """The row of the batch that it owns while it runs."""
 
@@ -150,7 +150,7 @@ class SequenceGroup:
         self.cached_tokens = 0
         """How many tokens of the prompt were there already when it was first admitted."""
         self.awaits_tokens = False
-        """Whether it was preempted while tokens were on their way to the host: it runs again behind them."""
+        """True if it was preempted while tokens were on their way to the host: it runs again behind them."""
         self.in_flight: list[bytes] = []
         """Names of the blocks that it has still to compute and that others wait for."""
         self._prompt: Prompt | None = None
@@ -184,12 +184,12 @@ class SequenceGroup:
 
     @property
     def swapped(self) -> bool:
-        """Whether it waits on the host."""
+        """True while it waits on the host."""
         return bool(self.leader.parked)
 
     @property
     def decoding(self) -> bool:
-        """Whether the next step takes exactly one token of every sequence."""
+        """True if the next step takes exactly one token of every sequence."""
         if not self.forked or self.complete:
             return False
         # A generator would cost more than the comparison, for every group in every step.
@@ -200,8 +200,8 @@ class SequenceGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether its sequences are as long as they may become: at most their last tokens are on their way
-        to the host.
+        """True if its sequences are as long as they may become: at most their last tokens are on their way to
+        the host.
         """
         return self.sequences[0].length >= self.request.most_tokens
 
@@ -273,7 +273,7 @@ class SequenceGroup:
 
     @property
     def prompt(self) -> Prompt:
-        """What the leader computes for all sequences, with the digests of its full blocks."""
+        """The tokens that the leader computes for all sequences, with the digests of its full blocks."""
         if self._prompt is None:
             size = self.kv_groups[0].pool.block_size
             self._prompt = Prompt(self.leader.tokens[: self.common], size, self.request.key)

@@ -37,7 +37,7 @@ Count = Literal[
     "steps", "tokens", "preemptions", "admissions", "finished", "hits", "misses",
     "swapped_out", "swapped_in", "recomputed", "blocks_out", "blocks_in", "held_back",
 ]  # fmt: skip
-"""What is counted. Groups: those that went to the host, came back from it, had to begin again. Blocks: those
+"""The counters. Groups: those that went to the host, came back from it, had to begin again. Blocks: those
 that travelled. held_back: how often a step left a group waiting for its tenant's share.
 """
 
@@ -108,10 +108,10 @@ class Scheduler:
         computing them too.
         """
         self.prompt_scores = PromptScores(self.kv_groups[0].pool)
-        """What is known about the tokens of cached blocks."""
+        """The numbers known about the tokens of cached blocks."""
         self.swapping = Swapping(self.kv_groups, swap, verify)
         self.divided = False
-        """Whether tenants divide the pools: from the first request of one on."""
+        """True if tenants divide the pools: from the first request of one on."""
         self.counts: Counter[Count] = Counter()
 
     # ---- requests come and go
@@ -386,7 +386,7 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        """Whether the next step may admit a group, or look its prefix up."""
+        """True if the next step may admit a group, or look its prefix up."""
         waits = bool(self.preempted or self.waiting)
         return waits and self._taken - len(self.decode_batch.complete()) < self.limits.sequences
 
@@ -492,7 +492,7 @@ class Scheduler:
         return others_may
 
     def _fits_but_for_shares(self, candidate: Candidate, state: SchedulerState) -> bool:
-        """Whether nothing but the shares of other tenants is in a group's way, and others may pass it."""
+        """True if only the shares of other tenants are in a group's way, and others may pass it."""
         taking = candidate._replace(takes=True)
         if not self.divided or not self.admission.fits(taking, state):
             return False
@@ -501,13 +501,13 @@ class Scheduler:
         return not self.running or group.passed_over <= PATIENCE
 
     def _exceeds(self, candidate: Candidate) -> bool:
-        """Whether a group would bring its tenant above its share of a pool."""
+        """True if a group would bring its tenant above its share of a pool."""
         tenant = candidate.group.request.tenant
         pools = zip(self.kv_groups, candidate.needs, candidate.blocks, strict=True)
         return any(each.pool.shares(tenant).over(tenant, need - len(hits)) for each, need, hits in pools)
 
     def _has_adapter(self, adapter: Names, pinned: set[Names]) -> bool:
-        """Whether a group can run with an adapter now. A slot that it may have is for no later group."""
+        """True if a group can run with an adapter now. A slot that it may have is for no later group."""
         assert self.adapters is not None
         there = self.adapters.acquire(adapter, pinned)
         if there or adapter in self.adapters:
@@ -515,7 +515,7 @@ class Scheduler:
         return there
 
     def _find(self, group: SequenceGroup, whole: bool = False) -> list[Match] | None:
-        """What every pool has of the group's beginning, to the token or in whole blocks; None if a twin is
+        """The cached beginning of a group in every pool, to the token or in whole blocks; None if a twin is
         computing the next block right now.
 
         Of a group on the host, those of its blocks that are on the device as well.
@@ -548,7 +548,7 @@ class Scheduler:
         return [lookup.take(reached) for lookup in lookups] + across
 
     def _shares(self, group: SequenceGroup) -> bool:
-        """Whether a group takes prefixes of others, and leaves its own."""
+        """True if a group takes prefixes of others, and leaves its own."""
         return self.prefix_caching and group.request.shares
 
     @property

@@ -19,11 +19,11 @@ class Victim(NamedTuple):
     blocks: tuple[int, ...]
     """The blocks it holds of every pool, shared blocks counted once."""
     tokens: int
-    """What would have to be computed again."""
+    """The tokens that would have to be computed again."""
 
 
 Decide = Callable[[Victim], bool]
-"""Whether a victim is swapped. It is called before the books are read, and may make room on the host."""
+"""The decision to swap a victim. It is called before the books are read, and may make room on the host."""
 
 
 def never(victim: Victim) -> bool:
@@ -49,7 +49,7 @@ class Swapping:
     def clear(self) -> None:
         """Nothing is on its way any more."""
         self.moves = False
-        """Whether blocks have moved in the books since the last plan."""
+        """True if blocks have moved in the books since the last plan."""
         self._out: list[dict[int, int]] = [{} for _ in self.kv_groups]
         """For every pool the host blocks to be filled, and the device blocks they are filled from, by the
         block's latest owner.
@@ -57,7 +57,7 @@ class Swapping:
         self._back: list[list[Copy]] = [[] for _ in self.kv_groups]
 
     def plan(self) -> Swaps:
-        """What is to be carried out before the rows of this step."""
+        """The moves to be carried out before the rows of this step."""
         out = tuple(
             tuple(Copy(source, target) for target, source in kv_group.items()) for kv_group in self._out
         )
@@ -103,7 +103,7 @@ class Swapping:
     # ---- back
 
     def stale(self, group: SequenceGroup) -> bool:
-        """Whether what a group has computed rests on what was forgotten since."""
+        """True if a group was computed on blocks that were forgotten since."""
         return any(
             table.length and table.epoch != kv_group.pool.epoch
             for sequence in group.sequences

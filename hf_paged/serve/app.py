@@ -186,7 +186,7 @@ def _add_states(app: FastAPI, service: Service) -> None:
 
 
 def _add_facts(app: FastAPI, service: Service) -> None:
-    """What clients read."""
+    """Add the routes of facts."""
 
     @app.get("/version", response_model=openapi.Version)
     async def version() -> Any:
@@ -414,7 +414,7 @@ async def _wrong_path(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What the router answers: no such path, or not by this method."""
+    """The router's errors: no such path, or not by this method."""
     assert isinstance(error, HTTPException)
     messages = {
         404: "there is no such path; GET /openapi.json lists them",

@@ -91,7 +91,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _idle(self) -> bool:
-        """Whether no request is being answered."""
+        """True if no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _expect_head(self) -> None:
@@ -105,7 +105,7 @@ class Connection(HttpToolsProtocol):
         self._end_with(_long_head(), "431 Request Header Fields Too Large")
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP gets the form of all errors, and the connection ends."""
+        """Answer an invalid request in the form of all errors, and end the connection."""
         if self._head_bytes > HEAD_BYTES:  # the parser takes no longer path, either
             self._refuse()
             return

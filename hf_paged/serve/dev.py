@@ -32,7 +32,7 @@ class LoadWeightsRequest(Part):
 
 
 def add_dev_routes(app: FastAPI, service: Service) -> None:
-    """What vLLM's servers have for training loops, and the engine's own ways to change weights."""
+    """Add vLLM's routes for training loops, and the engine's own ways to change weights."""
 
     async def admitted(http: Request) -> None:
         """Refuse a request that may not, or that has options which the route does not know."""
@@ -122,7 +122,7 @@ def _has_body(http: Request) -> bool:
 
 
 async def _called(service: Service, name: str, *arguments: Any) -> Any:
-    """What the engine returns; 400 for wrong arguments, 409 where its state does not allow it."""
+    """The engine's result; 400 for wrong arguments, 409 where its state does not allow it."""
     try:
         return await service.engine.call(name, *arguments)
     except CallError as error:

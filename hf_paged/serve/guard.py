@@ -1,4 +1,4 @@
-"""What every HTTP request goes through: its number, its origin, its key, its log line."""
+"""The guard of every HTTP request: its number, its origin, its key, its log line."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ LAST_SECONDS = 15.0
 
 
 class HttpSpec(NamedTuple):
-    """What the process of HTTP is started with.
+    """Arguments of the process of HTTP.
 
     tokenizer: the model's, or its processor. template: how chats are written, instead of its chat template.
     response_template: how answers are read, instead of its response template.

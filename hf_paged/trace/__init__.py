@@ -278,7 +278,7 @@ class MapState:
 
 @dataclass(frozen=True)
 class Trace:
-    """What `read` gives back. whole: whether it was written to its end. host: for each kind the most blocks
+    """The result of `read`. whole: whether it was written to its end. host: for each kind the most blocks
     that may wait in the host's memory.
     """
 

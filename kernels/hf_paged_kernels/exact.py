@@ -1,4 +1,4 @@
-"""What kernels share whose answers no batch changes: sums without an order, functions of one number."""
+"""Parts shared by kernels whose answers no batch changes: sums without an order, functions of one number."""
 
 # ruff: noqa: SIM108 - a branch on a constant must stay a plain if: Triton compiles the other side away
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Invariant:
             return product(x[None], w[None], bias)[0]
 
     def is_torchs_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Whether torch's linear of x [..., depth] by weight [columns, depth] is known to have our bits."""
+        """True if torch's linear of x [..., depth] by weight [columns, depth] is known to have our bits."""
         depth = x.shape[-1]
         if not x.is_contiguous() or not depth or weight.dtype != x.dtype:
             return False
@@ -97,7 +97,7 @@ class Invariant:
             return mapped(kind, x, parameter)
 
     def _is_shown(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Whether torch's product of these shapes has the bits of ours, as seen on random numbers."""
+        """True if torch's product of these shapes has the bits of ours, as seen on random numbers."""
         key = _key(len(x), x.stride(0), x, w, w.stride(), bias)
         known = self._shown.get(key)
         if known is None:
@@ -196,8 +196,8 @@ def _key(
     strides: Sequence[int],
     bias: torch.Tensor | None,
 ) -> Any:
-    """What decides how torch computes a product of `rows` rows of x, `stride` apart, by a weight with these
-    strides: w or its transpose.
+    """Facts that decide how torch computes a product of `rows` rows of x, `stride` apart, by a weight with
+    these strides: w or its transpose.
     """
     return (
         rows, stride, x.shape[-1], w.numel(), tuple(strides), x.dtype, x.device, bias is None,
@@ -220,7 +220,7 @@ def _torchs(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torc
 
 
 def _alike(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether torch's product has the bits of ours on random numbers that lie as these do."""
+    """True if torch's product has the bits of ours on random numbers that lie as these do."""
     tries = -(-SAMPLES // max(1, len(x) * w.shape[1]))
     few = tries > MOST_TRIES
     if few and 0 in (*x.stride(), *w.stride()):  # numbers that lie in one place cannot cancel each other

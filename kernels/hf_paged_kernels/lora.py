@@ -118,7 +118,7 @@ class LoraWeights:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What kernels read, on the device."""
+        """Tensors for the kernels, on the device."""
         return [self.where, self.ranks, self.scales]
 
     def part(self, first: int, layers: int) -> LoraWeights:
@@ -132,7 +132,7 @@ class LoraWeights:
 
 
 def fits(weight: torch.Tensor, rank: int) -> bool:
-    """Whether kernels can read a weight of an adapter of this rank where it is."""
+    """True if kernels can read a weight of an adapter of this rank where it is."""
     return weight.is_contiguous() and rank % 8 == 0 and weight.data_ptr() % 16 == 0
 
 

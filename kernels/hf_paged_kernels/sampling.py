@@ -1,4 +1,4 @@
-"""What sampling asks of rows of scores: a token drawn by their softmax, and the log of its denominator."""
+"""Kernels of sampling for rows of scores: a token drawn by their softmax, and the log of its denominator."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the two attention kernels share: how a tile of tokens is found, loaded and scored; checks of what they
-are given.
+"""Code shared by the two attention kernels: how a tile of tokens is found, loaded and scored; checks of their
+arguments.
 """
 
 # ruff: noqa: RET505 - a branch on a constant must stay a plain if: Triton compiles the other side away
@@ -79,7 +79,7 @@ class Strides(NamedTuple):
     value_token: int
     value_head: int
     wide: bool
-    """Whether an offset inside the layer may not fit in 32 bits."""
+    """True if an offset inside the layer may not fit in 32 bits."""
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Strides:

@@ -39,7 +39,7 @@ class Unavailable(RuntimeError):
 
 
 def capability() -> str:
-    """What this machine's registers can do, in torch's words: libraries are kept by it, so none runs where it
+    """The vector registers of this machine, in torch's words: libraries are kept by it, so none runs where it
     cannot.
     """
     return torch.backends.cpu.get_cpu_capability()

@@ -87,8 +87,7 @@ def _address(library: ctypes.CDLL, name: str) -> int | None:
 
 
 class _Launch:
-    """What the library must know about a step beside the layers' own tensors. It lives as long as its shapes
-    last.
+    """A step's facts for the library beside the layers' own tensors. It lives as long as its shapes last.
 
     keys [slots, heads, key_dim] and values [slots, heads, value_dim] are those of any of the layers.
     """

@@ -79,13 +79,13 @@ class CrossMedia(Media):
             )
 
     def due(self, start: int, count: int, begun: bool) -> bool:
-        """Whether the media must be encoded before these tokens are computed; begun: whether the sequence's
+        """True if the media must be encoded before these tokens are computed; begun: whether the sequence's
         keys and values across are in the pages.
         """
         return self.across is None or not (begun or self.across.states)
 
     def spent(self, start: int, count: int) -> bool:
-        """Whether encoder output can be dropped after these tokens."""
+        """True if encoder output can be dropped after these tokens."""
         return self.across is not None and bool(self.across.states)
 
     def forget_spent(self) -> None:

@@ -10,7 +10,7 @@ from ...model.offloaded import input_device
 from ..support import Unservable
 
 INPUTS = ("input_ids", "input_features")
-"""What encoders may be given: text, or a recording of one length."""
+"""Possible inputs of encoders: text, or a recording of one length."""
 RECORDING = ("num_mel_bins", "max_source_positions")
 """The config entries for the shape of a recording, as in Whisper's config."""
 TRIAL = 13

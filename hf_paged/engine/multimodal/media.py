@@ -63,7 +63,7 @@ class Media:
         computed.
         """
         self.one_delta = False
-        """Whether one delta serves all axes that matter to the model, so captured steps can apply it."""
+        """True if one delta serves all axes that matter to the model, so captured steps can apply it."""
 
     def _name_tokens(self, key: bytes) -> None:
         places = [place for place, token in enumerate(self.ids) if token in self.marks]
@@ -78,15 +78,15 @@ class Media:
         return frozenset(self.inputs)
 
     def concerns(self, start: int, count: int) -> bool:
-        """Whether `count` tokens of the prompt from `start` on have inputs other than their ids."""
+        """True if `count` tokens of the prompt from `start` on have inputs other than their ids."""
         return start < self.place.stop and start + count > self.place.start
 
     def due(self, start: int, count: int, begun: bool) -> bool:
-        """Whether the media must be encoded before these tokens are computed."""
+        """True if the media must be encoded before these tokens are computed."""
         return self.made is None and (self.rope_deltas is None or self.concerns(start, count))
 
     def spent(self, start: int, count: int) -> bool:
-        """Whether encoder output can be dropped after these tokens."""
+        """True if encoder output can be dropped after these tokens."""
         return self.made is not None and start + count >= self.place.stop
 
     def forget_spent(self) -> None:

@@ -287,7 +287,7 @@ def moved(media: Media, shown: Any, plain: Any) -> tuple[torch.Tensor | None, tu
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two arguments are equal; two caches are if they are of one type, both being new."""
+    """True if two arguments are equal; two caches are if they are of one type, both being new."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

@@ -1,1 +1,1 @@
-"""What a request answers: outputs, streams and handles."""
+"""A request's answers: outputs, streams and handles."""

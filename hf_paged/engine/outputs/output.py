@@ -1,4 +1,4 @@
-"""What comes back."""
+"""Outputs of requests."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class TokenLogprobs(Sequence[TokenLogprob]):
         self._numbers.extend(chain((note.token_id, note.logprob), numbers, logprobs, ids))
 
     def writer(self, favourites: int) -> Callable[[list[float]], None]:
-        """What adds the row of the next token, which may be beside more favourites than are wanted here."""
+        """The writer of the next token's row, which may be beside more favourites than are wanted here."""
         write = self._numbers.fromlist
         own, ids = FIRST + self._favourites, FIRST + favourites
         if own == ids:

@@ -16,7 +16,7 @@ class _StreamEnd(NamedTuple):
     """All of them."""
     reason: FinishReason
     apart: bool
-    """Whether the reason came after the last token, not with it."""
+    """True if the reason came after the last token, not with it."""
 
 
 class Stream:
@@ -39,7 +39,7 @@ class Stream:
         self._end: _StreamEnd | None = None
         self._read = 0
         self._closed = False
-        """Whether the last increment has been read."""
+        """True once the last increment has been read."""
         self._decode = None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=True)
         self._text = None if self._decode is None else Detokeniser(self._decode)
 
@@ -66,7 +66,7 @@ class Stream:
 
     @property
     def unread(self) -> bool:
-        """Whether there is an unread increment."""
+        """True if there is an unread increment."""
         end = self._end
         return self._read < len(self.so_far if end is None else end.tokens) or (
             end is not None and not self._closed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 BROKEN = "\ufffd"
-"""What a decoder writes for bytes that are no character, or not one yet."""
+"""A decoder's mark for bytes that are no character, or not one yet."""
 
 
 class Detokeniser:
@@ -22,8 +22,8 @@ class Detokeniser:
         self._begin = self._read = 0
 
     def add(self, tokens: list[int], last: bool = False) -> str:
-        """What these tokens add to the text; the beginning of a character waits for the rest of it, at the
-        longest to the `last`.
+        """Text that these tokens add; the beginning of a character waits for the rest of it, at the longest
+        to the `last`.
         """
         known = len(self._tokens)
         self._tokens += tokens

@@ -166,7 +166,7 @@ class Follower(Ranked):
         self.ranks.attempt(lambda: self._adapters.add(name, self._adapters.hold(layers), number), MemoryError)
 
     def _take_inputs(self, number: int) -> PromptInputs:
-        """What a request is beside token ids: rows name it by its number."""
+        """Take a request's inputs beside token ids: rows name it by its number."""
         sent = self.ranks.broadcast_object()
 
         def take() -> None:

@@ -56,7 +56,7 @@ def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
 
 
 def _described(model: nn.Module) -> str:
-    """What ranks must have alike, whatever adapters they have. Parts that are no DTensor may differ."""
+    """Facts that ranks must share, whatever adapters they have. Parts that are no DTensor may differ."""
     weights = [weight for name, weight in model.named_parameters() if ".lora_" not in name]
     numbers = sum(weight.numel() for weight in weights if isinstance(weight, DTensor))
     types = ", ".join(sorted({str(weight.dtype) for weight in weights}))
@@ -143,7 +143,7 @@ def tried_alike(ranks: Ranks, runner: Runner) -> Iterator[None]:
 
 
 def compare_models(ranks: Ranks, changed: bool, runner: Runner, adapters: EngineAdapters) -> bool:
-    """Whether the model has changed on any rank. All note whether it runs code of the user's on any, or is
+    """True if the model has changed on any rank. All note whether it runs code of the user's on any, or is
     one that ranks have not looked at together; and drop their captured steps if one has dropped some alone.
     """
     checks = runner.eager.checks

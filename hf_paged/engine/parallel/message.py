@@ -20,7 +20,7 @@ UNSEEN = -1
 
 
 class MessageKind(IntEnum):
-    """What the first number of a message says."""
+    """The kind of a message, its first number."""
 
     STEP = 0
     CHECK = 1
@@ -28,7 +28,7 @@ class MessageKind(IntEnum):
     CLOSE = 3
     ADAPTER = 4
     INPUTS = 5
-    """What prompts are beside token ids."""
+    """Inputs of prompts beside token ids."""
     ENCODE = 6
     """The same of pictures or recordings, which are encoded at once."""
     BROADCAST = 7
@@ -41,7 +41,7 @@ class MessageKind(IntEnum):
 
 
 class Preparation(NamedTuple):
-    """What the pools do before the rows of a step."""
+    """Work of the pools before the rows of a step."""
 
     swaps: Swaps
     copies: tuple[tuple[Copy, ...], ...]
@@ -53,7 +53,7 @@ class Preparation(NamedTuple):
 
 
 class AdapterNews(NamedTuple):
-    """What has become of adapters since the message before. They have numbers here."""
+    """News of adapters since the message before. They have numbers here."""
 
     gone: tuple[int, ...] = ()
     """Those that the engine has forgotten."""
@@ -70,7 +70,7 @@ class AdapterNews(NamedTuple):
 
     @classmethod
     def read(cls, numbers: Iterator[int]) -> AdapterNews:
-        """What `write` has written."""
+        """The news as `write` wrote it."""
         gone = tuple(_take(numbers, next(numbers)))
         places = [(next(numbers), tuple(_take(numbers, next(numbers)))) for _ in range(next(numbers))]
         return cls(gone, tuple(places))
@@ -81,9 +81,9 @@ class Received(NamedTuple):
 
     preparations: list[Preparation]
     checks: bool
-    """Whether rank 0 checks its model in this step."""
+    """True if rank 0 checks its model in this step."""
     shares: bool
-    """Whether rank 0's last tokens come along, on the device."""
+    """True if rank 0's last tokens come along, on the device."""
     known: dict[int, int]
     """By row the last tokens that rank 0's host has: they count, whatever came along."""
     batch: ForwardBatch
@@ -136,7 +136,7 @@ class StepEncoder:
         return out, shares
 
     def _write_given(self, out: array[int], batch: ForwardBatch) -> None:
-        """What rows behind the decode batch are beside token ids, if any is."""
+        """Write the inputs of rows behind the decode batch beside token ids, if any."""
         gone = self._shared.take_gone()
         out.append(len(gone))
         out.extend(gone)
@@ -165,7 +165,7 @@ class StepEncoder:
             out.extend(slots or ())
 
     def _write_tables(self, out: array[int], rows: ScheduledBatch) -> None:
-        """What was written in the tables since the last step; of arrays that are new the rows of the step."""
+        """Write the changes of tables since the last step; of arrays that are new the rows of the step."""
         if self._tables is not rows.tables:
             self._tables = rows.tables
             for i, tables in enumerate(rows.tables):
@@ -192,7 +192,7 @@ class StepDecoder:
         self._members: tuple[TokenSequence, ...] = ()
         self._adapters: tuple[int, ...] | None = None
         self.prompts: dict[int, PromptInputs] = {}
-        """What rows are given, by rank 0's numbers."""
+        """Inputs of rows, by rank 0's numbers."""
 
     def decode(self, numbers: Sequence[int]) -> Received:
         """The step that numbers stand for."""
@@ -271,7 +271,7 @@ class StepDecoder:
         return inputs
 
     def tables(self, row: _RankRow) -> tuple[BlockTable, ...]:
-        """What a row's tables are in this step, as far as its tokens read them."""
+        """A row's tables in this step, as far as its tokens read them."""
         return tuple([self._table(number, row) for number in range(len(self._tables))] + row.across)
 
     def _table(self, number: int, row: _RankRow) -> BlockTable:

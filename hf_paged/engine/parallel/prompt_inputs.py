@@ -1,4 +1,4 @@
-"""What prompts are beside token ids: all ranks have it under one number, which steps name."""
+"""Inputs of prompts beside token ids: all ranks have them under one number, which steps name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNCHANGED = -1
 
 
 class SharedInputs:
-    """What the other ranks have of requests beside token ids, by rank 0's numbers."""
+    """The other ranks' inputs of requests beside token ids, by rank 0's numbers."""
 
     def __init__(self, requests: Mapping[SequenceGroup, RequestParams]) -> None:
         """requests: those that wait or run and are more than token ids."""
@@ -48,7 +48,7 @@ class SharedInputs:
         return self._numbers.get(group, 0)
 
     def missing(self, batch: ForwardBatch) -> dict[SequenceGroup, PromptInputs]:
-        """What the rows of a batch are and the other ranks do not have. Media come when encoded."""
+        """Inputs of a batch's rows that the other ranks do not have. Media come when encoded."""
         groups = {batch.rows.sequences[i].group: row.prompt for i, row in batch.inputs.items()}
         return {
             group: given
@@ -81,14 +81,14 @@ def on_host(given: PromptInputs) -> PromptInputs:
 
 
 def on_device(given: PromptInputs, device: torch.device) -> PromptInputs:
-    """What was sent, where a forward takes it; media are moved when they are encoded."""
+    """Sent inputs, where a forward takes them; media are moved when they are encoded."""
     if isinstance(given, EncoderInput):
         given.inputs = given.inputs.to(device)
     return given.to(device) if isinstance(given, torch.Tensor) else given
 
 
 class SentRow(NamedTuple):
-    """What a row is beside token ids, and its cross-attention table."""
+    """A row's inputs beside token ids, and its cross-attention table."""
 
     inputs: RowInputs = PLAIN
     length: int = 0
@@ -128,7 +128,7 @@ class SentRow(NamedTuple):
 
     @classmethod
     def read(cls, read: Iterator[int], given: Mapping[int, PromptInputs], start: int, count: int) -> SentRow:
-        """What `write` has written, for `count` tokens from `start` on."""
+        """The row as `write` wrote it, for `count` tokens from `start` on."""
         number = next(read)
         delta = next(read)
         axes = next(read)

@@ -91,7 +91,7 @@ class Ranks:
         self._breaking: threading.Thread | None = None
         """Ends waits for a rank that has failed."""
         self.ended_in_order = self.leads
-        """Whether rank 0 has closed, or this is it."""
+        """True once rank 0 has closed; on it, always."""
         self._over = threading.Event()
         self._watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._over), daemon=True)
         self._watch.start()
@@ -100,12 +100,12 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank schedules and samples."""
+        """True if this rank schedules and samples."""
         return self.rank == 0
 
     @property
     def meeting(self) -> bool:
-        """Whether this rank waits for others, or they for it."""
+        """True while this rank waits for others, or they for it."""
         return self._since is not None
 
     # ---- messages
@@ -180,7 +180,7 @@ class Ranks:
         return smallest(numbers, self._group)
 
     def same(self, value: object, place: str) -> bool:
-        """Whether all ranks, which are at one place, have this value."""
+        """True if all ranks, which are at one place, have this value."""
         digest = crc32(f"{place}: {value!r}".encode())
         least, most = self.smallest([digest, -digest])
         return least == -most
@@ -292,7 +292,7 @@ class Ranks:
         )
 
     def _alike(self, error: Exception, everyone: bool) -> bool:
-        """Whether all ranks have raised an error of their own at this point. If not, the engine has ended."""
+        """True if all ranks have raised an error of their own at this point. If not, the engine has ended."""
         lost = _is_lost_connection(error)
         missing = [0]
         try:
@@ -463,7 +463,7 @@ class Ranks:
                 break_waits(self._group, self.rank, self.size)
 
     def _alone(self) -> bool:
-        """Whether all other ranks have left."""
+        """True if all other ranks have left."""
         return all(self._store.check([f"left/{each}"]) for each in range(self.size) if each != self.rank)
 
     def ended(self) -> str | None:
@@ -531,7 +531,7 @@ def break_waits(group: dist.ProcessGroup, rank: int, size: int) -> None:
 
 
 def _is_lost_connection(error: Exception) -> bool:
-    """Whether a rank has raised because another one did not answer."""
+    """True if a rank has raised because another one did not answer."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "pair closure" in str(error)
 
 

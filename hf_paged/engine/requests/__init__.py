@@ -1,1 +1,1 @@
-"""What a request asks for: its prompt, its options, its parameters."""
+"""A request: its prompt, its options, its parameters."""

@@ -9,11 +9,11 @@ import torch
 from .prompts import short
 
 ANSWERS = "a bool, an int, or booleans in a tensor [rows]"
-"""What a stopping criterion may answer."""
+"""Answers that a stopping criterion may give."""
 
 
 def stops(criterion: Any, ids: torch.Tensor, beams: bool, ends: bool) -> list[bool]:
-    """Whether a criterion stops each row of ids [rows, tokens].
+    """True for each row of ids [rows, tokens] that a criterion stops.
 
     generate() joins the answers of all criteria by `|` and reads the lowest bit; beam search computes with
     booleans alone.

@@ -114,7 +114,7 @@ class Written(NamedTuple):
         )
 
     def remedy(self, name: str) -> str:
-        """What the user does to be without an option."""
+        """Advice on how to leave an option out."""
         if self.keywords.get(name) is not None:
             return "leave it out"
         if getattr(self.config, name, None) is not None:

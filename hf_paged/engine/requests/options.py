@@ -89,7 +89,7 @@ def _hashable(value: Any) -> Hashable:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it can be compared and copied: a number, a string, or a list of numbers."""
+    """True if it can be compared and copied: a number, a string, or a list of numbers."""
     return type(value) in PLAIN or (type(value) is list and all(type(each) is int for each in value))
 
 

@@ -1,4 +1,4 @@
-"""What a request asks for, read as generate() reads it."""
+"""Parameters of a request, read as generate() reads them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PASSED_ON = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt
 PROMPTS = ("inputs_embeds", "input_features", "decoder_input_ids")
 """Keywords that are a prompt, or a part of one."""
 KEY = os.urandom(16)
-"""What the names of embeddings and of pictures are made with in this process."""
+"""This process's key for the names of embeddings and of pictures."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class RequestParams:
 
     @property
     def sampled(self) -> bool:
-        """Whether tokens are drawn."""
+        """True if tokens are drawn."""
         return bool(self.config.do_sample)
 
     @property
@@ -125,22 +125,22 @@ class RequestParams:
 
     @property
     def has_rules(self) -> bool:
-        """Whether it has processors that run for the rows of all requests at once."""
+        """True if it has processors that run for the rows of all requests at once."""
         return self.recipe is not None and any(self.recipe[1:])
 
     @property
     def penalised(self) -> bool:
-        """Whether it has a repetition penalty, computed for the rows of all requests at once."""
+        """True if it has a repetition penalty, computed for the rows of all requests at once."""
         return self.warp is not None and self.warp.repetition != 1
 
     @property
     def on_device(self) -> bool:
-        """Whether its tokens are chosen on the device, with those of others: the host gets them later."""
+        """True if its tokens are chosen on the device, with those of others: the host gets them later."""
         return self.recipe is not None and self.grammar is None
 
     @property
     def batchable(self) -> bool:
-        """Whether its next token is sampled with the whole batch and has the expected position, and can only
+        """True if its next token is sampled with the whole batch and has the expected position, and can only
         be the last one by its length or an end-of-sequence token.
         """
         moved = self.media is not None and self.media.rope_deltas
@@ -166,17 +166,17 @@ class RequestParams:
 
     @property
     def of_ids(self) -> bool:
-        """Whether the rows of its decoder are token ids and nothing else."""
+        """True if the rows of its decoder are token ids and nothing else."""
         return self.prompt_inputs is None
 
     @property
     def prompt_inputs(self) -> PromptInputs | None:
-        """What the prompt is beside token ids."""
+        """The prompt's inputs beside token ids."""
         return next((each for each in (self.media, self.embeds, self.source) if each is not None), None)
 
     @property
     def mends(self) -> bool:
-        """Whether a processor replaces logits that are no numbers."""
+        """True if a processor replaces logits that are no numbers."""
         return any(isinstance(processor, InfNanRemoveLogitsProcessor) for processor in self.processors)
 
 
@@ -230,7 +230,7 @@ class ParsedPrompt(NamedTuple):
 
     @property
     def names(self) -> tuple[int, ...]:
-        """What the books know the prompt by."""
+        """The prompt's names in the books."""
         if self.media is not None:
             return self.media.names
         return self.tokens if self.embeds is None else names_of(self.embeds, KEY)
@@ -396,7 +396,7 @@ def _for_encoder(
     input_features: Any,
     decoder_input_ids: Any,
 ) -> ParsedPrompt:
-    """What an encoder is given, and the ids that its decoder begins with."""
+    """The input of an encoder, and the ids that its decoder begins with."""
     name = model.main_input_name
     if inputs_embeds is not None or (name == "input_ids" and input_features is not None):
         raise ValueError(
@@ -481,5 +481,5 @@ def _favourites(name: str, logprobs: int | bool | None, model: Any) -> int | Non
 
 
 def is_about_time(criterion: Any) -> bool:
-    """Whether a criterion ends a request for its length in seconds."""
+    """True if a criterion ends a request for its length in seconds."""
     return isinstance(criterion, MaxTimeCriteria)

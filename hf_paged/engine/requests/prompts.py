@@ -12,7 +12,7 @@ import torch
 from transformers import ProcessorMixin
 
 RAW = ("images", "videos", "audio")
-"""What a processor takes in addition to a text."""
+"""A processor's inputs in addition to a text."""
 SAID = ("text", "refusal")
 """Parts of chat messages that are words."""
 
@@ -25,7 +25,7 @@ class TokenizedPrompt(NamedTuple):
 
 
 def words_of(tokenizer: Any) -> Any:
-    """What makes texts of tokens: of a processor its tokenizer."""
+    """The tokenizer that makes texts: of a processor its own."""
     return getattr(tokenizer, "tokenizer", tokenizer) if isinstance(tokenizer, ProcessorMixin) else tokenizer
 
 
@@ -134,7 +134,7 @@ def short(value: object) -> str:
 
 
 def _rendered(tokenizer: Any, messages: Any, **options: Any) -> Any:
-    """What a chat template makes of messages."""
+    """Messages as a chat template renders them."""
     try:
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=True, **options
@@ -153,7 +153,7 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _shows(messages: Any) -> bool:
-    """Whether anything in chat messages is more than words."""
+    """True if anything in chat messages is more than words."""
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [
         part
@@ -180,5 +180,5 @@ def _ids_of(ids: object) -> tuple[int, ...] | None:
 
 
 def _as_computed(model: Any, value: Any) -> Any:
-    """What a processor has made, in the model's dtype, as callers of generate() convert it."""
+    """The output of a processor, in the model's dtype, as callers of generate() convert it."""
     return value.to(model.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -39,7 +39,7 @@ class StopStrings(StoppingCriteria):
         return torch.tensor([self.ended(row) for row in rows], dtype=torch.bool, device=input_ids.device)
 
     def ended(self, tokens: Sequence[int]) -> bool:
-        """Whether a stop string ends within the last of these tokens."""
+        """True if a stop string ends within the last of these tokens."""
         if self._always or not tokens:
             return self._always
         last = self._texts.get(tokens[-1])
@@ -55,7 +55,7 @@ class StopStrings(StoppingCriteria):
         return any(self._found(reverse[place : place + self._longest]) for place in range(len(last)))
 
     def _found(self, reverse: Text) -> bool:
-        """Whether some string ends where this text, read backwards, begins."""
+        """True if some string ends where this text, read backwards, begins."""
         place = bisect_right(self._ends, reverse)
         return place > 0 and _begins(reverse, self._ends[place - 1])
 

@@ -20,7 +20,7 @@ from .grammar_trials import GrammarError, GrammarTrials, compile_grammar, troubl
 KEPT = 64
 """Grammars that are kept for further requests."""
 KEPT_BYTES = 2**30
-"""What they may take together."""
+"""Most bytes of them together."""
 WORD = 32
 """Bits of a word of a mask."""
 

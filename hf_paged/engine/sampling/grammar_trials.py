@@ -1,4 +1,4 @@
-"""What a grammar costs, measured in a process that can be killed: no thread can stop llguidance's code.
+"""The cost of a grammar, measured in a process that can be killed: no thread can stop llguidance's code.
 
 This file is also run as that process's program, without torch and without the rest of the package.
 """
@@ -137,7 +137,7 @@ def trouble_of(matcher: Any) -> str:
 
 
 def with_deep_stack(act: Any) -> Any:
-    """What `act` returns or raises, called in a thread with a large stack."""
+    """Call `act` in a thread with a large stack: its result, or its error."""
     found: list[Any] = []
 
     def run() -> None:

@@ -64,7 +64,7 @@ class InputBatch:
         self._states = row_states(seeds, [sequences[place].index for place in self._drawn])
         self._warps = [params[place].warp or Warp() for place in self._drawn]
         self._warped = any(each._replace(repetition=1.0) != Warp() for each in self._warps)
-        """Whether drawn rows are scaled or cut."""
+        """True if drawn rows are scaled or cut."""
         self._recipes: list[Recipe] = []
         if any(each.has_rules for each in params):
             self._recipes = [each.recipe or Recipe() for each in params]
@@ -72,8 +72,8 @@ class InputBatch:
         self._reading = sorted({*self._penalties, *readers})
         self.uses_positions = bool(self._drawn or self._recipes or self._penalties)
         self.scores: torch.Tensor | None = None
-        """What the last tokens were chosen from, [places, vocabulary], if logprobs were requested; None if it
-        is the logits.
+        """Scores that the last tokens were chosen from, [places, vocabulary], if logprobs were requested;
+        None if these are the logits.
         """
         self.uncut: torch.Tensor | None = None
         """The same before cuts; None if nothing was cut."""

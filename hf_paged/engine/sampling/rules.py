@@ -17,7 +17,7 @@ from .warp import CUTS, Warp, warp_of
 
 Phase = Callable[[int], Hashable]
 Read = tuple[Hashable, Phase] | tuple[Hashable, Phase, Callable[[int], int]]
-"""What a rule says beside its processor."""
+"""Fields of a rule beside its processor."""
 Ids = Callable[[list[int], int, int], torch.Tensor]
 """The last ids of some rows, so many of each, with a number in front of rows that have fewer: [rows, ids]."""
 
@@ -50,7 +50,7 @@ class Recipe(NamedTuple):
 
     @property
     def reads(self) -> bool:
-        """Whether it reads the ids of a row."""
+        """True if it reads the ids of a row."""
         return any(rule.window is not None for rule in (*self.before, *self.between, *self.after))
 
 

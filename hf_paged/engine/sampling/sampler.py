@@ -77,7 +77,7 @@ class HostSampler:
         ]
         self._histories = histories
         self._guided_scores: dict[Job, torch.Tensor] = {}
-        """What the tokens of requests with grammars are chosen from, [rows, vocabulary]."""
+        """Scores that tokens of requests with grammars are chosen from, [rows, vocabulary]."""
         tensors = []
         if self._own:
             rows = [row for request in self._own for row in request.rows]
@@ -87,7 +87,7 @@ class HostSampler:
         )
 
     def wait(self) -> bool:
-        """Whether code of requests may decide about the tokens: here it may."""
+        """True if code of requests may decide about the tokens: here it may."""
         return True
 
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:

@@ -114,7 +114,7 @@ def token_scores(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -
 
 
 class PromptLogprobs:
-    """What is known so far of the tokens of one prompt. The first one follows nothing and has no numbers."""
+    """The known scores of the tokens of one prompt. The first one follows nothing and has no numbers."""
 
     def __init__(self, prompt: Sequence[int], favourites: int) -> None:
         self._prompt = prompt
@@ -130,7 +130,7 @@ class PromptLogprobs:
         self._rows[0] = array("d", bytes(8 * self.width))
 
     def wanted(self, start: int, count: int) -> Scored | None:
-        """What a row of so many tokens from `start` on scores."""
+        """The scored tokens in a row of so many from `start` on."""
         tokens = self._prompt[start + 1 : start + count + 1]
         return Scored(tokens, self._favourites) if tokens else None
 

@@ -23,7 +23,7 @@ MOST_HELD = 3
 OURS = "hf_paged_adds"
 """The mark of a layer's forward that adds what adapters add."""
 PEFT_KEYWORDS = ("adapter_names", "alora_offsets")
-"""What peft's hooks hand to a LoRA layer."""
+"""Keywords of peft's hooks for a LoRA layer."""
 
 
 class Inapplicable(RuntimeError):
@@ -60,7 +60,7 @@ class AdapterBatch:
         captured = self._slots is None and table.device.type == "cuda"
         self._beside = side_stream(table.device, "first products") if captured else None
         self._waits = False
-        """Whether the other stream has work that this one has not waited for."""
+        """True if the other stream has work that this one has not waited for."""
         self._held: list[tuple[torch.Tensor, torch.Tensor, int, Any, Any]] = []
         """Outputs that are still to be written, all of layers with one input."""
         self._together = -1

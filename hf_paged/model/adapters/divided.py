@@ -23,7 +23,7 @@ WHOLE = (
 
 
 def part_here(model: nn.Module, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
-    """What this rank holds of an adapter, by the names of layers; all of it if one process has the model.
+    """This rank's part of an adapter, by the names of layers; all of it if one process has the model.
 
     Where ranks divide a layer's outputs, each has B's rows of its own. Where they divide its inputs, each has
     A's columns of its own: the products of all ranks are added up with the layer's output.

@@ -26,11 +26,11 @@ class AdapterStates(NamedTuple):
         return cls(identity, numbers)
 
     def key(self, names: Iterable[str]) -> tuple[tuple[str, int], ...]:
-        """What keys and values of these adapters together depend on, beside the model."""
+        """The part of these adapters in the identity of keys and values, beside the model."""
         return tuple([(name, self.numbers.get(name, (0, 0))[0]) for name in names])
 
     def still(self, lora: LoraLayers) -> bool:
-        """Whether the host sees no change of them."""
+        """True if the host sees no change of them."""
         return all(
             name in lora.names and self.identity.of_adapter(name).still(lora.read(name), number, moves)
             for name, (number, moves) in self.numbers.items()

@@ -42,7 +42,7 @@ def in_order(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def projection_name(layer: nn.Module) -> str | None:
-    """What its parent calls a layer."""
+    """The name of a layer in its parent."""
     place = _places.get(layer)
     return None if place is None else place.name
 

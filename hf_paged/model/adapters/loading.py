@@ -169,7 +169,7 @@ def _as_precise(module: nn.Module, part: LowRank) -> LowRank:
 
 
 def _is_of_model(model: nn.Module, key: str, tensor: torch.Tensor) -> bool:
-    """Whether a tensor in a state dict is one that the model has."""
+    """True if a tensor in a state dict is one that the model has."""
     path = key.removeprefix("base_model.model.")
     parameters = dict(model.named_parameters())
     known = parameters.get(path.replace(".base_layer.", "."), parameters.get(path))
@@ -262,7 +262,7 @@ def _check_shapes(path: str, module: nn.Module, part: LowRank) -> None:
 
 
 def _scale(config: Any, path: str, rank: int) -> float:
-    """What the product is multiplied with, as peft has it."""
+    """The factor of the product, as peft has it."""
     from peft.utils.other import get_pattern_key
 
     ranks: dict[str, int] = config.rank_pattern or {}
@@ -282,7 +282,7 @@ def _scale(config: Any, path: str, rank: int) -> float:
 
 
 def _targets(config: Any, path: str) -> bool:
-    """Whether a config names a layer; one that peft has not completed names none by itself."""
+    """True if a config names a layer; one that peft has not completed names none by itself."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     open_ended = config.target_modules in (None, "all-linear")

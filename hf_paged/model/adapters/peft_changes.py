@@ -1,4 +1,4 @@
-"""What peft changes in a model waits until no forward of ours is under way.
+"""Changes of a model by peft wait until no forward of ours is under way.
 
 peft replaces layers, and sets the active adapter, one layer after another. A forward in another thread would
 meet some layers as they were and some as they will be: a layer that is just being made computes with the new

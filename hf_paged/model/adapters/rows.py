@@ -31,7 +31,7 @@ class StepAdapters(NamedTuple):
     """The adapters of the rows of one step."""
 
     form: Hashable
-    """What a captured step takes for granted of them."""
+    """The facts about them that a captured step relies on."""
     layers: Sequence[nn.Module] = ()
     table: AdapterTable | None = None
     """Where kernels find them; None if peft's own code computes them."""
@@ -56,7 +56,7 @@ class RowAdapters:
         self.table: AdapterTable | None = None
         self._slots: OrderedDict[Names, int] = OrderedDict()
         self._facts: dict[Names, Any] = {}
-        """What is known of the tensors in the table."""
+        """Facts about the tensors in the table."""
         self._last: tuple[list[int], torch.Tensor] | None = None
         self._checked: weakref.ref[ModelSnapshot] | None = None
         """The model when the table was compared with it; these adapters must not keep it."""

@@ -44,7 +44,7 @@ class AdapterTable:
         self.joint: dict[int, int] = {}
         """For a layer the last one of those whose outputs are read together with its own."""
         self._memory: list[list[torch.UntypedStorage]] = [[] for _ in range(slots)]
-        """What the tables name: a parameter may be given other memory while kernels still read this."""
+        """Named memory: a parameter may be given other memory while kernels still read this."""
         self._copied = [0] * slots
         """Bytes of each slot's weights that kernels read copies of."""
 
@@ -76,7 +76,7 @@ class AdapterTable:
             self.layout = self.layout or next(_layouts)
 
     def has_copies(self, slot: int) -> bool:
-        """Whether kernels read copies of an adapter's weights, which `put` makes anew."""
+        """True if kernels read copies of an adapter's weights, which `put` makes anew."""
         return self._copied[slot] > 0
 
     def clear(self, slot: int) -> None:

@@ -56,7 +56,7 @@ def _product(layer: nn.Linear) -> Product | None:
 
 
 def at_once(x: torch.Tensor) -> bool:
-    """Whether products of x are branches."""
+    """True if products of x are branches."""
     few = x.numel() <= MOST_ROWS * x.shape[-1]
     return few and x.is_cuda and torch.cuda.is_current_stream_capturing()
 

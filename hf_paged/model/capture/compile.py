@@ -30,11 +30,11 @@ from .fusion import Fusion, current_fusion, is_centered, is_norm, llama
 from .products import join_products
 
 BACKEND = "inductor"
-"""What makes code of a traced layer."""
+"""The compiler of a traced layer."""
 OPTIONS = {"emulate_precision_casts": True}
 """Inductor's: numbers are rounded where the model's own code rounds them."""
 OWN_NORMS = True
-"""Whether norms with an addition before them are our kernel's, which reads what it adds once, where there are
+"""True if norms with an addition before them are our kernel's, which reads what it adds once, where there are
 kernels.
 """
 MOST = 4
@@ -228,7 +228,7 @@ def _make(graph: Any, inputs: Any) -> Any:
 
 
 class CompiledFusion(Fusion):
-    """What a captured forward calls instead of its layers: the same compiled, and the kernels for what lies
+    """Replacements of layers in a captured forward: the same layers compiled, and the kernels for what lies
     around them.
     """
 
@@ -384,7 +384,7 @@ def number_of(layer: nn.Module) -> int | None:
 
 
 def is_chained(layer: Any) -> bool:
-    """Whether a layer's code is Llama's."""
+    """True if a layer's code is Llama's."""
     return (
         reads_like(type(layer).forward, llama().LlamaDecoderLayer.forward)
         and is_norm(layer.input_layernorm)

@@ -40,7 +40,7 @@ changing = fork_safe_lock()
 
 
 class Fusion:
-    """What a captured forward calls instead of its own small operations."""
+    """Replacements of a captured forward's own small operations."""
 
     def __init__(self, model: nn.Module, kernels: Any) -> None:
         self.kernels = kernels
@@ -54,7 +54,7 @@ class Fusion:
         """Of these norms those behind which a stack ends."""
         self._mesh = mesh_of(model)
         self.ranks = None if self._mesh is None else memory_of(self._mesh.get_group())
-        """What the ranks of a divided model sum in."""
+        """The memory for sums of a divided model's ranks."""
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         self.rotaries: set[str] = set()
         """The module files whose rotary embedding is Llama's."""
@@ -300,14 +300,14 @@ def gemma_norm() -> Any:
 
 
 def is_norm(module: object) -> bool:
-    """Whether a module computes what the kernel for root-mean-square norms does."""
+    """True if a module computes what the kernel for root-mean-square norms does."""
     if not isinstance(module, nn.Module) or not runs_class_forward(module):
         return False
     return reads_like(type(module).forward, llama().LlamaRMSNorm.forward) or is_centered(module)
 
 
 def is_centered(module: object) -> bool:
-    """Whether it is Gemma's norm, whose weight is what is added to one."""
+    """True if it is Gemma's norm, whose weight is what is added to one."""
     kind: Any = type(module)
     return reads_like(kind.forward, gemma_norm().forward) and reads_like(
         getattr(kind, "_norm", None), gemma_norm()._norm
@@ -342,7 +342,7 @@ def _version(x: torch.Tensor) -> int:
 
 @cache
 def rotates_like_llama(name: str) -> bool:
-    """Whether a module file's rotary embedding is Llama's."""
+    """True if a module file's rotary embedding is Llama's."""
     place: ModuleType | None = sys.modules.get(name)
     functions = (ROTARY, "rotate_half")
     return all(

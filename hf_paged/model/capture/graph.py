@@ -29,7 +29,7 @@ PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 class CapturedCache(Protocol):
-    """What a captured step needs of a cache."""
+    """A cache as captured steps need it."""
 
     sequences: Sequences
 
@@ -39,7 +39,7 @@ class CapturedCache(Protocol):
 
     @property
     def complete(self) -> bool:
-        """Whether pages hold all that the model keeps."""
+        """True if pages hold all that the model keeps."""
 
     def mark(self) -> Any:
         """Where it is before a step."""
@@ -88,9 +88,9 @@ class Graph(CapturedStep):
         self._slots_of: torch.Tensor | None = None
         self._tables: list[torch.Tensor] = []
         self.answer: Any = None
-        """What the forward answered, in static tensors, with places for what belongs to the caller."""
+        """The forward's answer in static tensors, with places for what belongs to the caller."""
         self.filled: dict[int, weakref.ref[torch.Tensor]] = {}
-        """What an encoder's static tensors were filled with, by their ids, since code of the user ran."""
+        """Sources of an encoder's static tensors, by the ids of these, since the user's code ran."""
 
     @classmethod
     def prepare(cls, step: ReplayableStep) -> Graph:
@@ -274,7 +274,7 @@ def rows_of_graph(step: ReplayableStep) -> int:
 
 
 def has_fixed_rows(step: ReplayableStep) -> bool:
-    """Whether positions of several axes come as [axes, rows, tokens], which rows cannot be added to."""
+    """True if positions of several axes come as [axes, rows, tokens], which rows cannot be added to."""
     positions = step.arguments.get("position_ids")
     return positions is not None and positions.ndim != 2
 
@@ -285,7 +285,7 @@ def groups_of(step: ReplayableStep) -> list[LayerGroup]:
 
 
 def shapes(part: CapturedCache, new: int) -> Hashable:
-    """What a graph depends on in one cache: its pools, the width of the tables, the class of its length."""
+    """The key of a graph in one cache: its pools, the width of the tables, the class of its length."""
     return part.config, tuple(
         (
             kind,
@@ -298,7 +298,7 @@ def shapes(part: CapturedCache, new: int) -> Hashable:
 
 
 def too_wide(part: CapturedCache, new: int) -> bool:
-    """Whether a captured step would be slow: plain torch reads all that its tables have room for."""
+    """True if a captured step would be slow: plain torch reads all that its tables have room for."""
     return any(
         rows.group.captured_ops.kernels is None and _width(rows, new) * rows.group.pool.block_size > WIDEST
         for _, rows in kinds_read(part)

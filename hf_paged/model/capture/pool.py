@@ -69,7 +69,7 @@ class _Prepared(NamedTuple):
     layers: Fusion
     lengths: LengthsOnDevice | None
     known: bool
-    """Whether its code has been rehearsed."""
+    """True once its code has been rehearsed."""
     compiled: bool
 
 
@@ -94,7 +94,7 @@ UNSTEADY, FAILED, NO_MEMORY, OTHER_STATE, DIFFERS, DONE = range(6)
 
 
 def outcome_of(trouble: Exception | None) -> int:
-    """What an error in a capture, or none, comes to."""
+    """The outcome of an error in a capture, or of none."""
     if isinstance(trouble, _OfAnotherRank):
         return trouble.outcome
     if trouble is not None and is_out_of_memory(trouble):
@@ -130,7 +130,7 @@ class CapturePool:
         self.seconds = 0.0
         """Time that captures have taken."""
         self.unsteady = False
-        """Whether the model's forward changes the model itself, so that no captured step would stay right."""
+        """True if the model's forward changes the model itself, so that no captured step would stay right."""
         self.compilation = compilation
         self._most_bytes = most_bytes
         self._ready = ready
@@ -139,22 +139,22 @@ class CapturePool:
         The flag says whether all have computed the same before.
         """
         self._same: Callable[[object, str], bool] | None = None
-        """Whether all ranks have this value at this place."""
+        """The check that all ranks have a value at a place."""
         self.drops = 0
         """How often steps were dropped: equally often on ranks that have the same ones."""
         self._each_decides = False
-        """Whether each rank decides by itself what it captures and replays, so that they ask in each step."""
+        """True if each rank decides by itself what it captures and replays, so that they ask in each step."""
         self._steps: OrderedDict[_Key, CapturedStep] = OrderedDict()
         self._seen: Counter[_Key] = Counter()
         self._states: list[StateKey] = []
         self._rehearsed: dict[Hashable, LengthsOnDevice | None] = {}
-        """What may be captured, by state and code, and how the model counts its cache there."""
+        """Steps that may be captured, by state and code, and how the model counts its cache there."""
         self._proven: set[tuple[StateKey, Hashable, Hashable, bool]] = set()
         """Code, by state, form and whether it is compiled, whose further sizes need one comparison: it is
         transformers' own, and a size of it has agreed with AGREE answers.
         """
         self._workspace: Sequence[Any] = ()
-        """What all captured steps compute with: one runs at a time, its answer read before the next."""
+        """The workspace of all captured steps: one runs at a time, its answer read before the next."""
         self._workspace_bytes = 0
         memory.observers.add(self)
 
@@ -231,7 +231,7 @@ class CapturePool:
         )
 
     def holds(self, step: CapturedStep) -> bool:
-        """Whether a step was not dropped meanwhile: a pool that moves drops those that read it."""
+        """True if a step was not dropped meanwhile: a pool that moves drops those that read it."""
         return any(step is each for each in self)
 
     def drop(self, group: LayerGroup | None = None) -> None:
@@ -253,7 +253,7 @@ class CapturePool:
     # ---- new ones
 
     def is_due(self, state: StateKey, source: StepSource[Any], stand_in: CapturedStep | None = None) -> bool:
-        """Whether a step that has its answer is to be captured, or compared with one of its size."""
+        """True if a step that has its answer is to be captured, or compared with one of its size."""
         key = _Key(state, source.size)
         if self.unsteady or key in self.reasons:
             return False
@@ -270,23 +270,23 @@ class CapturePool:
         return due and source.is_worth_it(self._seen[key]) and self._is_ready_everywhere(source.size)
 
     def _is_ready_everywhere(self, size: Size) -> bool:
-        """Whether what steps of a size launch is compiled, on all ranks if they capture the same steps."""
+        """True if kernels for steps of a size are compiled, on all ranks if these capture the same steps."""
         ready = self.is_ready(size)
         return ready if self._each_decides else self.worst(ready) > 0
 
     def may_come_first(self, state: StateKey, source: StepSource[Any]) -> bool:
-        """Whether a size may be captured before any step has it: its code is known, what it launches
-        compiled, and no other has to go for it.
+        """True if a size may be captured before any step has it: its code is known, its kernels compiled, and
+        no other has to go for it.
         """
         known = (state, source.code) in self._rehearsed
         return self._least is None and known and self.is_ready(source.size) and self.lacks(state, source)
 
     def is_ready(self, size: Size) -> bool:
-        """Whether what steps of a size launch is compiled."""
+        """True if the kernels for steps of a size are compiled."""
         return self._ready(size)
 
     def lacks(self, state: StateKey, source: StepSource[Any]) -> bool:
-        """Whether a size is not captured and may be, no other having to go for it."""
+        """True if a size is not captured and may be, no other having to go for it."""
         key = _Key(state, source.size)
         compiles = self.compilation is not None and self.compilation.why_not is None
         known = key in self._steps or key in self.reasons or self._seen[key] < 0
@@ -320,7 +320,7 @@ class CapturePool:
             self.capture_or_compare(state, source, answer, stand_in)
 
     def on_all_ranks(self, choice: object, place: str) -> bool:
-        """Whether all ranks do the same with a step, if each decides by itself. If not, all drop their
+        """True if all ranks do the same with a step, if each decides by itself. If not, all drop their
         captured steps: a capture on one of them alone would compute sums that the others do not.
         """
         same = not self._each_decides or self._same is None or self._same(choice, place)
@@ -634,7 +634,7 @@ before_groups_end.append(_drop_joined)
 def _forward(
     source: StepSource[Any], step: CapturedStep, fusion: Fusion, lengths: LengthsOnDevice | None
 ) -> Any:
-    """What is captured."""
+    """The captured forward."""
     with fused(fusion), lengths_on_device(source.model, lengths):
         return source.forward(step)
 

@@ -180,7 +180,7 @@ def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def _may_move(tensors: Sequence[Any], storages: Counter[tuple[torch.device, int]]) -> bool:
-    """Whether they are plain tensors that share memory with no other."""
+    """True if they are plain tensors that share memory with no other."""
     first = tensors[0]
     return len(set(map(id, tensors))) == len(tensors) > 1 and all(
         type(tensor) in PLAIN_TENSORS

@@ -122,7 +122,7 @@ class GenerateSteps:
         return self.adapters.forward(_look(model, kept), rows, kernels, device)
 
     def _answer(self, state: StateKey, source: _GenerateSource, graph: Graph) -> Any:
-        """What a replay has answered. If it stood in for a smaller step, that may be captured now."""
+        """The answer of a replay. If it stood in for a smaller step, that may be captured now."""
         answer = graph.hand_out(source.step)
         if graph.size != source.size:
             self.pool.learn(state, source, answer, stand_in=graph)

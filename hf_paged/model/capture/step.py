@@ -1,4 +1,4 @@
-"""What one captured step is to the pool that keeps it, and what a caller must provide to have one."""
+"""The interface of a captured step to the pool that keeps it, and that of a caller that wants one."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ lies further.
 
 
 class Size(NamedTuple):
-    """What a captured step has room for."""
+    """The room of a captured step."""
 
     form: Hashable
-    """Whatever else must be equal: a larger step of the same form can hold a smaller one."""
+    """Everything else that must be equal: a larger step of the same form can hold a smaller one."""
     rows: int
     width: int = 0
     """Blocks of a row, where tables of several widths serve one form."""
@@ -44,14 +44,14 @@ class CapturedStep:
     agreed = 0
     """How often a replay has agreed with an answer that was computed without it."""
     trusted = False
-    """Whether that was often enough."""
+    """True once that was often enough."""
     compiled = False
     padded = 0
     """Rows that it has computed in vain since it stands in for smaller sizes."""
     groups: Sequence[LayerGroup] = ()
     """The layers whose pools it reads and writes."""
     holds_fewer = True
-    """Whether it can answer for fewer rows than it has."""
+    """True if it can answer for fewer rows than it has."""
     size = Size(None, 0)
 
     @property
@@ -92,7 +92,7 @@ class StepSource(ABC, Generic[S]):
 
     @property
     def comparable(self) -> bool:
-        """Whether the step has an answer to compare a replay with."""
+        """True if the step has an answer to compare a replay with."""
         return True
 
     @property
@@ -121,14 +121,14 @@ class StepSource(ABC, Generic[S]):
 
     @abstractmethod
     def agrees(self, step: S, answer: Any) -> bool:
-        """Whether a replay of this step differs from its answer by no more than rounding."""
+        """True if a replay of this step differs from its answer by no more than rounding."""
 
     @abstractmethod
     def recompute(self) -> None:
         """Compute the step without a captured one, because a wrong replay has written to the pages."""
 
     def is_worth_it(self, seen: int) -> bool:
-        """Whether so many steps like this one are expected, after `seen` of them, that a capture pays."""
+        """True if so many steps like this one are expected, after `seen` of them, that a capture pays."""
         return True
 
     def compile(self, fusion: Fusion) -> CompiledFusion | None:
@@ -137,7 +137,7 @@ class StepSource(ABC, Generic[S]):
 
 
 def agree(one: Any, other: Any) -> bool:
-    """Whether two answers to one step differ by no more than rounding, judged by their first tensors."""
+    """True if two answers to one step differ by no more than rounding, judged by their first tensors."""
     first, second = (next(leaves(answer), None) for answer in (one, other))
     if first is None or second is None or first.shape != second.shape:
         return False

@@ -1,4 +1,4 @@
-"""What a model's attention is like for those that compile its kernels ahead, and the kernels of a captured
+"""The shape of a model's attention, for those that compile its kernels ahead, and the kernels of a captured
 step of generate().
 """
 

@@ -34,7 +34,7 @@ class FunctionCalls(TorchFunctionMode):
         self._hides: dict[Any, Callable[..., bool] | None] = {}
         """Of each function: says of arguments whether they need nothing of the mode. None if they may."""
         self.entered = False
-        """Whether the block is entered, for backward passes: threads of a device do them, which do not see
+        """True while the block is entered, for backward passes: threads of a device do them, which do not see
         `invariant`.
         """
 
@@ -107,7 +107,7 @@ class FunctionCalls(TorchFunctionMode):
 
 
 def _why_hidden(func: Any) -> Callable[..., bool] | None:
-    """What says of a function's arguments that they need nothing of the mode; None: they may need it."""
+    """The test of a function's arguments that they need nothing of the mode; None: they may need it."""
     name = getattr(func, "__name__", "")
     if func is linear:
         return _is_torchs_linear
@@ -125,7 +125,7 @@ def _always(*args: Any, **kwargs: Any) -> bool:
 
 
 def _is_rounded_once(*args: Any, **kwargs: Any) -> bool:
-    """Whether it is a sum without a factor, or a product of real numbers."""
+    """True if it is a sum without a factor, or a product of real numbers."""
     return len(args) == 2 and not kwargs and isinstance(args[0], torch.Tensor) and not args[0].is_complex()
 
 
@@ -165,7 +165,7 @@ def _laid_out(x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_torchs_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether torch's own product of a CUDA device is known to have the order of the mode for these."""
+    """True if torch's own product of a CUDA device is known to have the order of the mode for these."""
     if not input.is_cuda or input.dim() not in (2, 3) or torch.is_autocast_enabled("cuda"):
         return False
     shown: bool = invariant_kernels("cuda").is_torchs_linear(input, weight, bias)

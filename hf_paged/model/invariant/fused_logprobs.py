@@ -16,7 +16,7 @@ from ...kv.reference import invariant
 ROWS = 256
 """Tokens whose logits are held at once."""
 ARGUMENTS = "hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
-"""What TRL's function is known to take, in this order."""
+"""The known arguments of TRL's function, in this order."""
 
 
 def answer_fused_logprobs(refusal: type[Exception]) -> None:

@@ -1,4 +1,4 @@
-"""What the mode knows of torch's functions and operations, by name."""
+"""The mode's knowledge of torch's functions and operations, by name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ AFTER = frozenset(
         "nll_loss2d_forward",
     )
 )  # fmt: skip
-"""What comes after the logits: sampling, losses; rows are summed one number after the other."""
+"""Operations after the logits: sampling, losses; rows are summed one number after the other."""
 
 SPELLINGS = frozenset(
     (
@@ -74,7 +74,7 @@ class NotInvariant(NotImplementedError):
 
 
 def kernels_for(x: torch.Tensor) -> Any:
-    """What computes on tensors like x."""
+    """The kernels for tensors like x."""
     if x.dtype == torch.float64 or x.is_complex():
         raise NotInvariant(f"batch_invariant() knows float32 and half numbers, got {x.dtype}")
     if x.device.type not in ("cpu", "cuda"):

@@ -44,7 +44,7 @@ def _replace(layer_class: Any) -> None:
 
 
 def _product(layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
-    """What an adapter adds to a layer's outputs for x, in the adapter's type."""
+    """An adapter's addition to a layer's outputs for x, in the adapter's type."""
     first = layer.lora_A[name]
     given = layer.lora_dropout[name](x.to(first.weight.dtype))
     made: torch.Tensor = layer.lora_B[name](first(given)) * layer.scaling[name]

@@ -73,7 +73,7 @@ class Operations(TorchDispatchMode):
             raise
 
     def _find(self, func: Any) -> Operation:
-        """What computes an operation of torch."""
+        """Our operation for torch's, or its own."""
         name = func._overloadpacket.__name__ if func.namespace == "aten" else func.name()
         plain = name.rstrip("_") if not name.startswith("__") else name.strip("_")
         operation: Operation = func
@@ -239,7 +239,7 @@ class Operations(TorchDispatchMode):
     def _index_add(
         x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
     ) -> torch.Tensor:
-        """What is added to a place is the token's own, one index after the other."""
+        """Sums at a place are of one token's numbers, one index after the other."""
         if not x.is_cuda:
             return torch.index_add(x, dim, index, source, alpha=alpha)
         added = (source if alpha == 1 else source * alpha).movedim(dim, 0)

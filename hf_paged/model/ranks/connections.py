@@ -51,7 +51,7 @@ class Connections:
             with server:
                 self._accept(server, key, sum(connected))
         self.complete = gather(len(self._of))[0] == len(connected) - 1
-        """Whether all ranks are connected, as rank 0 knows: else none gets messages on them."""
+        """True if all ranks are connected, as rank 0 knows: else none gets messages on them."""
         for own in self._of.values():
             own.settimeout(patience)
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

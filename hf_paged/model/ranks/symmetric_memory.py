@@ -26,7 +26,7 @@ from ..lazy import LazyTensor, NotCapturable
 logger = logging.getLogger("hf_paged")
 
 MOST_BYTES = 32 << 20
-"""What a sum may have: a part of a prompt of 2,048 tokens of 8,192 16-bit numbers."""
+"""Most bytes of a sum: a part of a prompt of 2,048 tokens of 8,192 16-bit numbers."""
 ONE_SHOT = {2: 1 << 20, 4: 1 << 19}
 """Bytes up to which one shot is faster than two, by the number of ranks."""
 FUSED = {2: (8 << 20, 8 << 20), 4: (1 << 18, 8 << 20)}
@@ -40,9 +40,9 @@ SENT = (2, 4)
 EMPTY = 255
 """Every byte of an inbox to which no part was sent."""
 _may_wait: ContextVar[bool] = ContextVar("hf_paged_a_sum_may_wait", default=False)
-"""Whether the next sum may wait for an addition and a norm."""
+"""True if the next sum may wait for an addition and a norm."""
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, SymmetricMemory | None] = weakref.WeakKeyDictionary()
-"""What each group of ranks has. It stays as long as the group: captured steps read its addresses."""
+"""Memory of each group of ranks. It stays as long as the group: captured steps read its addresses."""
 _failed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """The groups of which a rank has failed."""
 
@@ -80,7 +80,7 @@ class SymmetricMemory:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What steps read and write there, and how ranks tell each other that they have."""
+        """Tensors that steps read and write there, and the pads by which ranks signal each other."""
         return [self.bytes, *self._inboxes, *self._pads]
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
@@ -221,7 +221,7 @@ def meet(group: dist.ProcessGroup | None) -> None:
 
 
 def memory_of(group: dist.ProcessGroup) -> SymmetricMemory | None:
-    """What the ranks of a group have made together so far."""
+    """The memory of a group's ranks, if made so far."""
     return _known.get(group)
 
 
@@ -232,7 +232,7 @@ def sums_of(group: dist.ProcessGroup) -> int:
 
 
 def symmetric_memory_of(group: dist.ProcessGroup) -> SymmetricMemory | None:
-    """What the ranks of a group have together; None, on all of them, if they cannot. All ask together."""
+    """The memory of a group's ranks; None, on all of them, if they cannot. All ask together."""
     if not torch.cuda.is_available() or "nccl" not in dist.get_backend_config(group):
         return None
     if group not in _known:

@@ -62,12 +62,12 @@ def why_not_divided(model: nn.Module) -> str | None:
 
 
 def _is_cut_after_dividing(conversion: Any, model: nn.Module) -> bool:
-    """Whether loading cuts a weight into several which the plan divides."""
+    """True if loading cuts a weight into several which the plan divides."""
     return len(conversion.target_patterns) > 1 and bool(_styles_of(conversion, model))
 
 
 def _is_joined_after_dividing(conversion: Any, model: nn.Module) -> bool:
-    """Whether loading joins whole weights into one which the plan divides as two: each of them is divided so.
+    """True if loading joins whole weights into one which the plan divides as two: each of them is divided so.
     Weights of single experts, which are stacked first, are not.
     """
     steps = [type(each).__name__ for each in getattr(conversion, "operations", None) or ()]
@@ -190,7 +190,7 @@ class RankGroup(NamedTuple):
 
     group: Any
     memory: SymmetricMemory | None
-    """What the devices of all ranks reach, if they do."""
+    """Memory that all ranks' devices reach, if any."""
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, add: Add | None = None) -> torch.Tensor:
         """x [..., in / ranks] times a part of a weight [out, in / ranks], summed over ranks: [..., out].

@@ -1,4 +1,4 @@
-"""What several ranks decide alike: by numbers on the host (gloo), beside the model's own collectives."""
+"""Decisions of several ranks alike: by numbers on the host (gloo), beside the model's own collectives."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ MEETING = 60.0
 AGAIN = "look for the first error of another rank, and start all of them again"
 TOGETHER = "each of them has to make the engine, or to call generate(), of a divided model"
 before_groups: list[Callable[[], None]] = []
-"""What is done before a process group is made: that waits for other ranks, and no thread of this process runs
+"""Calls before a process group is made: that waits for other ranks, and no thread of this process runs
 meanwhile.
 """
 before_groups_end: list[Callable[[dist.ProcessGroup], None]] = []
-"""What is done before a process group ends: while a captured step has its collectives, NCCL would wait for
-ever.
-"""
+"""Calls before a process group ends: while a captured step has its collectives, NCCL would wait for ever."""
 _made: Counter[str] = Counter()
 """How many groups for numbers on the host were made beside each group: as many on each of its ranks."""
 
@@ -118,7 +116,7 @@ class RankVotes:
         """Why the ranks cannot go on together: a capture that fails says it again outside."""
 
     def same(self, value: object, place: str) -> bool:
-        """Whether all ranks have this value. They are at one place, or all of them raise."""
+        """True if all ranks have this value. They are at one place, or all of them raise."""
         digest = crc32(repr(value).encode())
         least, most, _ = self._smallest([digest, -digest, 0], place)
         return least == -most

@@ -87,7 +87,7 @@ class JsonCounts:
         """most: values that are let through."""
         self._most = most
         self._within = False
-        """Whether the text so far ends within a string."""
+        """True if the text so far ends within a string."""
         self._escape = b""
         """The backslash at its end, if what it escapes is still to come."""
         self.values = 1
@@ -111,7 +111,7 @@ class JsonCounts:
             )
 
     def _outside(self, part: bytes) -> bytes:
-        """What of a part is in no string."""
+        """Bytes of a part outside of strings."""
         part = self._escape + part
         self._escape = b""
         if b"\\" in part:

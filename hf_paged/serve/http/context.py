@@ -1,4 +1,4 @@
-"""What is known about an HTTP request beside its body."""
+"""The facts known about an HTTP request beside its body."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Keys:
 
     @property
     def open(self) -> bool:
-        """Whether no key is needed."""
+        """True if no key is needed."""
         return not self._tenants
 
     def tenant(self, key: str | None) -> Tenant | None:

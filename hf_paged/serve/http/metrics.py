@@ -44,7 +44,7 @@ class CounterFamily:
         return sum(self._values.values())
 
     def samples(self) -> Iterator[tuple[str, Labels, float]]:
-        """What is exposed of it."""
+        """The exposed samples."""
         for labels, value in list(self._values.items()):
             yield f"{self.name}_total", labels, value
 
@@ -91,7 +91,7 @@ class Histogram:
 
 
 class Metrics:
-    """What a server counts by itself; what its engine counts comes with each exposition.
+    """Counts of a server itself; those of its engine come with each exposition.
 
     Requests are counted by the name of the model or the adapter that they have.
     """

@@ -1,5 +1,5 @@
-"""What /openapi.json says of bodies and answers. Nothing is checked by it while the server runs; tests hold
-answers to it, and so does schemathesis.
+"""Schemas of bodies and answers for /openapi.json. Nothing is checked by them while the server runs; tests
+hold answers to them, and so does schemathesis.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an operator may choose about a server: checked once, passed down frozen."""
+"""An operator's choices about a server: checked once, passed down frozen."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _limit(default: T, meaning: str) -> T:
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What one request and one server may take. Every limit has a flag: `--limit-body-bytes` and so on."""
+    """The limits of one request and one server. Every limit has a flag: `--limit-body-bytes` and so on."""
 
     body_bytes: int = _limit(8 * MIB, "bytes of a request's body")
     body_values: int = _limit(2**18, "numbers, texts, lists and objects in a request's body")
@@ -153,7 +153,7 @@ class ServerOptions:
             raise ValueError(f"--port {self.port} is not a port; give one from 0 to 65535")
 
     def _check_headers(self) -> None:
-        """Whether hosts and origins are such as headers have."""
+        """Check that hosts and origins are such as headers have."""
         for host in self.allowed_hosts:
             if not HOST.fullmatch(host):
                 raise ValueError(
@@ -183,7 +183,7 @@ class ServerOptions:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """True if only this machine can reach the server."""
         if self.uds is not None or self.host == "localhost":
             return True
         try:

@@ -22,7 +22,7 @@ SILENT = 10.0
 
 
 class CallError(Exception):
-    """What a function of the engine's raised. kind: the type of its exception."""
+    """An error from a function of the engine's. kind: the type of its exception."""
 
     def __init__(self, failure: wire.Failure) -> None:
         super().__init__(failure.message)
@@ -31,7 +31,7 @@ class CallError(Exception):
 
     @property
     def wrong(self) -> bool:
-        """Whether the arguments are at fault."""
+        """True if the arguments are at fault."""
         return self.refused or self.kind in ("ValueError", "TypeError", "OverflowError", "GrammarError")
 
 
@@ -86,10 +86,10 @@ class EngineClient(asyncio.Protocol):
         assert isinstance(found, ModelFacts)
         self.facts = found
         self.driven = True
-        """Whether the engine computes."""
+        """True while the engine computes."""
         self.on_signal: Callable[[int], None] = lambda number: None
         self.lost = False
-        """Whether the other side has closed the connection."""
+        """True once the other side has closed the connection."""
         self._connection = connection
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
@@ -146,7 +146,7 @@ class EngineClient(asyncio.Protocol):
         request.wake = _nothing
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """What a function of the engine's returns; CallError if it raises."""
+        """The result of a function of the engine's; CallError if it raises."""
         return await self._answer(wire.EngineCall(next(self._tickets), name, arguments))
 
     async def _answer(self, message: wire.Submit | wire.EngineCall) -> Any:

@@ -52,7 +52,7 @@ class _HostedRequest:
 
     handle: Handle
     scored: bool
-    """Whether the logprobs of its prompt are still to be sent."""
+    """True if the logprobs of its prompt are still to be sent."""
 
 
 class EngineHost:
@@ -275,7 +275,7 @@ class EngineHost:
     def _progress(
         self, ticket: int, request: _HostedRequest, new: list[NewTokens], output: Output | None
     ) -> Progress:
-        """What is new of a request beside a token."""
+        """Progress of a request beside a token."""
         scores = request.handle.prompt_logprobs if request.scored else None
         if scores is not None:
             request.scored = False
@@ -291,12 +291,12 @@ def add_folder(engine: Engine, name: str, folder: str) -> None:
 
 
 def _plain(request: _HostedRequest, new: NewTokens) -> bool:
-    """Whether new tokens are one, and there is nothing else to say about it."""
+    """True if new tokens are one, and there is nothing else to say about it."""
     return (
         len(new.token_ids) == 1 and new.finish_reason is None and new.logprobs is None and not request.scored
     )
 
 
 def _emptied(notes: deque[Any]) -> list[Any]:
-    """What is there now, taken out; another thread may append meanwhile."""
+    """The items there now, taken out; another thread may append meanwhile."""
     return [notes.popleft() for _ in range(len(notes))]

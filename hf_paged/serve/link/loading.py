@@ -19,7 +19,7 @@ DEMO = ("demo", "hf_paged.demo")
 LOCAL = ("/", "./", "../", "~")
 """How a path begins that is no name on the Hub."""
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""What from_pretrained takes as a device map beside a device."""
+"""Device maps that from_pretrained takes beside a device."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What clients call the model unless the operator chooses another name."""
+        """The model's name for clients unless the operator chooses another."""
         return "demo" if self.model in DEMO else self.model
 
     def load(self) -> Any:
@@ -165,7 +165,7 @@ class Source:
 
 
 def takes_images(kind: Any) -> bool:
-    """Whether the forward of a model, or of a class of models, takes images."""
+    """True if the forward of a model, or of a class of models, takes images."""
     return any(name.startswith("pixel_values") for name in inspect.signature(kind.forward).parameters)
 
 

@@ -1,4 +1,4 @@
-"""What a server must know of its model."""
+"""Facts about a model for its server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .loading import takes_images
 
 
 class ModelFacts(NamedTuple):
-    """What the server must know of a model and its engine: the first message, and the only one that is read
+    """Facts about a model and its engine for the server: the first message, and the only one that is read
     before the event loop runs.
 
     longest: the most tokens of a sequence. sequences: that run at once. priorities: whether requests may

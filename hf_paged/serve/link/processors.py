@@ -1,4 +1,4 @@
-"""What of a request is no plain value in the engine: penalties, stop strings, grammars, media."""
+"""Parts of a request that are no plain values in the engine: penalties, stop strings, grammars, media."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def penalised(
 def answer_stopped(
     prompt: int, least: int, strings: StopStrings, input_ids: torch.Tensor, scores: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Whether a stop string ends the answer behind `prompt` tokens: one that begins in the prompt, or ends
+    """True if a stop string ends the answer behind `prompt` tokens: one that begins in the prompt, or ends
     within the `least` first tokens of the answer, does not.
     """
     answer = input_ids[:, prompt:]

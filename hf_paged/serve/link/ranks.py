@@ -21,7 +21,7 @@ LAST_SECONDS = 15.0
 
 
 def is_rank() -> bool:
-    """Whether this process was started as a rank: by this module, by torchrun, by accelerate."""
+    """True if this process was started as a rank: by this module, by torchrun, by accelerate."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -31,7 +31,7 @@ def world_size() -> int:
 
 
 def leads() -> bool:
-    """Whether this rank has the engine that is served."""
+    """True if this rank has the engine that is served."""
     return os.environ["RANK"] == "0"
 
 

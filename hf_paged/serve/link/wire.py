@@ -1,4 +1,4 @@
-"""What the process of the engine and the process of the server send each other: values in frames."""
+"""Messages between the process of the engine and the process of the server: values in frames."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Failure(NamedTuple):
 
 
 class CallResult(NamedTuple):
-    """What became of a `Submit`, whose value is the request's number, or of an `EngineCall`."""
+    """The outcome of a `Submit`, whose value is the request's number, or of an `EngineCall`."""
 
     ticket: int
     value: Any = None
@@ -87,7 +87,7 @@ class End(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What is new of a request. prompt_logprobs: once, before the first token. end: behind the last one."""
+    """Progress of a request. prompt_logprobs: once, before the first token. end: behind the last one."""
 
     ticket: int
     tokens: list[NewTokens]

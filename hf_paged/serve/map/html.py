@@ -42,7 +42,7 @@ def page(trace: str | os.PathLike[str] | None = None, partial: bool = False, nee
 
 
 def _source(text: str) -> str:
-    """What a policy calls an inline text."""
+    """A policy's name for an inline text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

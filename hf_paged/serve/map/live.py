@@ -34,7 +34,7 @@ class Viewer:
         self.waiting: deque[bytes] = deque()
         self.news = asyncio.Event()
         self.behind = True
-        """Whether it is to get the whole map next."""
+        """True if it is to get the whole map next."""
         self.gone = False
 
     def begin(self, sight: Sight) -> None:
@@ -68,7 +68,7 @@ class LiveMap:
     def __init__(self, engine: EngineClient, metrics: Metrics, most: int) -> None:
         self.owners = Owners()
         self.seconds = 0.0
-        """What the event loop has done for viewers, beside sending."""
+        """Time of the event loop for viewers, beside sending."""
         self.ended = False
         self._engine = engine
         self._metrics = metrics
@@ -77,7 +77,7 @@ class LiveMap:
         self._sights: dict[str, Sight] = {}
         self._steps: deque[Step] = deque()
         self._lag = False
-        """Whether the engine has dropped the steps behind these."""
+        """True if the engine has dropped the steps behind these."""
         self._news = asyncio.Event()
         self._state: MapState | None = None
         self._last: Step | None = None
@@ -120,7 +120,7 @@ class LiveMap:
             viewer.news.set()
 
     async def events(self, viewer: Viewer) -> AsyncIterator[bytes]:
-        """What a viewer is sent: the header and the whole map, then what changes."""
+        """The events of a viewer: the header and the whole map, then what changes."""
         yield b": map\n\n"
         while not self.ended:
             await viewer.news.wait()

@@ -61,7 +61,7 @@ class Move(NamedTuple):
 
 
 def moves(state: MapState, step: Step) -> list[Move]:
-    """What a step will move, by the state before it."""
+    """Moves of a step, by the state before it."""
     found: list[Move] = []
     for name, changes in step.tables.items():
         before = state.tables.get(name)
@@ -126,7 +126,7 @@ class _Shared:
 
 
 class Sight:
-    """What one tenant sees: its own requests whole, of others only which blocks they hold."""
+    """The view of one tenant: its own requests whole, of others only which blocks they hold."""
 
     def __init__(self, tenant: Tenant, owners: Owners, state: MapState) -> None:
         self.tenant = tenant

@@ -27,7 +27,7 @@ class ServedAdapter:
     uses: int = 0
     """HTTP requests that have it."""
     left: bool = False
-    """Whether it goes with its last request."""
+    """True if it goes with its last request."""
 
 
 class Adapters:

@@ -235,7 +235,7 @@ def _submissions(
     adapter: dict[str, Any],
     grammar: str | None,
 ) -> list[Submission]:
-    """What the engine is given; nothing for a prompt that is only to be shown."""
+    """Submissions to the engine; none for a prompt that is only to be shown."""
     service = call.service
     request = call.request
     tenant = call.context.tenant

@@ -78,7 +78,7 @@ class Form(ABC):
         self.scored: int | None = None
         """How many alternatives beside each token of the prompt, in vLLM's form; None for no such form."""
         self.prompt_notes: Callable[[int], list[TokenLogprob | None]] = lambda prompt: []
-        """What the model finds of the tokens of a prompt, where that is asked for."""
+        """The model's scores of the tokens of a prompt, where these are asked for."""
         before, behind = self._chunk([self._choice_with(self._delta("\0"))]).split(b'"\\u0000"')
         self._template = before.split(b'"index":0'), behind
 
@@ -102,7 +102,7 @@ class Form(ABC):
         return b'%b"index":%d%b%b%b' % (first, piece.choice, second, text, last)
 
     def closing(self, usage: Usage, asked: bool) -> bytes:
-        """What a stream ends with. asked: whether the client wants the usage."""
+        """The end of a stream. asked: whether the client wants the usage."""
         return (self._chunk([], usage) if asked else b"") + DONE
 
     def failure(self, error: ApiError) -> bytes:
@@ -110,7 +110,7 @@ class Form(ABC):
         return event(error.body) + DONE
 
     def opening(self) -> Iterable[bytes]:
-        """What a stream begins with."""
+        """The beginning of a stream."""
         return ()
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class CompletionForm(Form):
         self.echoes: list[str] = []
         """The texts of the prompts, if they are shown before the answers."""
         self.texts: list[bool] = []
-        """Whether a prompt was a text, not ids."""
+        """True where a prompt was a text, not ids."""
         self.favourites = 0
         """How many alternatives beside each token."""
         self._opened: set[int] = set()
@@ -260,7 +260,7 @@ class ChatForm(Form):
 
     def __init__(self, *args: Any) -> None:
         self.replies: list[Reply] = []
-        """What reads each answer, if it may be more than content."""
+        """A reader for each answer, if it may be more than content."""
         self._calls: Counter[int] = Counter()
         """The calls of each answer so far."""
         super().__init__(*args)

@@ -22,7 +22,7 @@ KEEP_ALIVE = 15.0
 
 
 class Piece(NamedTuple):
-    """What is new of one answer.
+    """New parts of one answer.
 
     choice: the answer's place among those to all prompts. offsets: where in the answer's text each token
     with a logprob begins.
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What a request has cost."""
+    """The cost of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -67,12 +67,12 @@ class TextAnswers:
     tokens: int = 0
     last_news: float | None = None
     noted: bool = False
-    """Whether the metrics know its end."""
+    """True once the metrics know its end."""
     _cancelled: bool = field(default=False, repr=False)
 
     @property
     def ended(self) -> bool:
-        """Whether all answers have ended."""
+        """True once all answers have ended."""
         return None not in self.reasons
 
     def take(self, increment: Increment) -> Piece | None:
@@ -143,9 +143,9 @@ class Generation:
         self.begun = time.monotonic()
         self.answers: list[TextAnswers] = []
         self._ticked = False
-        """Whether the timer has rung since the last piece."""
+        """True if the timer has rung since the last piece."""
         self.gone = False
-        """Whether the client is."""
+        """True once the client is gone."""
 
     async def submit(self, submissions: Sequence[Submission], turns: Turns) -> None:
         """Hand all prompts to the engine. If it refuses one, none is computed."""
@@ -175,7 +175,7 @@ class Generation:
             raise
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """What is new, as often as there is something; an empty list now and then while nothing is."""
+        """New pieces, as often as there are some; an empty list now and then while there are none."""
         self._ticker = asyncio.get_running_loop().call_later(KEEP_ALIVE, self._tick)
         try:
             while True:
@@ -269,7 +269,7 @@ class Generation:
             each.cancel()
 
     def prompt_notes(self, prompt: int) -> list[TokenLogprob | None]:
-        """What the model finds of the tokens of a prompt, once it has answered."""
+        """The model's scores of the tokens of a prompt, once it has answered."""
         notes = self.answers[prompt].handle.prompt_logprobs
         if notes is None:
             raise ApiError(504, "the request was broken off before its prompt was computed", code="timeout")
@@ -277,7 +277,7 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """What it has cost so far; cached tokens are known at the end."""
+        """Its cost so far; cached tokens are known at the end."""
         ends = [each.handle.end for each in self.answers]
         return Usage(
             sum(len(each.ids) for each in self.answers),

@@ -25,7 +25,7 @@ from ..http.throttle import aside
 
 T = TypeVar("T")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""What OpenAI's API takes. Others are not even opened: some of their readers start programs."""
+"""Formats of OpenAI's API. Others are not even opened: some of their readers start programs."""
 REMOTE = re.compile(r"https?://([A-Za-z0-9.-]+)(:\d+)?(/[!-\[\]-~]*)?")
 """URLs that all who read them read alike."""
 FETCH_SECONDS = 10.0

@@ -60,7 +60,7 @@ ALIKE = {
     "input": ("messages", "prompt"),
     "response_format": ("text",),
 }
-"""What a field of one kind of request is called in others."""
+"""Names in other kinds of request for a field of one kind."""
 MOST_PROMPTS = 10_000
 """Prompts of a request that are looked at; --limit-prompts is what is answered."""
 MOST_FIELDS = 200
@@ -156,7 +156,7 @@ class Body(Part):
 
 
 class StreamOptions(Part):
-    """What a stream has beside the answer."""
+    """Parts of a stream beside the answer."""
 
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
@@ -176,7 +176,7 @@ class JsonSchema(Part):
 
 
 class ResponseFormat(Part):
-    """What form an answer has."""
+    """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
@@ -184,7 +184,7 @@ class ResponseFormat(Part):
 
 
 class StructuredOutputs(Part):
-    """What form an answer has, by vLLM's names."""
+    """The form of an answer, by vLLM's names."""
 
     fits: Annotated[Schema | str | None, Field(alias="json")] = None
     json_object: bool | None = None
@@ -196,7 +196,7 @@ class StructuredOutputs(Part):
 
 
 class Common(Body):
-    """What requests for answers of all kinds have in common."""
+    """Fields common to requests for answers of all kinds."""
 
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -221,7 +221,7 @@ class Common(Body):
 
 
 class Generating(Common):
-    """What requests for completions and for chat have in common."""
+    """Fields common to requests for completions and for chat."""
 
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -259,17 +259,17 @@ class Generating(Common):
 
     @property
     def silent(self) -> bool:
-        """Whether nothing but the prompt is asked about."""
+        """True if only the prompt is asked about."""
         return False
 
     @property
     def shows_prompt(self) -> bool:
-        """Whether every answer has tokens of its prompt."""
+        """True if every answer has tokens of its prompt."""
         return bool(self.return_token_ids) or self.scored is not None
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """True if a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -404,7 +404,7 @@ class NamedTool(Part):
 
 
 class ChatFields(Body):
-    """What decides the prompt of a chat."""
+    """Fields that make a chat's prompt."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
     add_generation_prompt: bool | None = None
@@ -491,7 +491,7 @@ def fields_of(body: bytes, neutral: Mapping[str, tuple[tuple[Any, ...], str]] = 
 
 
 def _neutral(name: str, value: Any, neutral: Mapping[str, tuple[tuple[Any, ...], str]]) -> bool:
-    """Whether a known field asks for nothing; one that asks for what is not there is refused."""
+    """True if a known field asks for nothing; one that asks for what is not there is refused."""
     if name not in neutral:
         return False
     harmless, why = neutral[name]
@@ -529,7 +529,7 @@ def _explained(error: ValidationError, kind: type[Part]) -> ApiError:
 
 
 def _got(error: ErrorDetails) -> str:
-    """What was given, if it is a plain value and the message does not have it."""
+    """The given value, if it is plain and the message does not have it."""
     value = error["input"][:40] if isinstance(error["input"], str) else error["input"]
     plain = isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**63)
     return f", got {value!r}" if plain and error["type"] != "value_error" else ""

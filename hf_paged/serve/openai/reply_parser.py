@@ -1,4 +1,4 @@
-"""What a chat's answer says: reasoning, content and calls of tools, by transformers' response templates."""
+"""Parts of a chat's answer: reasoning, content and calls of tools, by transformers' response templates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .structured import forced
 SLICE = 256
 """Characters that a parser gets at once."""
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
-"""What reading raises where a model has not written what its template reads."""
+"""Errors of a reader where a model has not written what its template reads."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of response templates that are reasoning."""
 
@@ -30,7 +30,7 @@ class FunctionCall(NamedTuple):
 
 @dataclass
 class Delta:
-    """What is new of an answer."""
+    """New parts of an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -41,7 +41,7 @@ class Reply(Protocol):
     """One answer while it is read."""
 
     def add(self, text: str, last: bool) -> Delta:
-        """What further text says; with the `last` one all that was held back."""
+        """The content of further text; with the `last` one all that was held back."""
 
     def reason(self, finish_reason: str | None) -> str | None:
         """Why the answer ended, as the client sees it."""
@@ -85,7 +85,7 @@ class ParsedReply:
         self._parser = make()
         self._most_calls = most_calls
         self._text = ""
-        """What the parser has read."""
+        """Text that the parser has read."""
         self._calls = 0
         self._unread = ""
         """The raw text of the region that is open."""
@@ -219,11 +219,11 @@ class Replies:
             )
 
     def reads(self, request: ChatRequest) -> bool:
-        """Whether answers to a request are read by the template: with their special tokens."""
+        """True if answers to a request are read by the template: with their special tokens."""
         return self._template is not None and not forced(request) and request.skip_special_tokens is not False
 
     def separates(self, request: ChatRequest) -> bool:
-        """Whether answers to a request may be more than content."""
+        """True if answers to a request may be more than content."""
         return forced(request) or self.reads(request)
 
     def of(self, request: ChatRequest, prompt: Callable[[], str]) -> list[Reply]:

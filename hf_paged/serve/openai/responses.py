@@ -52,7 +52,7 @@ FIELDS: dict[str, tuple[set[str], set[str]]] = {
     "function_call_output": ({"call_id", "output"}, set()),
     "reasoning": (set(), {"summary", "content"}),
 }
-"""What an item has by its type, and what it may have."""
+"""Required and optional fields of an item, by its type."""
 
 
 class Item(Part):
@@ -100,7 +100,7 @@ class FunctionChoice(NamedFunction):
 
 
 class TextFormat(Part):
-    """What form the answer's text has."""
+    """The form of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Names | None = None

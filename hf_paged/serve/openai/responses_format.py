@@ -16,7 +16,7 @@ from .responses import ResponsesRequest
 
 Event = dict[str, Any]
 TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
-"""What the content of an item is called, by the item's type."""
+"""Names of an item's content, by the item's type."""
 ECHOED = ("instructions", "max_output_tokens", "top_logprobs")
 SHOWN = {*ECHOED, "tools", "tool_choice", "text", "reasoning"}
 """Fields of a request that its answer repeats."""

@@ -1,4 +1,4 @@
-"""What a request means for the engine: the keywords of `submit()`, as plain values."""
+"""A request's meaning for the engine: the keywords of `submit()`, as plain values."""
 
 from __future__ import annotations
 

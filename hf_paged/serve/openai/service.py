@@ -1,4 +1,4 @@
-"""What the routes of a server share."""
+"""Shared state of a server's routes."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Service:
 
 
 def _spans(endpoint: str | None) -> RequestSpans | None:
-    """What makes spans; its packages are imported here, for servers that have a collector."""
+    """The maker of spans; its packages are imported here, for servers that have a collector."""
     if endpoint is None:
         return None
     from .spans import RequestSpans

@@ -25,7 +25,7 @@ OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
 }
-"""What requests with a span do, by their route."""
+"""Operations of requests with a span, by route."""
 ASKED = {
     "max_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",

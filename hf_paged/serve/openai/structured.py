@@ -24,7 +24,7 @@ AT_ONCE = 2
 MOST_CALLS = 16
 """Calls of tools in one answer, where calls are required."""
 VALUES = frozenset({"const", "default", "enum", "examples"})
-"""What has values in a schema, which are no schemas."""
+"""Keywords with values in a schema, which are no schemas."""
 Making = Callable[[], str]
 
 
@@ -74,7 +74,7 @@ class StructuredOutput:
             raise invalid(f"{name} is not served here: {error}", name, "unsupported_parameter") from error
 
     def _asked(self, request: Generating) -> dict[str, Making]:
-        """What gives the answer a form, by the field that asks for it."""
+        """Makers of the answer's form, by the field that asks for it."""
         found: dict[str, Making] = {}
         form = request.response_format
         if form is not None and form.type != "text":
@@ -152,7 +152,7 @@ class StructuredOutput:
 
 
 def forced(request: ChatRequest) -> bool:
-    """Whether the answer must be calls of tools."""
+    """True if the answer must be calls of tools."""
     return request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
 
 

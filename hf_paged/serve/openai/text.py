@@ -27,7 +27,7 @@ def decode_of(tokenizer: Any, skip_special_tokens: bool = True) -> Decode:
 
 
 def _decodes_as_stock(tokenizer: Any) -> bool:
-    """Whether decode() is its backend's and nothing else."""
+    """True if decode() is its backend's and nothing else."""
     kind = type(tokenizer)
     stock = PreTrainedTokenizerFast
     return kind.decode is stock.decode and getattr(kind, "_decode", None) is stock._decode
@@ -57,10 +57,10 @@ class AnswerText:
         self.length = 0
         """Characters that were handed out or are held back."""
         self.stopped = False
-        """Whether a stop string has been found; no text comes after it."""
+        """True once a stop string has been found; no text comes after it."""
 
     def add(self, tokens: list[int], last: bool) -> str:
-        """What can be shown with these tokens; with the `last` ones all of it."""
+        """Text that can be shown with these tokens; with the `last` ones all of it."""
         if self.stopped:
             return ""
         shown = tokens[:-1] if last and tokens and tokens[-1] in self._hidden else tokens
