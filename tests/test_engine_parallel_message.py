@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import KINDS, PROMPTS, _model, small_engine
+from engine_steps import executor_of
 from families import BY_NAME, build
 from pictures import with_pictures
 from tiny import build as tiny_of
@@ -57,7 +58,7 @@ def test_a_batch_is_the_same_on_the_other_side(
                 assert found.batch.ids(device).tolist() == batch.ids(device).tolist()
             return run(batch)
 
-        monkeypatch.setattr(engine.driver.loop.executor, "run", watched)
+        monkeypatch.setattr(executor_of(engine), "run", watched)
         requests = [
             engine.submit(PROMPTS[k % 4], max_new_tokens=9, seed=k, **kind) for k, kind in enumerate(KINDS)
         ]
@@ -116,7 +117,7 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
                     assert (copy.length, copy.blocks) == (across.length, across.blocks)
             return run(batch)
 
-        monkeypatch.setattr(engine.driver.loop.executor, "run", watched)
+        monkeypatch.setattr(executor_of(engine), "run", watched)
         monkeypatch.setattr(engine.runner, "encode_media", shown_there)
         for _ in range(2):
             handles = [engine.submit(**each, max_new_tokens=5, do_sample=False) for each in prompts]
@@ -133,14 +134,14 @@ def test_a_steady_step_is_few_numbers(rows: int, monkeypatch: pytest.MonkeyPatch
     batch_sizes = {"max_batch_sequences": rows, "max_batch_tokens": 3 * rows}
     with small_engine(_model("llama"), **options, **batch_sizes) as engine:
         encoder = StepEncoder(SharedInputs({}), len(engine.pools.groups))
-        run, sent = engine.driver.loop.executor.run, []
+        run, sent = executor_of(engine).run, []
 
         def watched(batch: ForwardBatch) -> Any:
             numbers, _ = encoder.encode(batch, [], True, AdapterNews())
             sent.append((batch.rows.decodes, len(numbers)))
             return run(batch)
 
-        monkeypatch.setattr(engine.driver.loop.executor, "run", watched)
+        monkeypatch.setattr(executor_of(engine), "run", watched)
         new = {"max_new_tokens": 2 * rows, "min_new_tokens": 2 * rows, "do_sample": False}
         handles = [engine.submit([5 + k % 60, 7, 9], **new) for k in range(rows)]
         while sum(decodes == rows for decodes, _ in sent) < 12:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_answers import PROMPTS, alone, answers
-from engine_steps import watch_plans
+from engine_steps import executor_of, watch_plans
 from families import BY_NAME, build
 
 import hf_paged
@@ -170,7 +170,7 @@ def test_an_interrupt_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.Monkey
         handle = engine.submit(PROMPTS[1], **GREEDY)
         engine.step()
         with monkeypatch.context() as patch:
-            patch.setattr(engine.driver.loop.executor, "run", interrupted)
+            patch.setattr(executor_of(engine), "run", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
         assert answers(handle.result()) == alone(engine.model, PROMPTS[1], **GREEDY)

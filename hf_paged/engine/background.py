@@ -35,7 +35,7 @@ class Background:
         self._awake: SimpleQueue[None] = SimpleQueue()
         """One entry for each notice of work: a queue that finalizers may write to."""
         self.halted = False
-        """Whether it begins no other step."""
+        """True once it begins no other step."""
         self.listeners: set[OutputQueue] = set()
         """Those of jobs that callers wait for: all are woken when the thread ends."""
         self._over = False
@@ -50,12 +50,12 @@ class Background:
 
     @property
     def own(self) -> bool:
-        """Whether the calling thread is this one."""
+        """True in the thread itself."""
         return threading.current_thread() is self.thread
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, or never ran in this process: a fork copies no threads."""
+        """True once it has ended, or where it never ran: a fork copies no threads."""
         return self._over or self._forked
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_paged.engine import Engine
+from hf_paged.engine.executor import Executor
 from hf_paged.engine.job import Job
 from hf_paged.engine.outputs.handle import Handle
 from hf_paged.scheduling import UNKNOWN, StepPlan, TokenSequence
@@ -27,6 +28,11 @@ def watch_plans(engine: Engine, see: Callable[[StepPlan], object]) -> None:
 def job_of(handle: Handle) -> Job:
     """The engine's side of a request."""
     return handle._job
+
+
+def executor_of(engine: Engine) -> Executor:
+    """The part of an engine that computes."""
+    return engine.driver.loop.executor
 
 
 def new_tokens(handle: Handle) -> list[int]:

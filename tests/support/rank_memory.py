@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import PROMPTS, alone, answers, right
+from engine_steps import executor_of
 from rank_support import (
     CUDA,
     FEW,
@@ -124,12 +125,8 @@ def the_smallest_rank_decides(rank: int) -> None:
         engine = Engine(loaded("llama"), block_size=4, memory_fraction=0.5, graphs=False)
     finally:
         pools.free_bytes = measured
-    totals = engine.driver.books.executor.ranks.gather(
-        [group.pool.total for group in engine.pools.groups.values()]
-    )
-    hosts = engine.driver.books.executor.ranks.gather(
-        [group.host.most for group in engine.pools.groups.values()]
-    )
+    totals = executor_of(engine).ranks.gather([group.pool.total for group in engine.pools.groups.values()])
+    hosts = executor_of(engine).ranks.gather([group.host.most for group in engine.pools.groups.values()])
     assert totals[0] == totals[1] == [(1 << 20) // engine.pools.groups[engine.pools.layers[0]].block_bytes]
     assert hosts[0] == hosts[1]
     if rank == 0:

@@ -44,7 +44,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether the output is there."""
+        """True once the output is there."""
         return self._job.output is not None
 
     def result(self, timeout: float | None = None) -> Output:

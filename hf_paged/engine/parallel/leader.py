@@ -162,7 +162,7 @@ class Leader(Ranked):
         self.ranks.attempt(lambda: None, MemoryError)  # all of them have read it, which takes time
 
     def _news(self) -> AdapterNews:
-        """What the other ranks do not know of adapters."""
+        """The news of adapters that the other ranks do not have."""
         if self._adapter_changes == self._adapters.changes:
             return AdapterNews()
         self._adapter_changes = self._adapters.changes

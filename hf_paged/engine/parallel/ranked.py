@@ -1,4 +1,4 @@
-"""What all ranks of a tensor-parallel engine have in common, whether they lead or follow."""
+"""The common part of all ranks of a tensor-parallel engine, whether they lead or follow."""
 
 from __future__ import annotations
 
