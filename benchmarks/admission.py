@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from traces import TRACES, Ask, trace
 
-from hf_paged.blocks import BlockPool
+from hf_paged.blocks import BlockPool, Full
 from hf_paged.scheduling import KVCacheGroup, Limits, Request, Scheduler
 
 STEP, TOKEN = 5.5e-3, 2.6e-5
@@ -57,7 +57,10 @@ def replay(
     """
     pool = BlockPool(blocks, size)
     scheduler = Scheduler(
-        [KVCacheGroup(pool)], Limits(max(TOKENS, at_once), at_once), admission=admission, prefix_caching=False
+        [KVCacheGroup(Full(), pool)],
+        Limits(max(TOKENS, at_once), at_once),
+        admission=admission,
+        prefix_caching=False,
     )
     ends = {}
     for number, ask in enumerate(asks):

@@ -19,7 +19,17 @@ from typing import Any, NamedTuple
 
 from traces import TRACES
 
-from hf_paged.blocks import BlockPool, BlockTable, PrefixLookup, Prompt, adopt, append, commit, commit_tail
+from hf_paged.blocks import (
+    BlockPool,
+    BlockTable,
+    Full,
+    PrefixLookup,
+    Prompt,
+    adopt,
+    append,
+    commit,
+    commit_tail,
+)
 from hf_paged.ray.routing import LoadBound, PrefixIndex, ranked
 from hf_paged.scheduling import KVCacheGroup, Limits, Request, Scheduler, SequenceGroup, Status, StepPlan
 
@@ -235,7 +245,7 @@ class Replica:
         self.times = times
         self.pool = BlockPool(blocks, BLOCK)
         self.scheduler = Scheduler(
-            [KVCacheGroup(self.pool)], limits, admission=admission, prefix_caching=prefix_caching
+            [KVCacheGroup(Full(), self.pool)], limits, admission=admission, prefix_caching=prefix_caching
         )
         self.gaps: Counter[int] = Counter()
         """Between two tokens of a sequence: tenths of milliseconds, and how often."""

@@ -10,9 +10,12 @@ from hf_paged.blocks import (
     BlockPool,
     BlockTable,
     Copy,
+    Full,
+    LayerKind,
     PartialBlockIndex,
     PrefixLookup,
     Prompt,
+    Window,
     adopt,
     append,
     commit,
@@ -21,6 +24,10 @@ from hf_paged.blocks import (
 )
 
 TOKENS = list(range(100, 121))  # 21 tokens: five blocks of four, and one more
+
+
+def kind_of(window: int | None) -> LayerKind:
+    return Full() if window is None else Window(window)
 
 
 def left_behind(pool: BlockPool, tokens: list[int], extra: bytes = b"") -> BlockTable:
@@ -36,7 +43,7 @@ def left_behind(pool: BlockPool, tokens: list[int], extra: bytes = b"") -> Block
 def reach(
     pool: BlockPool, tokens: list[int], most: int | None = None, window: int | None = None, extra: bytes = b""
 ) -> int:
-    return PrefixLookup(pool, Prompt(tokens, pool.block_size, extra), window).reach(
+    return PrefixLookup(pool, Prompt(tokens, pool.block_size, extra), kind_of(window)).reach(
         len(tokens) - 1 if most is None else most
     )
 
@@ -123,7 +130,7 @@ def test_c10_behind_a_window_only_what_it_shows_is_needed(window: int) -> None:
     first = max(0, 20 - window + 1) // 4
     for block in blocks[:first]:
         evict(pool, block)
-    lookup = PrefixLookup(pool, Prompt(TOKENS, 4), window)
+    lookup = PrefixLookup(pool, Prompt(TOKENS, 4), kind_of(window))
     assert lookup.reach(20) == 20
     match = lookup.take(20)
     assert (match.blocks, match.released, len(match.digests)) == (blocks[first:], first, 5)
@@ -134,7 +141,7 @@ def test_c10_behind_a_window_only_what_it_shows_is_needed(window: int) -> None:
     again.free()
     if first < 5:
         evict(pool, blocks[first])
-        assert PrefixLookup(pool, Prompt(TOKENS, 4), window).reach(20) < 20
+        assert PrefixLookup(pool, Prompt(TOKENS, 4), kind_of(window)).reach(20) < 20
     assert PrefixLookup(pool, Prompt(TOKENS, 4)).reach(20) == 0 or not first
 
 
@@ -153,7 +160,7 @@ def test_c10_behind_a_part_of_a_block_the_window_shows_less(window: int, length:
     commit_tail(table, tokens)
     first = table.released
     table.free()
-    lookup = PrefixLookup(pool, Prompt([*tokens, 99, 98, 97], 4), window)
+    lookup = PrefixLookup(pool, Prompt([*tokens, 99, 98, 97], 4), kind_of(window))
     assert lookup.reach(length + 2) == length
     match = lookup.take(length)
     assert (match.released, len(match.blocks), len(match.digests)) == (first, 4 - first, 4)

@@ -20,7 +20,8 @@ from paged_layer import HEADS, Paged, formula
 
 import hf_paged
 import hf_paged_native as native
-from hf_paged.kv import LayerKind, Layout, Memory, Pages, Rows, Seen
+from hf_paged.blocks import Full
+from hf_paged.kv import Layout, Memory, Pages, Rows, Seen
 from hf_paged.kv.config import CacheConfig
 from hf_paged.kv.ops import FEW, NativeOps, Ops
 from hf_paged_native import plan as plan_module
@@ -330,7 +331,7 @@ def test_answers_and_steps_have_memory_of_their_own() -> None:
 def test_layers_of_other_heads_in_one_step() -> None:
     """Layers whose key heads differ have the same queries and one table: each is read by its own plan."""
     memory = Memory()
-    group = memory.group(LayerKind("full"), CacheConfig(block_size=4, kernels="native"), 3, 1.0)
+    group = memory.group(Full(), CacheConfig(block_size=4, kernels="native"), 3, 1.0)
     rows = Rows(group)
     kept: dict[int, list[torch.Tensor]] = {1: [], 2: [], 4: []}
     for new in (7, 1, 1):

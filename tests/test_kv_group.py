@@ -12,7 +12,8 @@ import torch
 from families import BY_NAME, build
 
 import hf_paged
-from hf_paged.kv import LayerKind, Layout, Memory, Rows
+from hf_paged.blocks import Full
+from hf_paged.kv import Layout, Memory, Rows
 from hf_paged.kv import group as group_module
 from hf_paged.kv.config import CacheConfig
 from hf_paged.model.registry import memory_of
@@ -22,7 +23,7 @@ LAYOUT = Layout(torch.device("cpu"), torch.float32, 2, 8, 8)
 
 def make(layers: int = 2, layout: Layout = LAYOUT, **options: Any) -> tuple[Memory, Any]:
     memory = Memory()
-    group = memory.group(LayerKind("full"), CacheConfig(**options), layers, 1.0)
+    group = memory.group(Full(), CacheConfig(**options), layers, 1.0)
     for layer in range(layers):
         group.place(layer, layout)
     return memory, group
@@ -31,7 +32,7 @@ def make(layers: int = 2, layout: Layout = LAYOUT, **options: Any) -> tuple[Memo
 def test_bytes_of_a_block() -> None:
     """C5: B * heads * (k_dim + v_dim) * layers * itemsize, and OPT-13B's 819,200 bytes a token."""
     memory = Memory()
-    group = memory.group(LayerKind("full"), CacheConfig(block_size=1), 40, 1.0)
+    group = memory.group(Full(), CacheConfig(block_size=1), 40, 1.0)
     group.place(0, Layout(torch.device("cpu"), torch.float16, 40, 128, 128))
     assert group.block_bytes == 819_200
 
@@ -66,7 +67,7 @@ def test_one_allocation_for_layers_of_one_layout() -> None:
 def test_layers_of_different_layouts_share_the_tables() -> None:
     """Other widths mean another store under the same block ids."""
     memory = Memory()
-    group = memory.group(LayerKind("full"), CacheConfig(num_blocks=4), 3, 1.0)
+    group = memory.group(Full(), CacheConfig(num_blocks=4), 3, 1.0)
     wide = LAYOUT._replace(heads=4)
     for layer, layout in enumerate((LAYOUT, wide, LAYOUT)):
         group.place(layer, layout)
@@ -136,7 +137,7 @@ def test_the_error_names_what_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("no")
 
     memory, group = make(block_size=4)
-    other = memory.group(LayerKind("full"), CacheConfig(block_size=8, num_blocks=3), 1, 1.0, owner=object())
+    other = memory.group(Full(), CacheConfig(block_size=8, num_blocks=3), 1, 1.0, owner=object())
     other.place(0, LAYOUT)
     store, _ = other.store(0)
     monkeypatch.setattr("hf_paged.kv.store.allocate", fail)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged.blocks import Copy
-from hf_paged.kv import HostBlocks, LayerGroup, LayerKind, Layout, Memory, host
+from hf_paged.blocks import Copy, Full
+from hf_paged.kv import HostBlocks, LayerGroup, Layout, Memory, host
 from hf_paged.kv.config import CacheConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,7 +30,7 @@ LAYOUTS = {
 
 def make(layouts: list[Layout], blocks: int = 24, most: int = 40) -> tuple[LayerGroup, HostBlocks]:
     """A group whose stores hold random numbers, and its room on the host."""
-    group = Memory().group(LayerKind("full"), CacheConfig(4, num_blocks=blocks), len(layouts), 1.0)
+    group = Memory().group(Full(), CacheConfig(4, num_blocks=blocks), len(layouts), 1.0)
     for layer, layout in enumerate(layouts):
         group.place(layer, layout)
     for layer in range(len(layouts)):

@@ -14,7 +14,7 @@ from tiny import build, config_class
 from transformers import DynamicCache
 
 import hf_paged
-from hf_paged.kv import LayerKind
+from hf_paged.blocks import Cross, Full, Window
 from hf_paged.model.layer import PagedLayer
 from hf_paged.model.slots import NO_CONTENT, StatefulLayer, slots_of
 
@@ -115,7 +115,7 @@ def test_places_are_looked_up_once_a_call(monkeypatch: pytest.MonkeyPatch, ids: 
         model.config.sliding_window = window
         found = model.generate(ids, **options).past_key_values
         kinds.append({layer.kind for layer in found.layers})
-    assert kinds == [{LayerKind("full")}, {LayerKind("window", 5)}]
+    assert kinds == [{Full()}, {Window(5)}]
 
 
 def test_kinds_of_places() -> None:
@@ -125,7 +125,7 @@ def test_kinds_of_places() -> None:
         for name in ("jamba", "gemma4_text")
     }
     assert [kind and kind.name for kind in kinds["jamba"]] == [None, "full", None, "full"]
-    assert kinds["gemma4_text"][:2] == [LayerKind("window", 6), LayerKind("full")]
+    assert kinds["gemma4_text"][:2] == [Window(6), Full()]
     bart = build("seq2seq", config_class("seq2seq", "bart"))
-    assert {slot.kind for slot in slots_of(bart, True)} == {LayerKind("cross")}
+    assert {slot.kind for slot in slots_of(bart, True)} == {Cross()}
     assert None in NO_CONTENT or NO_CONTENT

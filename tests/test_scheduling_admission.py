@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged.blocks import BlockPool
+from hf_paged.blocks import BlockPool, Full, Window
 from hf_paged.scheduling import KVCacheGroup, Limits, Request, SequenceGroup, has_room, why_infeasible
 from hf_paged.scheduling.admission import headroom
 
 
 def test_the_watermark_is_exact() -> None:
     """C8: total=100, wm=1: 99 may fit, 100 never does; a remainder of exactly wm is enough, wm - 1 is not."""
-    reserve = Limits(1, 1).reserve(KVCacheGroup(BlockPool(100, 4)))
+    reserve = Limits(1, 1).reserve(KVCacheGroup(Full(), BlockPool(100, 4)))
     assert reserve == 1
     assert has_room(100, 100, 99, reserve=reserve)
     assert not has_room(100, 100, 100, reserve=reserve)
@@ -52,7 +52,7 @@ def test_infeasible_says_both_numbers() -> None:
     """C11: the whole group at full length, full blocks of the prompt once, against the total without the
     watermark.
     """
-    kv_group, limits = KVCacheGroup(BlockPool(20, 4)), Limits(16, 4, 0.1)
+    kv_group, limits = KVCacheGroup(Full(), BlockPool(20, 4)), Limits(16, 4, 0.1)
     # 9 prompt tokens fill 2 blocks; 3 sequences of 20 tokens need 3 more each: 11. At 36 tokens 2 + 3 * 7 =
     # 23, of 18.
     assert why_infeasible(Request(0, tuple(range(9)), 20, width=3), [kv_group], limits) is None
@@ -66,7 +66,9 @@ def test_a_group_must_fit_the_sequence_budget() -> None:
     """C11: its sequences against the sequence budget; with it goes one decoding step against the token
     budget.
     """
-    reason = why_infeasible(Request(0, (1, 2), 4, width=5), [KVCacheGroup(BlockPool(100, 4))], Limits(16, 4))
+    reason = why_infeasible(
+        Request(0, (1, 2), 4, width=5), [KVCacheGroup(Full(), BlockPool(100, 4))], Limits(16, 4)
+    )
     assert reason is not None
     assert "5 sequences" in reason
     assert "at most 4" in reason
@@ -76,16 +78,19 @@ def test_a_window_needs_few_blocks() -> None:
     """C10, C11: behind a window no sequence is too long, however long it becomes."""
     limits = Limits(8, 4)
     assert (
-        why_infeasible(Request(0, (1,) * 9, 4000), [KVCacheGroup(BlockPool(6, 4), window=8)], limits) is None
+        why_infeasible(Request(0, (1,) * 9, 4000), [KVCacheGroup(Window(8), BlockPool(6, 4))], limits) is None
     )
-    assert why_infeasible(Request(0, (1,) * 9, 4000), [KVCacheGroup(BlockPool(6, 4))], limits) is not None
+    assert (
+        why_infeasible(Request(0, (1,) * 9, 4000), [KVCacheGroup(Full(), BlockPool(6, 4))], limits)
+        is not None
+    )
 
 
 def test_the_room_that_is_left_doubles() -> None:
     """C31: with each time that a group had to go, for each sequence and up to what each can come to need;
     alone it never waits.
     """
-    kv_groups = (KVCacheGroup(BlockPool(40, 4)),)
+    kv_groups = (KVCacheGroup(Full(), BlockPool(40, 4)),)
     group = SequenceGroup(Request(0, (1,) * 8, 48), kv_groups)  # 2 blocks now, 12 at its end
     others = [
         SequenceGroup(Request(1, (1,) * 8, 20), kv_groups),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scheduling_requests import one_request
 from simulated import Simulated
 
-from hf_paged.blocks import BlockPool
+from hf_paged.blocks import BlockPool, Full
 from hf_paged.scheduling import (
     AnswerLengths,
     FuturePeak,
@@ -345,7 +345,7 @@ def test_fewer_preemptions_than_with_a_watermark() -> None:
 
 
 def test_routers_have_names() -> None:
-    kv_group = KVCacheGroup(Simulated.of(total=4).pools[0])
+    kv_group = KVCacheGroup(Full(), Simulated.of(total=4).pools[0])
     limits = Simulated.of(total=4).limits
     assert isinstance(Scheduler([kv_group], limits, admission="future").admission, FuturePeak)
     with pytest.raises(ValueError, match="admission='peak'"):

@@ -9,7 +9,7 @@ import pytest
 from scheduling_prompts import prompt
 from simulated import Simulated
 
-from hf_paged.blocks import BlockPool
+from hf_paged.blocks import BlockPool, Cross, Full
 from hf_paged.scheduling import Infeasible, KVCacheGroup, Limits, Request, Scheduler, SequenceGroup, Status
 
 
@@ -391,7 +391,7 @@ def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="policy='fifo'"):
         Scheduler([kv_group], Limits(4, 4), "fifo")
     with pytest.raises(ValueError, match="one size"):
-        Scheduler([kv_group, KVCacheGroup(type(kv_group.pool)(4, 8))], Limits(4, 4))
+        Scheduler([kv_group, KVCacheGroup(Full(), type(kv_group.pool)(4, 8))], Limits(4, 4))
 
 
 def behind_encoders(total: int, encoders: int, size: int = 4, **options: Any) -> Simulated:
@@ -484,7 +484,7 @@ def test_a_text_needs_no_room_for_pictures() -> None:
 def test_the_pool_of_cross_attention_is_the_last() -> None:
     pools = [BlockPool(8, 4), BlockPool(8, 4)]
     with pytest.raises(ValueError, match="must be the last one"):
-        Scheduler([KVCacheGroup(pools[0], cross=True), KVCacheGroup(pools[1])], Limits(16, 8))
+        Scheduler([KVCacheGroup(Cross(), pools[0]), KVCacheGroup(Full(), pools[1])], Limits(16, 8))
 
 
 @pytest.mark.parametrize("admission", ["watermark", "future"])

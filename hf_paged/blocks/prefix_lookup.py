@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .hashing import ROOT, chain, parent_key
+from .kinds import Full, LayerKind
 from .pool import BlockPool
 from .prefix import Match, Partial
 from .table import BlockTable, Copy
@@ -41,16 +42,16 @@ class PrefixLookup:
     """
 
     def __init__(
-        self, pool: BlockPool, prompt: Prompt, window: int | None = None, verify: bool = False
+        self, pool: BlockPool, prompt: Prompt, kind: LayerKind | None = None, verify: bool = False
     ) -> None:
         self.pool = pool
         self.prompt = prompt
-        self.window = window
+        self.kind = kind or Full()
         self.verify = verify
         self._found: list[int | None] = []
         for index in range(len(prompt.digests)):
             self._found.append(self._find(index))
-            if window is None and self._found[-1] is None:
+            if not self.kind.releases and self._found[-1] is None:
                 break  # without a window no block after a gap is usable
         self._run = [0]
         """For each number of full blocks how many of the last ones are there without a gap."""
@@ -67,18 +68,14 @@ class PrefixLookup:
         size = self.prompt.size
         return tuple(self.prompt.tokens[index * size : (index + 1) * size])
 
-    def _first(self, tokens: int) -> int:
-        """The first block that the token at position `tokens` attends to."""
-        return 0 if self.window is None else max(0, tokens - self.window + 1) // self.prompt.size
-
     def reach(self, most: int) -> int:
         """How many of the first `most` tokens can be handed out together."""
         size = self.prompt.size
         for full in range(min(max(most, 0) // size, len(self._found)), 0, -1):
             # With a part of one more block the window may need a block that is gone.
-            if self._run[full] >= full - self._first((full + 1) * size - 1):
+            if self._run[full] >= full - self.kind.reach((full + 1) * size - 1, size):
                 tokens = full * size + self._rest(full, most)
-                if self._run[full] >= full - self._first(tokens):
+                if self._run[full] >= full - self.kind.reach(tokens, size):
                     return tokens
         return self._rest(0, most)
 
@@ -104,7 +101,7 @@ class PrefixLookup:
     def take(self, tokens: int) -> Match:
         """The blocks of the first `tokens` tokens, a length that `reach` returned."""
         full, rest = divmod(max(tokens, 0), self.prompt.size)
-        first = min(self._first(tokens), full)
+        first = min(self.kind.reach(tokens, self.prompt.size), full)
         blocks = [block for block in self._found[first:full] if block is not None]
         return Match(blocks, self.prompt.digests[:full], first, self._partial(full, tokens) if rest else None)
 

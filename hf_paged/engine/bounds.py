@@ -29,7 +29,7 @@ class RequestBounds:
     @property
     def longest(self) -> int:
         """The most tokens that one sequence can have: by the model's positions and by the pools."""
-        slots = [each.pool.total * each.pool.block_size for each in self._pools.kv_groups if not each.cross]
+        slots = [each.pool.total * each.pool.block_size for each in self._pools.kv_groups if each.kind.grows]
         bound = self._longest or max(slots)
         return bisect_left(range(1, bound + 1), True, key=self._never_fits)
 

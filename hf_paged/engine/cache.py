@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from ..kv import Batch, LayerKind, Pages, Sequences
+from ..blocks import LayerKind
+from ..kv import Batch, Pages, Sequences
 from ..model.layer import PagedLayer
 from ..model.lazy import LazyTensor
 from ..model.slots import CROSS
@@ -112,9 +113,9 @@ class StepLayer(PagedLayer):
         """The past of the one sequence of the step, of which only the shape is known; models read
         its length. What it attends to across is read whole.
         """
-        if self.kind == CROSS:
+        if not self.kind.grows:
             return self._past(self._pages(), which)
-        if self.sequences.static is not None and self.kind.window is None:
+        if self.sequences.static is not None and not self.kind.releases:
             return self._past(self._pages(), which)  # only the device knows its columns
         if not self.step.past:
             raise RuntimeError(UNREADABLE)
@@ -130,7 +131,7 @@ class StepLayer(PagedLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many columns a step of `query_length` tokens sees, and the first of them."""
         past = self.step.past
-        kept = past if self.kind.window is None else min(past, self.kind.window - 1)
+        kept = self.kind.kept(past)
         return kept + query_length, past - kept
 
     def reset(self) -> None:

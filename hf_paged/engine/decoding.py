@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ..kv import LayerGroup, LayerKind, StaticBatch, StaticSpans
+from ..blocks import LayerKind
+from ..kv import LayerGroup, StaticBatch, StaticSpans
 from ..kv.budget import free_bytes
 from ..kv.ordinary import ordinary_tensors
 from ..kv.upload import upload

@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ..kv import Batch, FlatBatch, LayerKind, RowBatch
+from ..blocks import LayerKind
+from ..kv import Batch, FlatBatch, RowBatch
 from ..kv.upload import upload
 from ..model.attention import NAME, Forward, running
 from ..model.cache_name import CACHE

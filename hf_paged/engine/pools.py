@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import Copy, OutOfBlocks
-from ..kv import HostBlocks, LayerGroup, LayerKind, Transfer
+from ..blocks import Copy, LayerKind, OutOfBlocks
+from ..kv import HostBlocks, LayerGroup, Transfer
 from ..kv.budget import free_bytes
 from ..kv.config import CacheConfig
 from ..model.registry import memory_of
@@ -86,9 +86,7 @@ class Pools:
     def kv_groups(self) -> tuple[KVCacheGroup, ...]:
         """The same as the scheduler sees them."""
         return tuple(
-            KVCacheGroup(
-                group.pool, kind.window, None if group.host is None else group.host.pool, kind == CROSS
-            )
+            KVCacheGroup(kind, group.pool, None if group.host is None else group.host.pool)
             for kind, group in self.groups.items()
         )
 
@@ -180,11 +178,8 @@ class Pools:
         affordable = int(share * group.share * free) // group.block_bytes
         if config.memory_fraction is not None:
             return affordable
-        kv_group = KVCacheGroup(group.pool, kind.window)
-        return min(
-            affordable,
-            config.limits().sequences * (kv_group.row_blocks(longest, config.max_batch_tokens) + 1),
-        )
+        row = kind.blocks_for(config.block_size, longest, config.max_batch_tokens)
+        return min(affordable, config.limits().sequences * (row + 1))
 
     def expect(self, groups: Iterable[Requests]) -> None:
         """While no request runs: reserve memory for what these can come to hold, before they do.

@@ -254,8 +254,7 @@ class Trial:
         if self._eager.encoder is not None and self._source is not None:
             first = self._eager.encoder.length(self._source)
         for group, table in zip(self._eager.pools.groups.values(), sequence.tables, strict=True):
-            if group.kind.window is not None:
-                table.release_before(table.length - group.kind.window + 1)
+            group.kind.release(table)
             count = end - start
             if group.kind == CROSS:
                 count = 0 if start else first

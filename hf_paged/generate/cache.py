@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from ..kv import Arithmetic, LayerKind, Sequences
+from ..blocks import LayerKind
+from ..kv import Arithmetic, Sequences
 from ..kv.config import CacheConfig
 from ..model.layer import DIFFER, PagedLayer
 from ..model.lazy import Path

@@ -346,7 +346,7 @@ class Reuse:
             return "router logits are asked for"
         if not identity_of(model).answers_in_part:
             return "the model answers more than logits"
-        if self.history.columns and any(rows.window is not None for rows in self.sequences.rows.values()):
+        if self.history.columns and any(rows.kind.releases for rows in self.sequences.rows.values()):
             return "a prompt in chunks under a window"
         return None
 

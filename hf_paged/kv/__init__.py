@@ -6,7 +6,7 @@ from .forks import fork_safe_lock, in_forked_process
 from .group import Arithmetic, LayerGroup, Memory, is_out_of_memory
 from .history import TokenHistory
 from .host import HostBlocks, Transfer
-from .layout import LayerKind, Layout
+from .layout import Layout
 from .ops import NoKernels, TritonOps
 from .ops_torch import Ops, Pages, Seen
 from .prefixes import Prefix
@@ -22,7 +22,6 @@ __all__ = [
     "FlatBatch",
     "HostBlocks",
     "LayerGroup",
-    "LayerKind",
     "Layout",
     "Memory",
     "NoKernels",

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..blocks import BlockPool, Copy, OutOfBlocks
+from ..blocks import BlockPool, Copy, LayerKind, OutOfBlocks
 from .budget import free_bytes, require_room_for_books
 from .config import CacheConfig
 from .forks import fork_safe_lock
 from .host import HostBlocks
-from .layout import LayerKind, Layout
+from .layout import Layout
 from .ops_torch import Ops
 from .store import Store
 from .training import TrainingMemory

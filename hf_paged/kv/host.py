@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..blocks import BlockPool, Copy
-from .layout import LayerKind, Layout
+from ..blocks import BlockPool, Copy, LayerKind
+from .layout import Layout
 from .ordinary import ordinary_tensors
 from .store import Store
 from .upload import upload

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-
-class LayerKind(NamedTuple):
-    """The kind of a group's layers: they hold the same tokens, so one table serves them all."""
-
-    name: Literal["full", "window", "cross"]
-    window: int | None = None
 
 
 class Layout(NamedTuple):

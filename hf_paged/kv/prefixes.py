@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..blocks import BlockTable, Match, PrefixLookup, Prompt, adopt
-from .layout import LayerKind
+from ..blocks import BlockTable, LayerKind, Match, PrefixLookup, Prompt, adopt
 from .sequences import Sequences
 
 
@@ -29,7 +28,7 @@ def longest_prefix(
     """
     starts = sequences.starts or [0] * len(prompts)
     lookups = {
-        kind: [PrefixLookup(rows.group.pool, prompt, kind.window, verify) for prompt in prompts]
+        kind: [PrefixLookup(rows.group.pool, prompt, kind, verify) for prompt in prompts]
         for kind, rows in sequences.rows.items()
     }
     columns = most

@@ -10,6 +10,7 @@ from typing import Any
 from ..blocks import (
     BlockTable,
     Copy,
+    LayerKind,
     Match,
     adopt,
     append,
@@ -63,8 +64,9 @@ class Rows:
         self._workspace: dict[str, Any] = {}
 
     @property
-    def window(self) -> int | None:
-        return self.group.kind.window
+    def kind(self) -> LayerKind:
+        """The kind of its group's layers."""
+        return self.group.kind
 
     @property
     def tables(self) -> list[BlockTable]:
@@ -114,7 +116,7 @@ class Rows:
                 copies = self._append(new)
                 if copies:
                     self.group.copy(copies)
-            room = self._own_room() if self.window is None else 0  # a window gives back blocks in every step
+            room = 0 if self.kind.releases else self._own_room()  # else a step may give back blocks
             return self._changed(new, same_blocks=not need, room=room)
 
     def _fill(self, new: int) -> RowBatch:
@@ -179,8 +181,8 @@ class Rows:
             raise ValueError(
                 f"this cache holds {self.count} rows and was given {rows}; use a new cache for another batch"
             )
-        if self.window is not None and not self.keep_past:
-            self._release_behind_window()
+        if not self.keep_past:
+            self._release()
         need = blocks_needed(self.tables, self._new_tokens(new))
         try:
             if first_step:
@@ -241,12 +243,8 @@ class Rows:
 
     def _row_blocks(self, new: int) -> int:
         """Blocks of one row at its expected length."""
-        blocks = self.group.pool.blocks_for(max(self.expected_columns, self.columns + new))
-        if self.window is None:
-            return blocks
-        return min(
-            blocks, self.group.pool.blocks_for(self.window - 1 + max(new, self.group.pool.block_size)) + 1
-        )
+        size = self.group.pool.block_size
+        return self.kind.blocks_for(size, max(self.expected_columns, self.columns + new), max(new, size))
 
     def _hint(self, rows: int, new: int) -> int:
         """The blocks that these rows may come to hold, a prompt's counted once for all rows that are forked
@@ -287,10 +285,11 @@ class Rows:
                 self._strided = None
                 return
 
-    def _release_behind_window(self) -> None:
-        assert self.window is not None
-        for table in self.tables:
-            table.release_before(table.length - self.window + 1)
+    def _release(self) -> None:
+        """Give back what no later step attends to."""
+        if self.kind.releases:
+            for table in self.tables:
+                self.kind.release(table)
 
     def _changed(self, new: int = 0, same_blocks: bool = False, room: int = 0) -> RowBatch:
         self.stamp = stamp = object()
@@ -410,20 +409,19 @@ class Rows:
                 self._cut = self.columns
                 if not self.columns:
                     self.begin_at(None)
-                if self.window is not None:
-                    self._release_behind_window()
+                self._release()
                 self._changed()
 
     def check_past(self, columns: int) -> None:
         """Raise if a crop would make the window see blocks that were freed."""
-        if self.window is None or columns in (0, self.columns):
+        if not self.kind.releases or columns in (0, self.columns):
             return
         for table in self.tables:
             length = max(0, table.length - columns)
-            if table.released * table.pool.block_size > max(0, length - self.window + 1):
+            if table.released > self.kind.reach(length, table.pool.block_size):
                 raise RuntimeError(
-                    f"cannot go back {columns} tokens: a window of {self.window} tokens was reached and the "
-                    "past was given back; call activate_past_recording() before generating"
+                    f"cannot go back {columns} tokens: a window of {self.kind.window} tokens was reached and "
+                    "the past was given back; call activate_past_recording() before generating"
                 )
 
     def fork(self) -> Rows:

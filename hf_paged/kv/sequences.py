@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
-from ..blocks import BlockTable
+from ..blocks import BlockTable, LayerKind
 from .batch import Batch
 from .group import LayerGroup, Memory
 from .history import TokenHistory
-from .layout import LayerKind
 from .rows import Rows
 from .static import StaticBatch
 

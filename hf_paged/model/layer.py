@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..kv import LayerKind, Pages, Rows, Sequences
+from ..blocks import LayerKind
+from ..kv import Pages, Rows, Sequences
 from .lazy import LazyPages, LazyRotated, NotCapturable, Path, as_dense
 from .lengths import DeviceNumber
 
@@ -198,9 +199,7 @@ class PagedLayer(DynamicLayer):
         """How many columns a step of `query_length` tokens sees, and the first of them."""
         if self.sequences.static is not None:
             return self.get_seq_length() + query_length, 0
-        if self.kind.window is None:
-            return self.columns + query_length, 0
-        kept = min(self.columns, self.kind.window - 1)
+        kept = self.kind.kept(self.columns)
         return kept + query_length, self.columns - kept
 
     def activate_past_recording(self) -> None:

@@ -15,7 +15,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
-from ..kv import LayerKind, Pages, TritonOps
+from ..blocks import LayerKind
+from ..kv import Pages, TritonOps
 from ..kv.ops import on
 
 Path = Literal["unused", "paged", "dense"]

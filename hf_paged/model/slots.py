@@ -15,12 +15,13 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..kv import LayerKind, Sequences
+from ..blocks import Cross, Full, LayerKind, Window
+from ..kv import Sequences
 from .layer import PagedLayer, WindowLayer
 
 STATE: Any = LinearAttentionLayer
-FULL = LayerKind("full")
-CROSS = LayerKind("cross")
+FULL = Full()
+CROSS = Cross()
 STATE_AND_FULL = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 STATE_AND_WINDOW = getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", None)
 NO_CONTENT = frozenset({getattr(cache_utils, "DummyLayer", None)})
@@ -57,7 +58,7 @@ class Slot(NamedTuple):
         if cross:
             return cls(CROSS, paged, layer)
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        return cls(FULL if window is None else LayerKind("window", window), paged, layer)
+        return cls(FULL if window is None else Window(window), paged, layer)
 
     @classmethod
     def like(cls, layer: Any, memo: dict[int, Any]) -> Slot:

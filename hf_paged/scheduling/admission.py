@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..blocks.pool import expect
 from .limits import KVCacheGroup, Limits
-from .request import Request, SequenceGroup, Status, TokenSequence, blocks_of_group
+from .request import Request, SequenceGroup, Status, TokenSequence
 
 
 def has_room(
@@ -30,20 +30,16 @@ def why_infeasible(request: Request, kv_groups: Sequence[KVCacheGroup], limits: 
             "lower num_beams or num_return_sequences, or raise max_batch_sequences"
         )
     for kv_group in kv_groups:
-        if kv_group.cross:
-            need = kv_group.pool.blocks_for(request.source)
-            most = kv_group.pool.total - limits.reserve(kv_group)
-            if need > most:
-                return (
-                    f"cross attention to {request.source} tokens needs {need} blocks of "
-                    f"{kv_group.pool.block_size} and {most} can be had; give a shorter input or fewer "
-                    "pictures, or raise num_blocks"
-                )
-            continue
-        need = blocks_of_group(
-            kv_group, request.width, len(request.prompt), request.most_tokens, limits.tokens
+        need = kv_group.need(
+            request.width, len(request.prompt), request.most_tokens, limits.tokens, request.source
         )
         most = kv_group.pool.total - limits.reserve(kv_group)
+        if need > most and not kv_group.kind.grows:
+            return (
+                f"cross attention to {request.source} tokens needs {need} blocks of "
+                f"{kv_group.pool.block_size} and {most} can be had; give a shorter input or fewer "
+                "pictures, or raise num_blocks"
+            )
         if need > most:
             return (
                 f"{request.width} sequence(s) of up to {request.most_tokens} tokens (prompt "
@@ -139,7 +135,7 @@ class Watermark:
         if group.status is Status.PREEMPTED:
             # No watermark; but it must not take the next block of a running sequence, or it would be the next
             # to be preempted (C9). A cross-attention table takes none.
-            reserve = 0 if kv_group.cross else state.taken
+            reserve = state.taken if kv_group.kind.grows else 0
             if group.setbacks >= 2:
                 reserve = headroom(group, need, state.running, i, chunk)
         return has_room(

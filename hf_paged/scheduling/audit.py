@@ -30,9 +30,9 @@ def check_groups(by_status: Mapping[Status, Sequence[SequenceGroup]], key: Key) 
             expect(not group.swapped or status is Status.PREEMPTED, f"{group!r} waits on the host")
             for sequence in group.sequences:
                 tables = list(zip(group.kv_groups, sequence.parked or sequence.tables, strict=True))
-                lengths = {table.length for kv_group, table in tables if not kv_group.cross}
+                lengths = {table.length for kv_group, table in tables if kv_group.kind.grows}
                 expect(lengths == {sequence.computed}, f"{sequence!r} has tables of {lengths} tokens")
-                encoded = {table.length for kv_group, table in tables if kv_group.cross}
+                encoded = {table.length for kv_group, table in tables if not kv_group.kind.grows}
                 expect(
                     encoded <= {group.request.source if sequence.computed else 0},
                     f"{sequence!r} attends across to {encoded} tokens",

@@ -89,8 +89,7 @@ class DecodeBatch:
         ):
             if table.length % self.block_size:
                 kv_group.pool.uncache(table.blocks[-1])  # a name from before a crop would be wrong
-            if kv_group.window is not None:
-                table.release_before(table.length - kv_group.window + 1)
+            kv_group.kind.release(table)
             tables.put(sequence.row, table)
         self._columns = None
 
@@ -124,11 +123,11 @@ class DecodeBatch:
     def need(self) -> int:
         """The blocks of every pool that the next step takes; blocks behind a window go back first (C10)."""
         for i, kv_group in enumerate(self.kv_groups):
-            if kv_group.window is not None:
+            if kv_group.kind.releases:
                 for sequence in self.growing:
                     table = sequence.tables[i]
                     table.stamp = kv_group.pool.tick()
-                    table.release_before(table.length - kv_group.window + 1)
+                    kv_group.kind.release(table)
         return len(self.growing)
 
     def step(self) -> ScheduledBatch:

@@ -81,15 +81,15 @@ def fit(
     """
     for i, kv_group in enumerate(kv_groups):
         every = [([sequence.tables[i] for sequence, _ in steps], steps) for steps in several]
-        if kv_group.window is not None:
+        if kv_group.kind.releases:
             for tables, _ in every:
                 for table in tables:
-                    table.release_before(table.length - kv_group.window + 1)
-        own = 0 if kv_group.cross else extra
+                    kv_group.kind.release(table)
+        own = extra if kv_group.kind.grows else 0
         pool = kv_group.pool
         available = pool.available - max((pool.shares(each).reserved() for each in tenants), default=0)
         most = own + sum([count // pool.block_size + 2 for steps in several for _, count in steps])
-        if not kv_group.cross and most <= available:
+        if kv_group.kind.grows and most <= available:
             continue  # an upper bound fits, so an exact count is unnecessary
         need = sum(
             blocks_needed(tables, [sequence.growth(i, count) for sequence, count in steps])

@@ -15,7 +15,7 @@ from ..blocks.pool import expect
 from .admission import Candidate, SchedulerState, Watermark
 from .history import AnswerLengths
 from .limits import KVCacheGroup, Limits
-from .request import SequenceGroup, Status, TokenSequence, blocks_of_group
+from .request import SequenceGroup, Status, TokenSequence
 
 FAR = 1 << 60
 """The end of groups whose prompt takes several steps: it is unknown."""
@@ -126,8 +126,7 @@ class FuturePeak(Watermark):
         entry = self._newcomer(candidate, state)
         for i, kv_group in enumerate(self.kv_groups):
             reserve = 0 if candidate.group.status is Status.PREEMPTED else self.limits.reserve(kv_group)
-            known = kv_group.window is not None or kv_group.cross
-            margin = 0 if known else MARGIN * math.sqrt(self._spread + entry.spread)
+            margin = 0 if not kv_group.kind.linear else MARGIN * math.sqrt(self._spread + entry.spread)
             if self._peak(i, entry) + margin > (kv_group.pool.total - reserve) * kv_group.pool.block_size:
                 return False
         return True
@@ -186,7 +185,7 @@ class FuturePeak(Watermark):
     def _newcomer(self, candidate: Candidate, state: SchedulerState) -> _Entry:
         group = candidate.group
         shared = [
-            [block for block in blocks if kv_group.pool.references(block)] if kv_group.window is None else []
+            [block for block in blocks if kv_group.pool.references(block)] if kv_group.kind.linear else []
             for kv_group, blocks in zip(self.kv_groups, candidate.blocks, strict=True)
         ]
         behind = group.leader.behind if group.swapped else group.common - candidate.cached
@@ -210,9 +209,7 @@ class FuturePeak(Watermark):
                 self._slots(i, group, prompt + length + LAG, length < most)
                 - len(shared[i]) * self.kv_groups[i].pool.block_size
             )
-            slope = (
-                width if settled and self.kv_groups[i].window is None and not self.kv_groups[i].cross else 0
-            )
+            slope = width if settled and self.kv_groups[i].kind.linear else 0
             parts.append(Segment(end, slope, slots - slope * end))
         review = step + min(max(1, length - generated), max(SHORTEST_REVIEW, generated // 4))
         spread = (width * (length - generated)) ** 2 if length < most else 0
@@ -228,10 +225,9 @@ class FuturePeak(Watermark):
         kv_group = self.kv_groups[i]
         width = len(group.sequences)
         size = kv_group.pool.block_size
-        if kv_group.cross:
-            return size * group.need(i, self.limits.tokens)
-        if kv_group.window is not None:
-            return size * blocks_of_group(kv_group, width, group.common, length, self.limits.tokens)
+        if not kv_group.kind.linear:
+            chunk, source = self.limits.tokens, group.request.source
+            return size * kv_group.need(width, group.common, length, chunk, source)
         common = group.common // size * size
         unused = size // 2 if estimated else size - 1
         return common + width * (length - 1 - common + unused)
@@ -315,7 +311,7 @@ class FuturePeak(Watermark):
                 self._shared[i] == Counter(b for entry in self._order for b in entry.shared[i]),
                 "shared blocks do not add up",
             )
-            if kv_group.window is not None:
+            if not kv_group.kind.linear:
                 continue
             tables = [sequence.tables[i] for group in state.running for sequence in group.sequences]
             held = {block for table in tables for block in table.blocks}

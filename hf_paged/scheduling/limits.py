@@ -5,30 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..blocks import BlockPool
+from ..blocks import BlockPool, LayerKind
 
 
 class KVCacheGroup(NamedTuple):
-    """The pool of one kind of layer, the window of those layers, and the host pool that its blocks are
-    swapped to.
-
-    cross: whether they attend across, to the output of a request's encoder or to its pictures: a length that
-    is fixed from the request's first step, and 0 for a request without. It is the last group.
+    """The pool of one kind of layers, and the host pool that its blocks are swapped to. Kinds that do not
+    grow come last.
     """
 
+    kind: LayerKind
     pool: BlockPool
-    window: int | None = None
     host: BlockPool | None = None
-    cross: bool = False
 
-    def row_blocks(self, tokens: int, chunk: int) -> int:
-        """The most blocks that a sequence of `tokens` tokens holds when it grows by up to `chunk` at a time
-        (C10).
+    def need(self, width: int, common: int, tokens: int, chunk: int, source: int) -> int:
+        """The most blocks of `width` sequences of `tokens` tokens, the first `common` of them the same, that
+        attend across to `source` (C11).
         """
-        blocks = self.pool.blocks_for(tokens)
-        if self.window is None:
-            return blocks
-        return min(blocks, self.pool.blocks_for(self.window - 1 + max(1, min(chunk, tokens))) + 1)
+        if not self.kind.grows:
+            width, common, tokens = 1, 0, source
+        return self.kind.blocks_of_group(self.pool.block_size, width, common, tokens, chunk)
 
 
 @dataclass(frozen=True)

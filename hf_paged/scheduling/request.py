@@ -113,11 +113,8 @@ class TokenSequence:
         """By how many tokens a table grows in a step of `count`: by so many, or in a first step by all that
         it attends to across (C36).
         """
-        return (
-            self.group.request.source - self.tables[kv_group].length
-            if self.group.kv_groups[kv_group].cross
-            else count
-        )
+        kind = self.group.kv_groups[kv_group].kind
+        return kind.growth(count, self.tables[kv_group].length, self.group.request.source)
 
     def free(self) -> None:
         """Give back every block, wherever it is (C30, C34)."""
@@ -253,17 +250,15 @@ class SequenceGroup:
         """The blocks that the tokens so far fill. The common prefix is counted once; with a window, only what
         it can see.
         """
-        if self.kv_groups[kv_group].cross:
-            return self.kv_groups[kv_group].pool.blocks_for(self.request.source)
-        return blocks_of_group(self.kv_groups[kv_group], len(self.sequences), self.common, self.length, chunk)
+        return self._need(kv_group, self.length, chunk)
 
     def most(self, kv_group: int, chunk: int) -> int:
         """The blocks that it may come to need to its end."""
-        if self.kv_groups[kv_group].cross:
-            return self.need(kv_group, chunk)
-        return blocks_of_group(
-            self.kv_groups[kv_group], len(self.sequences), self.common, self.request.most_tokens, chunk
-        )
+        return self._need(kv_group, self.request.most_tokens, chunk)
+
+    def _need(self, kv_group: int, tokens: int, chunk: int) -> int:
+        width, source = len(self.sequences), self.request.source
+        return self.kv_groups[kv_group].need(width, self.common, tokens, chunk, source)
 
     def held(self, kv_group: int) -> int:
         """The blocks that the group's tables name, each counted once."""
@@ -283,27 +278,6 @@ class SequenceGroup:
         """The digests of those full blocks, without the one that holds the last token (C21)."""
         prompt = self.prompt
         return prompt.digests[: (self.common - 1) // prompt.size]
-
-
-def blocks_of_group(kv_group: KVCacheGroup, width: int, common: int, length: int, chunk: int) -> int:
-    """The most blocks of `width` sequences of `length` tokens whose first `common` are the same (C11).
-
-    Blocks full of common tokens exist once, the rest once for each sequence. With a window every sequence
-    keeps what it sees, and one step's tokens are added.
-    """
-    size = kv_group.pool.block_size
-    shared = common // size
-    tails = 1 if length == common else width
-    whole = shared + tails * (kv_group.pool.blocks_for(length) - shared)
-    if kv_group.window is None:
-        return whole
-    if width == 1:
-        return min(whole, kv_group.row_blocks(length, chunk))
-    return min(
-        whole,
-        width * (kv_group.pool.blocks_for(kv_group.window) + 2)
-        + kv_group.pool.blocks_for(min(chunk, length)),
-    )
 
 
 def _common(rows: list[list[int]]) -> int:

@@ -82,7 +82,7 @@ class Scheduler:
         self.limits = limits
         self.verify = verify
         self.prefix_caching = prefix_caching
-        self._growing = tuple(kv_group for kv_group in self.kv_groups if not kv_group.cross)
+        self._growing = tuple(kv_group for kv_group in self.kv_groups if kv_group.kind.grows)
         """Those whose tables hold a sequence's own tokens."""
         if self._growing != self.kv_groups[: len(self._growing)]:
             raise ValueError("the pool of cross-attention layers must be the last one")
@@ -417,7 +417,7 @@ class Scheduler:
         ones = all(count == 1 for _, count in steps)
         for i, kv_group in enumerate(self.kv_groups):
             tables = [sequence.tables[i] for sequence, _ in steps]
-            if ones and not kv_group.cross:
+            if ones and kv_group.kind.grows:
                 now = kv_group.pool.tick()
                 draft.copies[i] += [
                     copy for copy in [table.step(now) for table in tables] if copy is not None
@@ -528,7 +528,7 @@ class Scheduler:
         prompt = group.prompt
         names = group.names()
         lookups = [
-            PrefixLookup(kv_group.pool, prompt, kv_group.window, self.verify) for kv_group in self._growing
+            PrefixLookup(kv_group.pool, prompt, kv_group.kind, self.verify) for kv_group in self._growing
         ]
         most = group.common - 1
         ahead = 0

@@ -79,9 +79,8 @@ class Swapping:
         ):
             return None
         for i, kv_group in enumerate(self.kv_groups):
-            if kv_group.window is not None:
-                for table in _tables(group, i):
-                    table.release_before(table.length - kv_group.window + 1)
+            for table in _tables(group, i):
+                kv_group.kind.release(table)
         held = tuple(distinct(_tables(group, i)) for i in range(len(self.kv_groups)))
         # Common tokens are computed once in a recomputation.
         tokens = sum(sequence.computed for sequence in group.sequences)

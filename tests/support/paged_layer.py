@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from hf_paged.kv import LayerKind, Layout, Memory, Pages, Rows, Seen
+from hf_paged.blocks import Full, Window
+from hf_paged.kv import Layout, Memory, Pages, Rows, Seen
 from hf_paged.kv.config import CacheConfig
 
 HEADS = 2
@@ -30,7 +31,7 @@ class Paged:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.memory = Memory()
-        kind = LayerKind("full") if window is None else LayerKind("window", window)
+        kind = Full() if window is None else Window(window)
         self.group = self.memory.group(kind, CacheConfig(block_size=block_size, kernels=kernels), 1, 1.0)
         self.make = {"device": device, "dtype": dtype}
         self.dims = dims

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import le
 
-from hf_paged.blocks import BlockPool
+from hf_paged.blocks import BlockPool, Cross, Full, Window
 from hf_paged.scheduling import (
     AdapterSlots,
     KVCacheGroup,
@@ -116,11 +116,11 @@ class Simulated:
             None if self.host is None else BlockPool(self.host, pool.block_size) for pool in everybody
         ]
         kv_groups = [
-            KVCacheGroup(*of_kv_group)
-            for of_kv_group in zip(self.pools, self.windows, self.hosts, strict=False)
+            KVCacheGroup(Full() if window is None else Window(window), pool, host)
+            for pool, window, host in zip(self.pools, self.windows, self.hosts, strict=False)
         ]
         if self.encoders is not None:
-            kv_groups.append(KVCacheGroup(self.encoders, host=self.hosts[-1], cross=True))
+            kv_groups.append(KVCacheGroup(Cross(), self.encoders, self.hosts[-1]))
         self.held: dict[int, Names] = {}
         self.loading: dict[Names, int] = {}
         adapters = None if self.slots is None else AdapterSlots(self.slots, self.load, self.is_there)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from hf_paged.blocks import Full, Window
 from hf_paged.kv import (
     Batch,
     LayerGroup,
-    LayerKind,
     Layout,
     Memory,
     Ops,
@@ -51,7 +51,7 @@ def static_batch(rows: int, new: int, block_size: int, columns: int = 1) -> Stat
 
 
 def make_group(window: int | None = None, **options: int) -> LayerGroup:
-    kind = LayerKind("full") if window is None else LayerKind("window", window)
+    kind = Full() if window is None else Window(window)
     group = Memory().group(kind, CacheConfig(**options), 1, 1.0)
     group.place(0, LAYOUT)
     return group

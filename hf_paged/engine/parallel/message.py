@@ -185,7 +185,7 @@ class StepDecoder:
     def __init__(self, pools: Pools, last_tokens: LastTokens) -> None:
         self._pools = pools
         self._last_tokens = last_tokens
-        self._windows = [kind.window for kind in pools.own]
+        self._kinds = list(pools.own)
         self._tables = tuple(BlockTableArray() for _ in pools.own)
         self._columns = (array("i"), array("i"), array("i"))
         self._sequences: dict[int, _RankRow] = {}
@@ -276,8 +276,7 @@ class StepDecoder:
 
     def _table(self, number: int, row: _RankRow) -> BlockTable:
         pool = list(self._pools.own.values())[number].pool
-        window = self._windows[number]
-        released = 0 if window is None else max(0, row.start - window + 1) // pool.block_size
+        released = self._kinds[number].reach(row.start, pool.block_size)
         blocks = self._tables[number].read(row.row, released, pool.blocks_for(row.end) - released)
         return _read_only(pool, blocks.tolist(), row.end, released)
 

@@ -12,7 +12,8 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from ...kv import LayerGroup, LayerKind, Rows, Sequences, StaticBatch
+from ...blocks import LayerKind
+from ...kv import LayerGroup, Rows, Sequences, StaticBatch
 from ...kv.config import CacheConfig
 from ...kv.ordinary import ordinary_tensors
 from ..adapters.rows import StepAdapters
