@@ -79,7 +79,7 @@ MOST_PRIVATE = 56
 """Places in tests that read or write a private attribute of the code."""
 MOST_PUBLIC = 24
 """Names in `hf_paged.__all__`."""
-MOST_CLASSES = 303
+MOST_CLASSES = 305
 """Classes of the code, as `scripts/figures` counts them."""
 
 

@@ -230,19 +230,6 @@ def test_penalties_and_biases(served: Served) -> None:
     )
 
 
-def test_presence_and_frequency_are_openais(served: Served) -> None:
-    """score - frequency * count - presence * (count > 0), over the answer alone."""
-    import torch
-
-    from hf_paged.serve.link.processors import penalised
-
-    scores = torch.zeros(1, 6)
-    ids = torch.tensor([[5, 5, 1, 2, 2]])
-    found = penalised(2, 0.5, 1.0, ids, scores)
-    assert found.tolist() == [[0, -1.5, -2.5, 0, 0, 0]]
-    assert scores.eq(0).all()
-
-
 def test_equal_beginnings_are_computed_once(served: Served) -> None:
     long = " ".join(demo.prompts())
     served.complete(long, max_tokens=2)

@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ...engine import Increment, TokenLogprob
+from ...engine.outputs.text import AnswerText
 from ..http.errors import ApiError, invalid, unavailable
 from ..http.metrics import Metrics
 from ..http.throttle import Turns
 from ..link.engine_client import CallError, EngineClient, EngineRequest
 from ..link.wire import End, Failure
-from .text import AnswerText
 
 KEEP_ALIVE = 15.0
 """Seconds without news after which a stream sends a comment."""
