@@ -39,13 +39,16 @@ def take_openai_options(model: Any, keywords: dict[str, Any]) -> OpenAIParams:
     )
     return OpenAIParams(
         stop,
-        _number("presence_penalty", presence or 0.0),
-        _number("frequency_penalty", frequency or 0.0),
+        _number("presence_penalty", presence),
+        _number("frequency_penalty", frequency),
         {} if biases is None else _biases(biases, model.config.get_text_config(decoder=True).vocab_size),
     )
 
 
 def _number(name: str, value: Any) -> float:
+    """An option that is a number; None is 0."""
+    if value is None:
+        return 0.0
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is a number, got {short(value)}; give one as 0.5, or leave it out")
     if not isfinite(value):

@@ -84,7 +84,9 @@ class TextAnswers:
         reason = increment.finish_reason
         shown = text.add(increment.token_ids, reason is not None)
         self.tokens += len(increment.token_ids)
-        if text.stopped:
+        if (
+            text.stopped
+        ):  # the engine reads no special tokens that are shown, and no blanks that decoders tidy
             reason = "stop"
         self.reasons[increment.index] = reason
         if text.stopped and self.ended and self.handle.end is None:

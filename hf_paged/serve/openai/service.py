@@ -145,7 +145,7 @@ class Service:
         if read:
             hidden |= frozenset(self.sampling.ends)
         stops = request.stop or ()
-        least = request.min_tokens or 0
+        least = request.min_tokens or self.engine.facts.defaults.min_new_tokens or 0
         return [AnswerText(decode, stops, keep, hidden, least) for _ in range(request.drawn)]
 
 
