@@ -83,14 +83,17 @@ class Stream:
         """Whether a stop string ends within this token, if it is the next one."""
         if self._stop is None:
             return False
+        automaton = self._stop.automaton
         read, state = self._at
-        move = self._stop.automaton.move
-        while read < len(self.so_far):
-            found = move(state, self.so_far[read])
-            state = max(found, ~found)
+        for each in self.so_far[read:]:
+            found = automaton.move(state, each)
+            state = found if found >= 0 else ~found
             read += 1
         self._at = read, state
-        return read >= self._stop.least and move(state, token) < 0
+        ahead = automaton.moves[state].get(token)  # of all that is done for a token, as short as can be
+        if ahead is None:
+            ahead = automaton.move(state, token)
+        return ahead < 0 and read >= self._stop.least
 
     @property
     def unread(self) -> bool:

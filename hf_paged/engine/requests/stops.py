@@ -116,12 +116,13 @@ class StopAutomaton:
         self._states: list[frozenset[Text]] = [frozenset()]
         """The beginnings of stop strings that have been read, of each state; state 0 has read nothing."""
         self._numbers: dict[frozenset[Text], int] = {}
-        self._moves: list[dict[int, int]] = [{}]
+        self.moves: list[dict[int, int]] = [{}]
+        """What `move` finds, as far as it is known: by state, by token."""
         self._made = 0
 
     def move(self, state: int, token: int) -> int:
         """The state behind a token, or ~state if a stop string has ended within the token."""
-        found = self._moves[state].get(token)
+        found = self.moves[state].get(token)
         return self._make(state, token) if found is None else found
 
     def ended(self, answer: Sequence[int], least: int) -> bool:
@@ -168,10 +169,10 @@ class StopAutomaton:
         number = state if stays else self._number(frozenset(after))
         if self._made >= MOST_MOVES:
             self._made = 0
-            for moves in self._moves:
+            for moves in self.moves:
                 moves.clear()
         self._made += 1
-        self._moves[state][token] = found = ~number if ended else number
+        self.moves[state][token] = found = ~number if ended else number
         return found
 
     def _number(self, begun: frozenset[Text]) -> int:
@@ -179,7 +180,7 @@ class StopAutomaton:
         if begun not in self._numbers:
             self._numbers[begun] = len(self._states)
             self._states.append(begun)
-            self._moves.append({})
+            self.moves.append({})
         return self._numbers[begun]
 
 

@@ -101,6 +101,8 @@ class InputBatch:
             self._recipes = [each.recipe or Recipe() for each in params]
         readers = [place for place, recipe in enumerate(self._recipes) if recipe.reads]
         self._reading = sorted({*self._penalties, *readers})
+        self._reading_rows: torch.Tensor | None = None
+        """The same on the device, once they are noted."""
         self._offsets = [each.seen_length(0) for each in params]
         """How many more ids processors see than there are tokens."""
         self.uses_positions = bool(self._drawn or self._recipes or self._penalties)
@@ -214,8 +216,10 @@ class InputBatch:
         """Keep the tokens of rows whose processors read ids."""
         owners, lengths = self._seen(self._reading, positions)
         every = len(owners) == len(self._owners)
-        own = tokens if every else tokens[upload(self._reading, tokens.device)]
-        self._histories.note(owners, lengths, own)
+        rows = self._reading_rows
+        if rows is None or rows.device != tokens.device:
+            rows = self._reading_rows = upload(self._reading, tokens.device)
+        self._histories.note(owners, lengths, tokens if every else tokens[rows])
 
     def _with_draws(
         self, chosen: torch.Tensor, scores: torch.Tensor, positions: Sequence[int]
