@@ -143,6 +143,23 @@ def test_penalties_are_of_each_answer() -> None:
     assert any(len(set(answer)) < len(answer) for answer in often)
 
 
+def test_prompts_of_embeddings_have_answers_that_count() -> None:
+    """With the ids that processors see, and without: the answer is the same."""
+    model = build(BY_NAME["llama"])
+    prompt = PROMPTS[1]
+    embeds = model.get_input_embeddings()(torch.tensor(prompt)).detach()
+    asked = {"do_sample": False, "max_new_tokens": NEW, "presence_penalty": 1.0, "frequency_penalty": 1.0}
+    with small_engine(model, num_blocks=200) as engine:
+        found = [
+            engine.submit(prompt, **asked),
+            engine.submit(inputs_embeds=embeds, **asked),
+            engine.submit(prompt, inputs_embeds=embeds, **asked),
+        ]
+        right, *others = checked_answers(engine, found)
+    assert right == counting(model, prompt, asked)
+    assert others == [right, right]
+
+
 def test_logprobs_are_of_the_scores_that_were_chosen_from() -> None:
     """`processed` has the penalties, the raw logprob has not."""
     model = build(BY_NAME["llama"])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..requests.stops import Stop
 from .output import FinishReason, Increment, NewTokens, SequenceOutput, TokenLogprob, TokenLogprobs
-from .text import AnswerText
+from .text import AnswerText, Decode
 
 
 class _StreamEnd(NamedTuple):
@@ -48,15 +48,13 @@ class Stream:
         self._stop = stop
         self._at = 0, 0
         """How many tokens were read for stop strings, and the state of their automaton."""
-        self._text = self._new_text()
+        self._text = None if self._decode is None else self._new_text(self._decode)
 
-    def _new_text(self) -> AnswerText | None:
+    def _new_text(self, decode: Decode) -> AnswerText:
         """The text of an answer that begins."""
-        if self._decode is None:
-            return None
         if self._stop is None:
-            return AnswerText(self._decode)
-        return AnswerText(self._decode, self._stop.strings, least=self._stop.least)
+            return AnswerText(decode)
+        return AnswerText(decode, self._stop.strings, least=self._stop.least)
 
     @property
     def tokens(self) -> list[int]:
@@ -157,10 +155,10 @@ class Stream:
         assert self._end is not None
         tokens, reason, _ = self._end
         text = None
-        whole = self._new_text()
-        if whole is not None:
+        decode = self._decode
+        if decode is not None:
             try:
-                text = whole.add(tokens, last=True)
+                text = decode(tokens) if self._stop is None else self._new_text(decode).add(tokens, last=True)
             except BaseException as error:
                 self.trouble = self.trouble or error
                 text = ""
