@@ -8,14 +8,14 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from shapes import build
 
-from hf_paged import Engine
+from hf_paged import Engine, demo
 from hf_paged.engine.decoding import Decoding
 from hf_paged.engine.in_flight import InFlightStep
 from hf_paged.engine.model_check import ModelCheck
@@ -96,12 +96,14 @@ def _counted(seconds: Counter[str], part: str, method: Callable[..., Any]) -> Ca
     return counted
 
 
-def begin(engine: Engine, rows: int) -> None:
-    """Have `rows` sequences decode from a graph. Their blocks are not full at the same time."""
+def begin(engine: Engine, rows: int, asked: Mapping[str, Any]) -> None:
+    """Have `rows` sequences decode from a graph. Their blocks are not full at the same time. asked: what every
+    second request asks beyond that.
+    """
     lengths = random.Random(1)
-    for _ in range(rows):
+    for i in range(rows):
         prompt = [lengths.randrange(2, 62) for _ in range(lengths.randrange(*PROMPT))]
-        engine.submit(prompt, max_new_tokens=MOST, do_sample=False)
+        engine.submit(prompt, max_new_tokens=MOST, do_sample=False, **(asked if i % 2 else {}))
     warming = engine.runner.warming
     while warming is not None and not warming.done:  # threads that compile kernels would be timed as well
         time.sleep(0.1)
@@ -119,10 +121,16 @@ def _own_graph(engine: Engine, rows: int) -> bool:
 
 
 def measure(
-    layers: int, device: str, rows: int, driver: str, steps: int = 40, **options: Any
+    layers: int,
+    device: str,
+    rows: int,
+    driver: str,
+    steps: int = 40,
+    asked: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, float]:
     """Milliseconds of the host in a step of `rows` sequences, the whole (the median step, and the mean) and
-    its parts (means).
+    its parts (means). asked: what every second request asks.
     """
     still, kept = Still(), dict(capture.RECORDERS)
     padded = pool.PADDED
@@ -137,8 +145,8 @@ def measure(
         "num_blocks": rows * MOST // 8,
     }
     try:
-        with Engine(model, run_ahead=True, **{**sizes, **options}) as engine:
-            begin(engine, rows)
+        with Engine(model, demo.tokenizer(), run_ahead=True, **{**sizes, **options}) as engine:
+            begin(engine, rows, asked or {})
             still.stopped = True
             step = DRIVERS[driver](engine)
             whole = _steps(engine, step, steps)

@@ -1,7 +1,10 @@
-"""Text as it comes: the pieces joined are the text of all tokens, and no piece is half a character."""
+"""Text as it comes: the pieces joined are the text of all tokens up to the first stop string, and no piece is
+half a character.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_paged import demo
-from hf_paged.engine.outputs.text import BROKEN, Detokeniser
+from hf_paged.engine.outputs.text import BROKEN, AnswerText, Detokeniser
 
 
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
@@ -74,3 +77,65 @@ def test_a_character_waits_for_its_end(tokenizer: Any) -> None:
     assert [reader.add([token]) for token in ids] == ["a", "", "", "€", "b"]
     reader = reader_of(tokenizer)
     assert [reader.add(ids[1:2]), reader.add([], last=True)] == ["", BROKEN]
+
+
+def expected(full: str, stops: list[str], keep: bool) -> str:
+    found = [(full.find(stop), stop) for stop in stops if stop in full]
+    if not found:
+        return full
+    begin, stop = min(found)
+    return full[: begin + len(stop)] if keep else full[:begin]
+
+
+def letters(tokens: Sequence[int]) -> str:
+    """A decoder of tokens that are characters, so that a stop string ends anywhere."""
+    return "".join(map(chr, tokens))
+
+
+@settings(max_examples=300)
+@given(st.text("ab", max_size=24), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3), st.booleans())
+def test_nothing_behind_the_first_stop_string_is_shown(full: str, stops: list[str], keep: bool) -> None:
+    """The string whose beginning comes first wins among those that are complete when one is."""
+    text = AnswerText(letters, stops, keep, frozenset())
+    shown = ""
+    for i, letter in enumerate(full):
+        shown += text.add([ord(letter)], last=i == len(full) - 1)
+        assert full.startswith(shown)
+        if text.stopped:
+            assert shown == expected(full[: i + 1], stops, keep)
+            assert text.add([ord("a")], last=True) == ""
+            return
+        assert not any(stop in full[: i + 1] for stop in stops)
+    assert shown == full
+
+
+@settings(max_examples=300)
+@given(
+    st.text("ab", min_size=1, max_size=16),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 8),
+    st.integers(1, 4),
+)
+def test_a_stop_string_ends_nothing_within_the_first_tokens(
+    full: str, stops: list[str], least: int, size: int
+) -> None:
+    """It may begin there. `size`: how many tokens come at once."""
+    text = AnswerText(letters, stops, False, frozenset(), least)
+    shown = ""
+    for i in range(0, len(full), size):
+        shown += text.add([ord(letter) for letter in full[i : i + size]], last=i + size >= len(full))
+    known = next((end for end in range(least + 1, len(full) + 1) if full[:end].endswith(tuple(stops))), None)
+    assert text.stopped == (known is not None)
+    if known is None:
+        assert shown == full
+    elif size == 1:
+        assert shown == full[: min(known - len(stop) for stop in stops if full[:known].endswith(stop))]
+
+
+def test_a_hidden_last_token_is_not_shown() -> None:
+    text = AnswerText(letters, (), False, frozenset({ord("b")}))
+    assert [text.add([ord("b")], False), text.add([ord("a")], False), text.add([ord("b")], True)] == [
+        "b",
+        "a",
+        "",
+    ]

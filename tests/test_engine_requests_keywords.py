@@ -21,7 +21,7 @@ from hf_paged.engine import EngineOptions, RequestKeywords, config
 from hf_paged.engine.multimodal.media import SHOWN
 from hf_paged.engine.requests import params as asking
 from hf_paged.engine.requests.fields import BESIDE_AN_ASSISTANT, HONOURED, REFUSED, generation_fields
-from hf_paged.engine.requests.keywords import UNNAMED, NeutralOptions
+from hf_paged.engine.requests.keywords import UNNAMED, NeutralOptions, OpenAIOptions
 from hf_paged.engine.requests.prompts import RAW
 from hf_paged.kv.config import KERNELS
 from hf_paged.model.cache_name import CACHE
@@ -58,6 +58,9 @@ EXAMPLES: dict[str, Any] = {
     "negative_prompt_attention_mask": torch.ones(1, 2, dtype=torch.long),
     "seed": 3,
     "logprobs": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "logit_bias": {5: 2.0},
     "priority": 1,
     "salt": "one",
     **dict.fromkeys(BESIDE_AN_ASSISTANT, 3),
@@ -66,7 +69,15 @@ EXAMPLES: dict[str, Any] = {
     "assistant_ensemble_weight": 0.5,
 }
 """A value of each keyword beside a prompt of ids."""
-ELSEWHERE = {"stop_strings", "inputs_embeds", "input_ids", "attention_mask", "decoder_input_ids", *RAW}
+ELSEWHERE = {
+    "stop_strings",
+    "stop",
+    "inputs_embeds",
+    "input_ids",
+    "attention_mask",
+    "decoder_input_ids",
+    *RAW,
+}
 """Keywords that need another prompt, a tokenizer or a processor; their own tests use them."""
 
 
@@ -99,10 +110,11 @@ def test_the_types_name_what_submit_takes() -> None:
         "attention_mask",
     }
     shown = {name for name in RequestKeywords.__annotations__ if SHOWN.search(name)}
+    openais = OpenAIOptions.__annotations__.keys()
     requests = {"seed", "logprobs", "prompt_logprobs", "priority", "salt", "tenant", "adapter"}
     assert (
         RequestKeywords.__annotations__.keys()
-        == HONOURED | accepted_as_neutral().keys() | beside | shown | requests
+        == HONOURED | accepted_as_neutral().keys() | beside | shown | requests | openais
     )
     assert NeutralOptions.__annotations__.keys() == accepted_as_neutral().keys()
     assert own == RequestKeywords.__annotations__.keys() - UNNAMED

@@ -1,5 +1,5 @@
 """Stop strings: sequences end exactly where stock's generate() ends them, and thousands of strings cost next
-to nothing.
+to nothing. `stop` ends answers where their texts have one.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from engine_steps import job_of
+from engine_answers import checked_answers
+from engine_steps import interrupted_forward, job_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, StopStringCriteria
 
 from hf_paged import demo
 from hf_paged.engine import Engine
+from hf_paged.engine.outputs.stream import Stream
+from hf_paged.engine.requests import stops
 from hf_paged.engine.requests.stops import StopLists
 
 LETTERS = "abcé ñ"
@@ -148,3 +153,216 @@ def test_a_criterion_of_the_users_own_stays() -> None:
         own = StopStringCriteria(tokenizer, ["zq"])
         handle = engine.submit(demo.prompts()[0], stop_strings=["er"], stopping_criteria=[own], **NEW)
         assert list(job_of(handle).params.criteria) == [own]
+
+
+def with_blanks() -> Any:
+    """Tokens are words, and a text loses the blank that it begins with."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "▁",
+        "a",
+        "b",
+        "c",
+        "d",
+        "e",
+        "f",
+        "▁a",
+        "▁b",
+        "ab",
+        "▁ab",
+        "bc",
+        "c▁a",
+        "é",
+        "ñ",
+    ]
+    made = Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], unk_token="<unk>")
+    )
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>")
+
+
+def first_end(tokenizer: Any, ids: list[int], strings: list[str], least: int) -> int | None:
+    """How many tokens an answer has when its text has one of the strings, which ends behind the first
+    ones.
+    """
+    before = len(tokenizer.decode(ids[:least], skip_special_tokens=True).rstrip("�"))
+    for end in range(least + 1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end], skip_special_tokens=True)
+        if any(text.rfind(string) + len(string) > before for string in strings if string in text):
+            return end
+    return None
+
+
+TOKENIZERS = {make.__name__: make() for make in (byte_level, byte_fallback, words, with_blanks)}
+TOKENIZERS["demo"] = demo.tokenizer()
+
+
+def tokens_of(name: str) -> list[int]:
+    """Tokens of few letters; without bytes that are no characters, of which decoders have their own views."""
+    tokenizer = TOKENIZERS[name]
+    found = [
+        token
+        for piece, token in tokenizer.get_vocab().items()
+        if set(piece) <= set(LETTERS + "▁ĠÃ©±ñ") or token in tokenizer.all_special_ids
+    ]
+    return sorted(found)
+
+
+@settings(max_examples=400)
+@given(data=st.data(), name=st.sampled_from(sorted(TOKENIZERS)), least=st.integers(0, 4))
+def test_an_answer_ends_as_soon_as_its_text_has_a_stop_string(data: Any, name: str, least: int) -> None:
+    """Whatever tokens it is made of, special ones among them; and so do beams, which are read from their
+    ends.
+    """
+    tokenizer = TOKENIZERS[name]
+    ids = data.draw(st.lists(st.sampled_from(tokens_of(name)), min_size=1, max_size=16))
+    letters = st.text("abcé ñ" if name != "words" else "abcé", min_size=1, max_size=4)
+    strings = [*data.draw(st.lists(letters, max_size=2)), data.draw(st.text("abc", min_size=1, max_size=3))]
+    stop = StopLists().stop(tokenizer, strings, least)
+    assert stop is not None
+    stream = Stream(0, tokenizer, whole=False, stop=stop)
+    end = None
+    for place, token in enumerate(ids, 1):
+        ended = stream.stops_with(token)
+        assert stream.stops_with(token) == ended  # asking is not reading
+        assert stop.automaton.ended(ids[:place], least) == ended
+        if ended:
+            end = place
+            stream.add([token], [], "stop")
+            break
+        stream.add([token], [], None)
+    assert end == first_end(tokenizer, ids, strings, least), (strings, tokenizer.convert_ids_to_tokens(ids))
+    if end is None:
+        stream.add([], [], "length")
+    texts = [increment.text or "" for increment in stream.take()]
+    output = stream.output(False)
+    assert output.token_ids == ids[:end]
+    if name != "with_blanks" or not set(ids) & set(tokenizer.all_special_ids):
+        assert "".join(texts) == output.text
+    whole = tokenizer.decode(ids[:end], skip_special_tokens=True)
+    assert whole.startswith(output.text or "")
+    assert (output.text == whole) == (end is None)
+    if not least:
+        assert not any(string in (output.text or "") for string in strings)
+
+
+def test_special_tokens_are_stop_strings_too() -> None:
+    """Though no text has them: whole, and beside words. A part of their names is none."""
+    tokenizer = demo.tokenizer()
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    fox = tokenizer(" fox", add_special_tokens=False)["input_ids"]
+
+    def ended(strings: Any, ids: list[int]) -> bool:
+        stop = StopLists().stop(tokenizer, strings)
+        assert stop is not None
+        return stop.automaton.ended(ids, 0)
+
+    assert ended(["user", "<|user|>"], [*fox, user])
+    assert not ended("<|user|>", [user, *fox])
+    assert not ended(["user", "|>", "x<|us"], [*fox, user])
+    assert ended("x<|user|> f", [*fox, user, *fox])
+    assert ended("x f", [*fox, user, *fox])
+
+
+def test_moves_are_forgotten_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stops, "MOST_MOVES", 5)
+    tokenizer = demo.tokenizer()
+    stop = StopLists().stop(tokenizer, ["the fox", "owl"])
+    assert stop is not None
+    ids = tokenizer("Once there was a heron and the fox", add_special_tokens=False)["input_ids"]
+    found = [stop.automaton.ended(ids[: i + 1], 0) for i in range(len(ids))]
+    assert found == [False] * (len(ids) - 1) + [True]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("blocks", "kind"),
+    [
+        (20, {"do_sample": False}),
+        (36, {"do_sample": True, "seed": 2, "num_return_sequences": 3, "logprobs": 1}),
+        (20, {"do_sample": False, "min_new_tokens": 9}),
+    ],
+    ids=["greedy", "samples", "min_new_tokens"],
+)
+def test_answers_leave_off_before_their_stop_string(ahead: bool, blocks: int, kind: dict[str, Any]) -> None:
+    """They are the answers without one, up to it; beside others in small pools, preempted and broken into."""
+    model, tokenizer = demo.model(), demo.tokenizer()
+    prompts = demo.prompts()[:5]
+    asked = {**kind, "max_new_tokens": 30}
+    with Engine(model, tokenizer, num_blocks=400, prefix_caching=False) as engine:
+        plain = engine.generate(prompts, **asked)
+    strings = [(output.text or "")[-25:-22] for output in plain[::2]]
+    sizes = {"block_size": 4, "num_blocks": blocks, "max_batch_tokens": 32, "max_batch_sequences": 8}
+    with Engine(model, tokenizer, run_ahead=ahead, **sizes) as engine:
+        handles = [engine.submit(prompt, stop=strings, **asked) for prompt in prompts]
+        interrupted_forward(model, 9)
+        with pytest.raises(KeyboardInterrupt):
+            handles[-1].result()
+        checked_answers(engine, handles)
+        assert engine.stats()["preemptions"] or kind["do_sample"]
+        ends = []
+        for output, handle in zip(plain, handles, strict=True):
+            pieces = handle.read()
+            for i, (right, found) in enumerate(zip(output.sequences, handle.result().sequences, strict=True)):
+                least = asked.get("min_new_tokens", 0)
+                end = first_end(tokenizer, right.token_ids, strings, least)
+                assert found.token_ids == right.token_ids[:end]
+                assert found.finish_reason == ("stop" if end else right.finish_reason)
+                assert "".join(piece.text or "" for piece in pieces if piece.index == i) == found.text
+                assert found.logprobs is None or len(found.logprobs) == len(found.token_ids)
+                ends.append(end)
+        assert len(ends) - ends.count(None) > 2
+
+
+def test_beams_end_at_stop_strings() -> None:
+    """As with a criterion that reads the text of each beam's answer."""
+    model, tokenizer = demo.model(), demo.tokenizer()
+    asked = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False, "max_new_tokens": 24}
+    prompt = demo.prompts()[1]
+    begin = len(tokenizer(prompt)["input_ids"])
+    strings = [".", "lett"]
+
+    def ended(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        rows = [first_end(tokenizer, row[begin:], strings, 0) == len(row) - begin for row in ids.tolist()]
+        return torch.tensor(rows)
+
+    with Engine(model, tokenizer, num_blocks=200) as engine:
+        found = engine.submit(prompt, stop=strings, **asked).result()
+        right = engine.submit(prompt, stopping_criteria=[ended], **asked).result()
+    assert [each.token_ids for each in found.sequences] == [each.token_ids for each in right.sequences]
+    assert [each.finish_reason for each in found.sequences] == [
+        each.finish_reason for each in right.sequences
+    ]
+    assert "stop" in [each.finish_reason for each in found.sequences]
+    assert not any(string in (each.text or "") for each in found.sequences for string in strings)
+
+
+def test_a_stop_string_in_the_prompt_or_across_its_end_is_none() -> None:
+    model, tokenizer = demo.model(), demo.tokenizer()
+    asked = {"do_sample": False, "max_new_tokens": 12}
+    with Engine(model, tokenizer, num_blocks=200) as engine:
+        prompt = demo.prompts()[0]
+        plain = engine.submit(prompt, **asked).result()
+        straddling = prompt[-3:] + (plain.text or "")[:2]
+        found = engine.submit(prompt, stop=[prompt[-4:], straddling], **asked).result()
+        assert (found.text, found.finish_reason) == (plain.text, "length")
+
+
+@pytest.mark.parametrize("given_stop", [3, [3], ["a", None], "", ["a", ""], "€€", {"a": 1}])
+def test_a_stop_that_ends_nothing_is_refused(given_stop: Any) -> None:
+    with (
+        Engine(demo.model(), words(), num_blocks=50) as engine,
+        pytest.raises(ValueError, match=r"^stop|stop strings"),
+    ):
+        engine.submit([5, 6], stop=given_stop)
+
+
+def test_stop_needs_a_tokenizer_and_none_is_none() -> None:
+    with Engine(demo.model(), num_blocks=50) as engine:
+        with pytest.raises(ValueError, match=r"stop='a' needs the model's tokenizer"):
+            engine.submit([5, 6], stop="a")
+        for nothing in (None, [], ()):
+            assert job_of(engine.submit([5, 6], stop=nothing, max_new_tokens=2)).params.stop is None

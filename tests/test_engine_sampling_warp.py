@@ -21,13 +21,18 @@ from transformers.generation.logits_process import (
 )
 
 from hf_paged.engine.random_numbers import gumbel, row_numbers, row_states, uniform
+from hf_paged.engine.sampling.penalties import AnswerPenalties, with_counts_off
 from hf_paged.engine.sampling.warp import Warp, cut, draw, greedy_tokens, mend, penalised, scaled, warp_of
 from hf_paged.scheduling import UNKNOWN
 
 VOCABULARY = 40
+PROMPT = 4
+"""Ids of a row that are no answer."""
 warps = st.builds(
     Warp,
     repetition=st.sampled_from([1.0, 1.3, 0.8]),
+    presence=st.sampled_from([0.0, 0.5, -1.5]),
+    frequency=st.sampled_from([0.0, 0.25, -0.5]),
     temperature=st.sampled_from([1.0, 0.7, 2.5]),
     top_k=st.sampled_from([0, 1, 5, 39, 400]),
     top_p=st.sampled_from([1.0, 0.9, 0.3, 1e-4]),
@@ -40,6 +45,8 @@ def stock(wanted: Warp) -> LogitsProcessorList:
     made = LogitsProcessorList()
     if wanted.repetition != 1:
         made.append(RepetitionPenaltyLogitsProcessor(wanted.repetition))
+    if wanted.counts:
+        made.append(AnswerPenalties(PROMPT, wanted.presence, wanted.frequency))
     if wanted.temperature != 1:
         made.append(TemperatureLogitsWarper(wanted.temperature))
     if wanted.top_k:
@@ -61,7 +68,11 @@ def test_rows_are_cut_as_transformers_cuts_them(rows: list[Warp], seed: int) -> 
     scores = torch.randn(len(rows), VOCABULARY) * 3
     scores[:, 7] = scores[:, 3]  # a tie
     ids = torch.randint(0, VOCABULARY, (len(rows), 9))
-    together = cut(scaled(penalised(scores, ids, [row.repetition for row in rows]), rows), rows)
+    together = penalised(scores, ids, [row.repetition for row in rows])
+    answers = ids[:, PROMPT:]
+    numbers = torch.tensor([[row.presence, row.frequency] for row in rows]).T[:, :, None]
+    together = with_counts_off(together, answers, torch.ones_like(answers, dtype=torch.bool), *numbers)
+    together = cut(scaled(together, rows), rows)
     for i, row in enumerate(rows):
         processors = stock(row)
         assert warp_of(processors, sampled=True) == row

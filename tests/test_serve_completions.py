@@ -230,17 +230,46 @@ def test_penalties_and_biases(served: Served) -> None:
     )
 
 
-def test_presence_and_frequency_are_openais(served: Served) -> None:
-    """score - frequency * count - presence * (count > 0), over the answer alone."""
-    import torch
+def test_usual_options_are_the_engines(served: Served) -> None:
+    """Penalties, biases and stop strings have the answers of `submit()`, and none runs for its request
+    alone.
+    """
+    before = served.engine.stats()["slow_processors"]
+    common = {"presence_penalty": 0.5, "frequency_penalty": 0.75, "stop": ["zq", "ery wo"]}
+    found = served.complete(
+        "The fox", max_tokens=40, logit_bias={"50": -3}, min_tokens=3, return_token_ids=True, **common
+    )
+    output = served.engine.submit(
+        ids("The fox"),
+        max_new_tokens=40,
+        do_sample=False,
+        logit_bias={50: -3},
+        min_new_tokens=3,
+        **{**common, "stop": None},
+    ).result(60)
+    wanted = output.sequences[0].token_ids
+    full = text(wanted)
+    choice = found["choices"][0]
+    assert "ery wo" in full
+    assert (choice["text"], choice["finish_reason"]) == (full[: full.index("ery wo")], "stop")
+    assert choice["token_ids"] == wanted[: len(choice["token_ids"])]
+    assert served.engine.stats()["slow_processors"] == before
 
-    from hf_paged.serve.link.processors import penalised
 
-    scores = torch.zeros(1, 6)
-    ids = torch.tensor([[5, 5, 1, 2, 2]])
-    found = penalised(2, 0.5, 1.0, ids, scores)
-    assert found.tolist() == [[0, -1.5, -2.5, 0, 0, 0]]
-    assert scores.eq(0).all()
+def test_a_special_token_is_a_stop_string(served: Served) -> None:
+    """Where it is shown and where it is not; a part of its name is one where it is shown."""
+    user = tokenizer().convert_tokens_to_ids("<|user|>")
+    asked = {"max_tokens": 6, "logit_bias": {str(user): 100}, "return_token_ids": True}
+    for stop, shown, ended in (
+        ("<|user|>", True, True),
+        ("<|user|>", False, True),
+        ("user", True, True),
+        ("user", False, False),
+    ):
+        found = served.complete("The fox", stop=stop, skip_special_tokens=not shown, **asked)["choices"][0]
+        assert found["finish_reason"] == ("stop" if ended else "length")
+        assert found["text"] == ("<|" if stop == "user" and shown else "")
+        assert len(found["token_ids"]) == 1 or stop == "user"
 
 
 def test_equal_beginnings_are_computed_once(served: Served) -> None:

@@ -190,7 +190,8 @@ class Engine:
         among them. seed: of its draws. logprobs: True, or how many top tokens are reported beside each
         chosen one; prompt_logprobs: the same of the prompt's tokens. priority: higher is sooner,
         under policy="priority". salt: requests share their prefixes only with requests of the same salt.
-        tenant: for whose share of the blocks this request's count.
+        tenant: for whose share of the blocks this request's count. stop: strings that end an answer and are
+        no part of its text. presence_penalty, frequency_penalty, logit_bias: as in OpenAI's API.
         adapter: the name of a LoRA adapter, or of several that are added up; None for the model alone. Not
         given, it is what is active on the peft model now.
 

@@ -39,7 +39,7 @@ class Job:
         self.tokenizer = tokenizer
         self.beams = BeamSearch(params) if params.beams > 1 else None
         self.streams = [
-            Stream(i, tokenizer, self.beams is not None, params.favourites or 0)
+            Stream(i, tokenizer, self.beams is not None, params.favourites or 0, params.stop)
             for i in range(params.answers)
         ]
         self.timing = Timing(time.monotonic())
@@ -121,7 +121,8 @@ class Job:
             places = [sequence.index for sequence in tokens]
             stopped = dict(zip(tokens, self._stopped(places, length, device), strict=True))
         for sequence, token in tokens.items():
-            reason = self._reason(token, length, stopped.get(sequence))
+            why = "stop" if self.streams[sequence.index].stops_with(token) else stopped.get(sequence)
+            reason = self._reason(token, length, why)
             self._grow(sequence.index, token, notes.get(sequence), reason)
             if reason is not None:
                 scheduler.finish(sequence)
@@ -219,6 +220,13 @@ class Job:
                 for beam, token in zip(beams, tokens, strict=True)
             ]
             stopped = self._judge(rows, range(len(rows)), device)
+        stop = self.params.stop
+        if stop is not None:
+            begin = len(self.params.prompt)
+            answers = [sequence.tokens[begin:] for sequence in self.group.sequences]
+            for i, (beam, token) in enumerate(zip(beams, tokens, strict=True)):
+                if stop.automaton.ended([*answers[beam], token], stop.least):
+                    stopped[i] = "stop"
         length = self._known_length + 1
         return [self._reason(token, length, why) for token, why in zip(tokens, stopped, strict=True)]
 

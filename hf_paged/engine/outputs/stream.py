@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..requests.stops import Stop
 from .output import FinishReason, Increment, NewTokens, SequenceOutput, TokenLogprob, TokenLogprobs
-from .text import Detokeniser
+from .text import AnswerText, Decode
 
 
 class _StreamEnd(NamedTuple):
@@ -23,11 +24,14 @@ class Stream:
     """An answer. Increments are made when they are read: an answer that is only fetched at its end makes
     none.
 
-    `whole`: all tokens are one increment, as beams are known only at their end. The tokenizer is the user's:
-    an exception that it raises is kept as `trouble` and ends the request.
+    `whole`: all tokens are one increment, as beams are known only at their end. `stop`: strings that end it,
+    and are no part of its text. The tokenizer is the user's: an exception that it raises is kept as `trouble`
+    and ends the request.
     """
 
-    def __init__(self, index: int, tokenizer: Any, whole: bool, favourites: int = 0) -> None:
+    def __init__(
+        self, index: int, tokenizer: Any, whole: bool, favourites: int = 0, stop: Stop | None = None
+    ) -> None:
         self.index = index
         self.whole = whole
         self.so_far: list[int] = []
@@ -41,7 +45,16 @@ class Stream:
         self._closed = False
         """True once the last increment has been read."""
         self._decode = None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=True)
-        self._text = None if self._decode is None else Detokeniser(self._decode)
+        self._stop = stop
+        self._at = 0, 0
+        """How many tokens were read for stop strings, and the state of their automaton."""
+        self._text = None if self._decode is None else self._new_text(self._decode)
+
+    def _new_text(self, decode: Decode) -> AnswerText:
+        """The text of an answer that begins."""
+        if self._stop is None:
+            return AnswerText(decode)
+        return AnswerText(decode, self._stop.strings, least=self._stop.least)
 
     @property
     def tokens(self) -> list[int]:
@@ -63,6 +76,22 @@ class Stream:
             self.so_far += tokens
         else:
             self._end = _StreamEnd(self.so_far + tokens, finish_reason, not tokens)
+
+    def stops_with(self, token: int) -> bool:
+        """True if a stop string ends within this token, if it is the next one."""
+        if self._stop is None:
+            return False
+        automaton = self._stop.automaton
+        read, state = self._at
+        for each in self.so_far[read:]:
+            found = automaton.move(state, each)
+            state = found if found >= 0 else ~found
+            read += 1
+        self._at = read, state
+        ahead = automaton.moves[state].get(token)  # of all that is done for a token, as short as can be
+        if ahead is None:
+            ahead = automaton.move(state, token)
+        return ahead < 0 and read >= self._stop.least
 
     @property
     def unread(self) -> bool:
@@ -113,7 +142,7 @@ class Stream:
         shown = "error" if self._closed and self.trouble is not None else reason
         return Increment(self.index, tokens, text, shown, notes or None)
 
-    def _read_out(self, text: Detokeniser, tokens: list[int], last: bool) -> str:
+    def _read_out(self, text: AnswerText, tokens: list[int], last: bool) -> str:
         if self.trouble is None:
             try:
                 return text.add(tokens, last)
@@ -126,9 +155,10 @@ class Stream:
         assert self._end is not None
         tokens, reason, _ = self._end
         text = None
-        if self._decode is not None:
+        decode = self._decode
+        if decode is not None:
             try:
-                text = self._decode(tokens)
+                text = decode(tokens) if self._stop is None else self._new_text(decode).add(tokens, last=True)
             except BaseException as error:
                 self.trouble = self.trouble or error
                 text = ""

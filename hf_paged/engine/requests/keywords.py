@@ -53,6 +53,15 @@ class GenerationOptions(TypedDict, total=False):
     decoder_start_token_id: int | list[int] | None
 
 
+class OpenAIOptions(TypedDict, total=False):
+    """Options of OpenAI's requests that are none of generate()'s; `submit()` explains them."""
+
+    stop: str | Sequence[str] | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+
+
 class NeutralOptions(TypedDict, total=False):
     """Options of generate() that change no answer of the engine, with the values that it takes."""
 
@@ -124,8 +133,8 @@ class Unnamed(NeutralOptions, ProcessorTensors, total=False):
     """Keywords that signatures leave to `**options`: they are rarely used."""
 
 
-class GenerateKeywords(GenerationOptions, Callables, PromptParts, Unnamed, total=False):
-    """The keywords that `submit()` shares with generate()."""
+class GenerateKeywords(GenerationOptions, OpenAIOptions, Callables, PromptParts, Unnamed, total=False):
+    """The keywords that `submit()` shares with generate() and with OpenAI's API."""
 
 
 class RequestKeywords(GenerateKeywords, total=False):

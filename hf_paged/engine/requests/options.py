@@ -27,6 +27,10 @@ BESIDE = (
     "stopping_criteria",
     "prefix_allowed_tokens_fn",
     "inputs_embeds",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
 )
 """Keywords of a request that are no options of generation."""
 PLAIN = frozenset({bool, int, float, str, type(None)})

@@ -23,11 +23,14 @@ from ..multimodal.embed import checked, names_of
 from ..multimodal.encoder import EncoderInput
 from ..multimodal.media import Media, marks_of, media_arguments
 from ..sampling.grammar import GrammarProcessor
+from ..sampling.penalties import with_penalties
 from ..sampling.rules import Recipe, recipe_of
 from ..sampling.warp import Warp
 from ..support import longest
+from .openai import OpenAIParams, take_openai_options
 from .options import Options, ends_of
 from .prompts import checked_ids, prompt_tokens, short, tokenize_prompt, words_of
+from .stops import Stop
 
 EXPECTED = {
     "_prepare_generation_config": ["generation_config"],
@@ -79,6 +82,7 @@ class RequestParams:
     recipe: what the processors do to scores, if they run for the whole batch at once, and beside it the
     grammar that the answers follow.
     slow: the names of the processors that run for this request alone.
+    stop: the strings that end its answers, and are no part of their texts.
     """
 
     prompt: tuple[int, ...]
@@ -97,6 +101,7 @@ class RequestParams:
     recipe: Recipe | None
     grammar: GrammarProcessor | None
     slow: tuple[str, ...]
+    stop: Stop | None
 
     @property
     def beams(self) -> int:
@@ -129,11 +134,6 @@ class RequestParams:
         return self.recipe is not None and any(self.recipe[1:])
 
     @property
-    def penalised(self) -> bool:
-        """True if it has a repetition penalty, computed for the rows of all requests at once."""
-        return self.warp is not None and self.warp.repetition != 1
-
-    @property
     def on_device(self) -> bool:
         """True if its tokens are chosen on the device, with those of others: the host gets them later."""
         return self.recipe is not None and self.grammar is None
@@ -141,7 +141,7 @@ class RequestParams:
     @property
     def batchable(self) -> bool:
         """True if its next token is sampled with the whole batch and has the expected position, and can only
-        be the last one by its length or an end-of-sequence token.
+        be the last one by its length, an end-of-sequence token or a stop string.
         """
         moved = self.media is not None and self.media.rope_deltas
         return self.on_device and not self.criteria and not moved
@@ -259,14 +259,16 @@ def read_request(
     extras = {
         name: keywords.pop(name, None) for name in (*PASSED_ON, "logits_processor", "stopping_criteria")
     }
+    asked = take_openai_options(model, keywords)
     defaults, config, own_ends = options.read(model, generation_config, keywords)
+    config = asked.biased(config)
     given = (_for_encoder if model.config.is_encoder_decoder else _for_decoder)(
         model, tokenizer, prompt, config, **parts
     )
     given = _showing(model, given, shown)
     _require_function("prefix_allowed_tokens_fn", extras["prefix_allowed_tokens_fn"])
     config = _with_lengths(model, config, defaults, given)
-    processors = _processors(model, config, given, extras)
+    processors = _processors(model, config, given, extras, asked)
     criteria = _criteria(model, config, tokenizer, extras["stopping_criteria"], options)
     at_tokens = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
@@ -291,13 +293,14 @@ def read_request(
         recipe,
         grammar,
         slow,
+        options.stops.stop(tokenizer, asked.stop, config.min_new_tokens or 0),
     )
 
 
 def _processors(
-    model: Any, config: Any, given: ParsedPrompt, extras: Mapping[str, Any]
+    model: Any, config: Any, given: ParsedPrompt, extras: Mapping[str, Any], asked: OpenAIParams
 ) -> LogitsProcessorList:
-    """The logits processors as generate() makes them."""
+    """The logits processors as generate() makes them, and OpenAI's penalties."""
     device = input_device(model)
     kept = config.encoder_repetition_penalty not in (None, 1) or config.encoder_no_repeat_ngram_size
     made: LogitsProcessorList = model._get_logits_processor(
@@ -309,7 +312,7 @@ def _processors(
         model_kwargs={},
         **{name: extras[name] for name in PASSED_ON},
     )
-    return made
+    return with_penalties(made, len(given.tokens), asked.presence, asked.frequency)
 
 
 def _criteria(model: Any, config: Any, tokenizer: Any, given: Any, options: Options) -> StoppingCriteriaList:

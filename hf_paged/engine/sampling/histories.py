@@ -72,6 +72,20 @@ class Histories:
         ids = self._ids[:, :width].index_select(0, lines)
         return ids.masked_fill_(torch.arange(width, device=ids.device) >= ends[:, None], pad)
 
+    def spans(
+        self, owners: Sequence[Owner], begins: Sequence[int], ends: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids of sequences from `begins` to `ends`, and which of them are some: two [rows, longest]. The
+        others are 0.
+        """
+        device = self._ids.device
+        lines, firsts, behind = upload([self._lines_of(owners), list(begins), list(ends)], device)
+        width = max([end - begin for begin, end in zip(begins, ends, strict=True)])
+        columns = firsts[:, None] + torch.arange(width, device=device)
+        there = columns < behind[:, None]
+        ids = self._ids[lines[:, None], columns.clamp_(max=self._ids.shape[1] - 1)]
+        return ids.mul_(there), there
+
     def note(self, owners: Sequence[Owner], lengths: Sequence[int], tokens: torch.Tensor) -> None:
         """Record the tokens [rows] chosen for sequences of these lengths."""
         self._room(0, max(lengths) + 1, self._ids.device)

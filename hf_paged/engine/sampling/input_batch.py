@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +13,7 @@ from ...scheduling import UNKNOWN, SequenceGroup, TokenSequence
 from ..job import Job
 from ..random_numbers import row_states
 from .histories import Histories, Owner
+from .penalties import with_counts_off
 from .rules import Recipe, Rule, processed
 from .warp import Warp, cut, draw, greedy_tokens_now, mend, penalised, scaled
 
@@ -19,13 +22,38 @@ MOST_IDS = 1 << 22
 
 
 def parts_of(lengths: Sequence[int]) -> Iterator[slice]:
-    """Rows of ascending lengths, in parts of at most MOST_IDS ids where they are padded to their longest."""
+    """Rows of such lengths, in parts of at most MOST_IDS ids where they are padded to the longest until then:
+    ascending ones make the fewest parts.
+    """
     begin = 0
-    for end, length in enumerate(lengths):
-        if end > begin and (end - begin + 1) * length > MOST_IDS:
+    for end, longest in enumerate(accumulate(lengths, max)):
+        if end > begin and (end - begin + 1) * longest > MOST_IDS:
             yield slice(begin, end)
             begin = end
     yield slice(begin, len(lengths))
+
+
+def _in_parts(
+    scores: torch.Tensor, lengths: Sequence[int], apply: Callable[[torch.Tensor, slice], torch.Tensor]
+) -> torch.Tensor:
+    """Scores [rows, vocabulary] after a function that reads so many ids of each row."""
+    parts = [apply(scores[part], part) for part in parts_of(lengths)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+class PenalisedRows(NamedTuple):
+    """The rows with penalties, and what of them is the same in every step.
+
+    rows: their places, on the device. begins: where their answers begin. repetition: the penalty of each;
+    empty if none has one. counts: the presence and the frequency penalty of each, [2, rows, 1]; None if none
+    has one.
+    """
+
+    places: list[int]
+    rows: torch.Tensor
+    begins: list[int]
+    repetition: list[float]
+    counts: torch.Tensor | None
 
 
 class InputBatch:
@@ -55,21 +83,28 @@ class InputBatch:
         """How many are reported beside a token at most."""
         self.writers = [self.streams[place].logprobs.writer(self.favourites) for place in self.logprobs]
         self.has_criteria = any(each.criteria for each in params)
+        self._stopping = [place for place, each in enumerate(params) if each.stop is not None]
+        """The places of requests with stop strings."""
         self._histories = histories
         self._drawn = [place for place, each in enumerate(params) if each.sampled]
-        self._penalties = {
-            place: (each.warp or Warp()).repetition for place, each in enumerate(params) if each.penalised
-        }
+        warps = [each.warp or Warp() for each in params]
+        self._penalties = {place: warp for place, warp in enumerate(warps) if warp.penalises}
+        self._penalised_rows: PenalisedRows | None = None
+        """Made in the first step that penalises."""
         seeds = [params[place].seed for place in self._drawn]
         self._states = row_states(seeds, [sequences[place].index for place in self._drawn])
-        self._warps = [params[place].warp or Warp() for place in self._drawn]
-        self._warped = any(each._replace(repetition=1.0) != Warp() for each in self._warps)
+        self._warps = [warps[place] for place in self._drawn]
+        self._warped = any(each.warps for each in self._warps)
         """True if drawn rows are scaled or cut."""
         self._recipes: list[Recipe] = []
         if any(each.has_rules for each in params):
             self._recipes = [each.recipe or Recipe() for each in params]
         readers = [place for place, recipe in enumerate(self._recipes) if recipe.reads]
         self._reading = sorted({*self._penalties, *readers})
+        self._reading_rows: torch.Tensor | None = None
+        """The same on the device, once they are noted."""
+        self._offsets = [each.seen_length(0) for each in params]
+        """How many more ids processors see than there are tokens."""
         self.uses_positions = bool(self._drawn or self._recipes or self._penalties)
         self.scores: torch.Tensor | None = None
         """Scores that the last tokens were chosen from, [places, vocabulary], if logprobs were requested;
@@ -86,6 +121,11 @@ class InputBatch:
             for place, (token, ends) in enumerate(zip(tokens, self._ends, strict=True))
             if token == UNKNOWN or token in ends
         ]
+
+    def stopping(self, tokens: list[int]) -> list[int]:
+        """The places in whose token a stop string ends."""
+        streams = self.streams
+        return [place for place in self._stopping if streams[place].stops_with(tokens[place])]
 
     def choose(
         self, logits: torch.Tensor, positions: Sequence[int], known: torch.Tensor | None = None
@@ -120,34 +160,66 @@ class InputBatch:
         return chosen
 
     def _penalised(self, scores: torch.Tensor, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows with a repetition penalty, and their scores under it."""
-        places = sorted(
-            self._penalties, key=lambda place: self.jobs[place].params.seen_length(positions[place])
-        )
-        owners, lengths = self._seen(places, positions)
-        rows = upload(places, scores.device)
-        penalties = [self._penalties[place] for place in places]
-        parts = [
-            penalised(
-                scores[rows[part]],
-                self._histories.whole(owners[part], lengths[part], UNKNOWN),
-                penalties[part],
+        """The rows with penalties, and their scores under them."""
+        same = self._penalised_rows
+        if same is None or same.rows.device != scores.device:
+            same = self._penalised_rows = self._rows_with_penalties(scores, positions)
+        owners, lengths = self._seen(same.places, positions)
+        own = scores[same.rows]
+        if same.repetition:
+            repeated = [
+                length * (penalty != 1) for penalty, length in zip(same.repetition, lengths, strict=True)
+            ]
+            own = _in_parts(
+                own,
+                repeated,
+                lambda some, part: penalised(
+                    some,
+                    self._histories.whole(owners[part], repeated[part], UNKNOWN),
+                    same.repetition[part],
+                ),
             )
-            for part in parts_of(lengths)
-        ]
-        return rows, torch.cat(parts) if len(parts) > 1 else parts[0]
+        counts, begins = same.counts, same.begins
+        counted = [length - begin for begin, length in zip(begins, lengths, strict=True)]
+        if counts is not None and any(counted):
+            own = _in_parts(
+                own,
+                counted,
+                lambda some, part: with_counts_off(
+                    some, *self._histories.spans(owners[part], begins[part], lengths[part]), *counts[:, part]
+                ),
+            )
+        return same.rows, own
+
+    def _rows_with_penalties(self, scores: torch.Tensor, positions: Sequence[int]) -> PenalisedRows:
+        """In the order of their lengths, so that few ids are padded."""
+        places = sorted(self._penalties, key=lambda place: positions[place] + self._offsets[place])
+        warps = [self._penalties[place] for place in places]
+        repetition = [warp.repetition for warp in warps]
+        numbers = [[warp.presence for warp in warps], [warp.frequency for warp in warps]]
+        return PenalisedRows(
+            places,
+            upload(places, scores.device),
+            [len(self.jobs[place].params.ids) for place in places],
+            repetition if any(each != 1 for each in repetition) else [],
+            upload(numbers, scores.device, scores.dtype)[:, :, None] if any(map(any, numbers)) else None,
+        )
 
     def _seen(self, places: Sequence[int], positions: Sequence[int]) -> tuple[list[Owner], list[int]]:
         """The owners of these places, and how many ids their processors see."""
-        owners = [self._owners[place] for place in places]
-        return owners, [self.jobs[place].params.seen_length(positions[place]) for place in places]
+        offsets = self._offsets
+        return [self._owners[place] for place in places], [
+            positions[place] + offsets[place] for place in places
+        ]
 
     def _note(self, tokens: torch.Tensor, positions: Sequence[int]) -> None:
         """Keep the tokens of rows whose processors read ids."""
         owners, lengths = self._seen(self._reading, positions)
         every = len(owners) == len(self._owners)
-        own = tokens if every else tokens[upload(self._reading, tokens.device)]
-        self._histories.note(owners, lengths, own)
+        rows = self._reading_rows
+        if rows is None or rows.device != tokens.device:
+            rows = self._reading_rows = upload(self._reading, tokens.device)
+        self._histories.note(owners, lengths, tokens if every else tokens[rows])
 
     def _with_draws(
         self, chosen: torch.Tensor, scores: torch.Tensor, positions: Sequence[int]

@@ -13,7 +13,7 @@ import torch
 from transformers.generation import logits_process as stock
 
 from ...kv.upload import upload
-from .warp import CUTS, Warp, warp_of
+from .warp import CUTS, PENALTIES, Warp, warp_of
 
 Phase = Callable[[int], Hashable]
 Read = tuple[Hashable, Phase] | tuple[Hashable, Phase, Callable[[int], int]]
@@ -40,7 +40,7 @@ class Rule(NamedTuple):
 class Recipe(NamedTuple):
     """The processors of a request in the order in which they run.
 
-    The repetition penalty runs between `before` and `between`, the rest of the warp between that and `after`.
+    Penalties run between `before` and `between`, the rest of the warp between that and `after`.
     """
 
     warp: Warp = Warp()
@@ -149,27 +149,27 @@ def rule_of(processor: Any) -> Rule | None:
 
 def recipe_of(processors: Sequence[Any], sampled: bool) -> tuple[Recipe | None, list[str]]:
     """The processors as a recipe, or None; and the names of those that prevent one."""
-    begin = next((place for place, own in enumerate(processors) if _is_penalty(own)), -1)
-    rest = list(processors[begin + 1 :])
+    begin = next((place for place, own in enumerate(processors) if _is_penalty(own)), 0)
+    behind = begin
+    while behind < len(processors) and warp_of(processors[begin : behind + 1], sampled=False) is not None:
+        behind += 1
+    penalties, rest = list(processors[begin:behind]), list(processors[behind:])
     # Cuts in transformers' order have operations that take other numbers for every row.
     first = next((place for place, own in enumerate(rest) if sampled and _is_cut(own)), len(rest))
     end = first
     while end < len(rest) and _is_cut(rest[end]) and warp_of(rest[first : end + 1], sampled) is not None:
         end += 1
-    penalty = list(processors[begin : begin + 1]) if begin >= 0 else []
-    warp = warp_of([*penalty, *rest[first:end]], sampled)
-    parts = [processors[:begin] if begin > 0 else [], rest[:first], rest[end:]]
+    warp = warp_of([*penalties, *rest[first:end]], sampled)
+    parts = [processors[:begin], rest[:first], rest[end:]]
     rules = [[(own, rule_of(own)) for own in part] for part in parts]
     slow = [type(own).__name__ for part in rules for own, rule in part if rule is None]
-    if warp is None:
-        slow.append(type(processors[begin]).__name__)
     if slow or warp is None:
         return None, slow
     return Recipe(warp, *[tuple([rule for _, rule in part if rule is not None]) for part in rules]), []
 
 
 def _is_penalty(processor: Any) -> bool:
-    return type(processor) is stock.RepetitionPenaltyLogitsProcessor
+    return type(processor) in PENALTIES
 
 
 def _is_cut(processor: Any) -> bool:

@@ -19,35 +19,55 @@ from ...kv.ops import on, triton_package
 from ...kv.upload import upload
 from ...scheduling import UNKNOWN
 from ..random_numbers import row_numbers
+from .penalties import AnswerPenalties
 
 
 class Warp(NamedTuple):
-    """How a row's scores are scaled and cut before a choice, in the order of transformers' processors."""
+    """How a row's scores are penalised, scaled and cut before a choice, in the order of the processors."""
 
     repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
 
+    @property
+    def penalises(self) -> bool:
+        """True if tokens that a row has already have other scores."""
+        return self.repetition != 1 or self.counts
 
-_FIELD_OF = {
-    RepetitionPenaltyLogitsProcessor: ("repetition", "penalty"),
-    TemperatureLogitsWarper: ("temperature", "temperature"),
-    TopKLogitsWarper: ("top_k", "top_k"),
-    TopPLogitsWarper: ("top_p", "top_p"),
-    MinPLogitsWarper: ("min_p", "min_p"),
+    @property
+    def counts(self) -> bool:
+        """True if the tokens of answers are counted."""
+        return bool(self.presence or self.frequency)
+
+    @property
+    def warps(self) -> bool:
+        """True if scores are scaled or cut."""
+        return self._replace(repetition=1.0, presence=0.0, frequency=0.0) != Warp()
+
+
+_FIELDS_OF = {
+    RepetitionPenaltyLogitsProcessor: {"repetition": "penalty"},
+    AnswerPenalties: {"presence": "presence", "frequency": "frequency"},
+    TemperatureLogitsWarper: {"temperature": "temperature"},
+    TopKLogitsWarper: {"top_k": "top_k"},
+    TopPLogitsWarper: {"top_p": "top_p"},
+    MinPLogitsWarper: {"min_p": "min_p"},
 }
-"""The field of each processor's number, and what the processor calls it."""
-CUTS = frozenset(_FIELD_OF) - {RepetitionPenaltyLogitsProcessor}
+"""The fields of each processor's numbers, and what the processor calls them."""
+PENALTIES = (RepetitionPenaltyLogitsProcessor, AnswerPenalties)
+CUTS = frozenset(_FIELDS_OF) - set(PENALTIES)
 
 
 def warp_of(processors: Sequence[Any], sampled: bool) -> Warp | None:
-    """These processors as a warp, if they are transformers' own in their order; else None. Cuts apply only to
+    """These processors as a warp, if they are known ones in their order; else None. Cuts apply only to
     sampling.
     """
     kinds = [type(processor) for processor in processors]
-    known = list(_FIELD_OF) if sampled else [RepetitionPenaltyLogitsProcessor]
+    known: list[type] = list(_FIELDS_OF) if sampled else list(PENALTIES)
     if any(kind not in known for kind in kinds) or kinds != sorted(set(kinds), key=known.index):
         return None
     for processor in processors:
@@ -58,8 +78,13 @@ def warp_of(processors: Sequence[Any], sampled: bool) -> Warp | None:
             return None
         if getattr(processor, "prompt_ignore_length", None) is not None:
             return None
-    fields = [(*_FIELD_OF[type(processor)], processor) for processor in processors]
-    return Warp(**{field: getattr(processor, name) for field, name, processor in fields})
+    return Warp(
+        **{
+            field: getattr(processor, name)
+            for processor in processors
+            for field, name in _FIELDS_OF[type(processor)].items()
+        }
+    )
 
 
 def penalised(scores: torch.Tensor, ids: torch.Tensor, penalties: Sequence[float]) -> torch.Tensor:

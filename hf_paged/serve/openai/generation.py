@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ...engine import Increment, TokenLogprob
+from ...engine.outputs.text import AnswerText
 from ..http.errors import ApiError, invalid, unavailable
 from ..http.metrics import Metrics
 from ..http.throttle import Turns
 from ..link.engine_client import CallError, EngineClient, EngineRequest
 from ..link.wire import End, Failure
-from .text import AnswerText
 
 KEEP_ALIVE = 15.0
 """Seconds without news after which a stream sends a comment."""
@@ -84,7 +84,9 @@ class TextAnswers:
         reason = increment.finish_reason
         shown = text.add(increment.token_ids, reason is not None)
         self.tokens += len(increment.token_ids)
-        if text.stopped:
+        if (
+            text.stopped
+        ):  # the engine reads no special tokens that are shown, and no blanks that decoders tidy
             reason = "stop"
         self.reasons[increment.index] = reason
         if text.stopped and self.ended and self.handle.end is None:

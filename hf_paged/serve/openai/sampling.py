@@ -113,9 +113,7 @@ class Sampling:
         return 0.0 if value < GREEDY_BELOW else value
 
     def keywords(self, request: Generating, new: int) -> dict[str, Any]:
-        """The keywords of `submit()` for an answer of at most `new` tokens; `penalties` and `stop` stand for
-        the code that the engine's process makes of them.
-        """
+        """The keywords of `submit()` for an answer of at most `new` tokens."""
         found: dict[str, Any] = {"max_new_tokens": new}
         found |= self._beams(request) if request.use_beam_search else self._draws(request)
         if request.repetition_penalty is not None:
@@ -124,11 +122,10 @@ class Sampling:
             found["min_new_tokens"] = request.min_tokens
         bias = self._bias(request)
         if bias:
-            found["sequence_bias"] = [[[token], value] for token, value in bias.items()]
-        if request.presence_penalty or request.frequency_penalty:
-            found["penalties"] = (request.presence_penalty or 0.0, request.frequency_penalty or 0.0)
-        if request.stop:
-            found["stop"] = request.stop
+            found["logit_bias"] = bias
+        for name in ("presence_penalty", "frequency_penalty", "stop"):
+            if getattr(request, name):
+                found[name] = getattr(request, name)
         if request.ignore_eos or request.stop_token_ids:
             ends = [*([] if request.ignore_eos else self.ends), *(request.stop_token_ids or ())]
             found["eos_token_id"] = ends or NO_END

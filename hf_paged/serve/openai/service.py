@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...engine.outputs.text import AnswerText
 from ...engine.requests.prompts import words_of
 from ..http.admission import QueueLimit
 from ..http.bodies import Bodies
@@ -22,7 +23,6 @@ from .protocol import ChatRequest, Generating
 from .reply_parser import Replies
 from .sampling import Sampling
 from .structured import StructuredOutput
-from .text import AnswerText
 from .tokens import Tokenizer
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Service:
         if read:
             hidden |= frozenset(self.sampling.ends)
         stops = request.stop or ()
-        least = request.min_tokens or 0
+        least = request.min_tokens or self.engine.facts.defaults.min_new_tokens or 0
         return [AnswerText(decode, stops, keep, hidden, least) for _ in range(request.drawn)]
 
 

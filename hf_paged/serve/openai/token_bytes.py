@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from .text import Decode
+from ...engine.outputs.text import Decode
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
