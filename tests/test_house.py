@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 import tomllib
 from pathlib import Path
@@ -46,6 +47,7 @@ def _floor(file: Path) -> str:
     return "" if parts == ("__init__.py",) else parts[0].removesuffix(".py")
 
 
+@functools.cache
 def _imports(file: Path) -> list[str]:
     """Absolute names of everything a file imports, TYPE_CHECKING included."""
     package = file.relative_to(ROOT).with_suffix("").parts
