@@ -149,7 +149,8 @@ class InFlightStep:
         self._ending = list(self.batch.last)
         if not columns.any_end.isdisjoint(self._tokens):
             self._ending += columns.ending(self._tokens)
-        self._ending += columns.stopping(self._tokens)
+        if columns.stop_places:
+            self._ending += columns.stopping(self._tokens)
         for place in range(self.batch.decodes, len(self._tokens)):
             if len(self.sequences[place].tokens) + 1 >= columns.jobs[place].params.max_length:
                 self._ending.append(place)

@@ -89,6 +89,14 @@ KINDS: list[dict[str, Any]] = [
     {"do_sample": False, "repetition_penalty": 1.4},
     {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
     {"num_beams": 2, "do_sample": False, "early_stopping": True, "eos_token_id": [2, 9, 30, 41, 60, 77]},
+    {
+        "do_sample": True,
+        "num_return_sequences": 2,
+        "presence_penalty": 0.9,
+        "frequency_penalty": -0.6,
+        "repetition_penalty": 1.1,
+        "logit_bias": {9: 0.5},
+    },
 ]
 
 

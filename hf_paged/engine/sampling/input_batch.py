@@ -83,7 +83,7 @@ class InputBatch:
         """How many are reported beside a token at most."""
         self.writers = [self.streams[place].logprobs.writer(self.favourites) for place in self.logprobs]
         self.has_criteria = any(each.criteria for each in params)
-        self._stopping = [place for place, each in enumerate(params) if each.stop is not None]
+        self.stop_places = [place for place, each in enumerate(params) if each.stop is not None]
         """The places of requests with stop strings."""
         self._histories = histories
         self._drawn = [place for place, each in enumerate(params) if each.sampled]
@@ -125,7 +125,7 @@ class InputBatch:
     def stopping(self, tokens: list[int]) -> list[int]:
         """The places in whose token a stop string ends."""
         streams = self.streams
-        return [place for place in self._stopping if streams[place].stops_with(tokens[place])]
+        return [place for place in self.stop_places if streams[place].stops_with(tokens[place])]
 
     def choose(
         self, logits: torch.Tensor, positions: Sequence[int], known: torch.Tensor | None = None
