@@ -77,7 +77,7 @@ def _roomy(name: str) -> Engine:
 KINDS: list[dict[str, Any]] = [
     {"do_sample": False},
     {"do_sample": False, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
-    {"do_sample": True, "temperature": 1.3},
+    {"do_sample": True, "temperature": 1.3, "presence_penalty": 0.9, "frequency_penalty": -0.6},
     {"do_sample": True, "num_return_sequences": 3, "top_k": 20, "top_p": 0.9},
     {
         "do_sample": True,
@@ -89,14 +89,6 @@ KINDS: list[dict[str, Any]] = [
     {"do_sample": False, "repetition_penalty": 1.4},
     {"num_beams": 3, "do_sample": False, "num_return_sequences": 2},
     {"num_beams": 2, "do_sample": False, "early_stopping": True, "eos_token_id": [2, 9, 30, 41, 60, 77]},
-    {
-        "do_sample": True,
-        "num_return_sequences": 2,
-        "presence_penalty": 0.9,
-        "frequency_penalty": -0.6,
-        "repetition_penalty": 1.1,
-        "logit_bias": {9: 0.5},
-    },
 ]
 
 
