@@ -53,7 +53,7 @@ class EngineState:
         return self.phase >= Phase.CLOSED
 
 
-class Turns(Protocol):
+class InTurn(Protocol):
     """An object whose methods run one at a time."""
 
     lock: FairLock
@@ -63,7 +63,7 @@ class Turns(Protocol):
         """Recover from a change of the books that broke off, and close what is to be closed."""
 
 
-S = TypeVar("S", bound=Turns)
+S = TypeVar("S", bound=InTurn)
 
 
 def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
