@@ -1,4 +1,4 @@
-"""What generation options cost.
+"""The cost of generation options.
 
     python benchmarks/options.py --json results.jsonl                   # on a GPU
     OMP_NUM_THREADS=1 python benchmarks/options.py --shape demo         # the demo model, on any CPU
@@ -69,7 +69,7 @@ HALF: dict[str, dict[str, Any]] = {
     "penalties": PENALTIES,
     "stop and penalties": {**STOP, **PENALTIES},
 }
-"""What every second row asks."""
+"""The options of every second row."""
 STEPS = 60
 NO_END = 2**31 - 1
 """An end of sequence that no model has."""
@@ -206,7 +206,7 @@ def half(options: argparse.Namespace, model: Any, report: Report) -> None:
 
 
 def host(options: argparse.Namespace, report: Report) -> None:
-    """What the host does in such steps."""
+    """The host's work in such steps."""
     rows = options.rows or 64
     report.table(
         "options host", f"The host's work in a greedy step of {rows} rows of which every second one has the options, 32 layers",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from operator import call
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..model.lora import LowRank
 from ..scheduling import SequenceGroup, StepPlan
@@ -15,6 +15,16 @@ from .model_check import ModelCheck
 from .multimodal.media import Media
 from .requests.params import RequestParams
 from .runner import Runner
+
+
+class EngineParts(NamedTuple):
+    """The parts of an engine that computing needs. requests: those that are more than token ids."""
+
+    runner: Runner
+    adapters: EngineAdapters
+    model_check: ModelCheck
+    last_tokens: LastTokens
+    requests: Mapping[SequenceGroup, RequestParams]
 
 
 class Executor:
@@ -32,18 +42,11 @@ class Executor:
     wait_whole: Callable[[Callable[[], bool]], bool]
     """The same for all of the device's work."""
 
-    def begin(
-        self,
-        runner: Runner,
-        adapters: EngineAdapters,
-        model_check: ModelCheck,
-        last_tokens: LastTokens,
-        requests: Mapping[SequenceGroup, RequestParams],
-    ) -> None:
-        """Take the parts of an engine. requests: those that are more than token ids."""
-        self.runner = runner
-        self.pools = runner.eager.pools
-        self.run = runner.run
+    def begin(self, parts: EngineParts) -> None:
+        """Take the parts of an engine."""
+        self.runner = parts.runner
+        self.pools = parts.runner.eager.pools
+        self.run = parts.runner.run
         self.wait = self.wait_whole = call
 
     def making(self) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from ..scheduling import Request, ScheduledBatch, Scheduler, SequenceGroup, Stat
 from ..trace import Step, Trace, Writer
 from .adapters import EngineAdapters
 from .check_policy import WeightsChanged
-from .executor import Executor
+from .executor import EngineParts, Executor
 from .forward_batch import Answer, ForwardBatch, LastTokens, RowInputs, inputs_of
 from .in_flight import InFlightStep, SamplingState
 from .job import Job
@@ -78,7 +78,8 @@ class StepLoop:
         self._captures = None if runner.decoding is None else runner.decoding.captures
         self._captured = 0.0
         """Their seconds until then."""
-        executor.begin(runner, adapters, model_check, self._sampling.last_tokens, self.with_inputs)
+        last_tokens = self._sampling.last_tokens
+        executor.begin(EngineParts(runner, adapters, model_check, last_tokens, self.with_inputs))
 
     def enter(self, job: Job, request: Request) -> None:
         """Enter a request in the books; raises Infeasible if it could never fit."""

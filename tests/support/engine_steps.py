@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+from engine_answers import answers
+
 from hf_paged.engine import Engine
 from hf_paged.engine.executor import Executor
 from hf_paged.engine.job import Job
@@ -67,6 +70,18 @@ def unseen_tokens(engine: Engine) -> int:
     """How many running sequences wait for a token of a launched step."""
     running = [sequence for group in engine.scheduler.running for sequence in group.sequences]
     return sum(sequence.computed >= known_tokens(sequence) for sequence in running)
+
+
+def broken_into(engine: Engine, params: list[tuple[Any, dict[str, Any]]], number: int) -> list[Any]:
+    """The answers of requests of which the forward of that number breaks off; the books are recounted."""
+    handles = [engine.submit(prompt, **kind) for prompt, kind in params]
+    interrupted_forward(engine.model, number)
+    with pytest.raises(KeyboardInterrupt):
+        handles[-1].result()
+    while not all(handle.done for handle in handles):
+        engine.step()
+        engine.check()
+    return [answers(handle.result()) for handle in handles]
 
 
 def interrupted_forward(model: Any, number: int) -> None:

@@ -21,7 +21,7 @@ RENAMED = CACHE != OLDER
 DROPPED_WITHOUT_GRADIENTS = not RENAMED
 """Whether checkpointed layers drop their cache also where nothing has gradients, as before transformers 5.24."""
 CUTS_AXES = Version(tf.__version__) >= Version("5.23")
-"""Whether stock cuts a prompt into chunks where positions have several axes; 5.17 fails."""
+"""True where stock cuts a prompt into chunks although positions have several axes; 5.17 fails."""
 
 
 def layers_say_dtype() -> bool:

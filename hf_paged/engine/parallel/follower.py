@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from ...blocks import OutOfBlocks
 from ...kv.upload import upload
-from ...scheduling import SequenceGroup
-from ..adapters import EngineAdapters
 from ..background import use_device
-from ..forward_batch import LastTokens, PromptInputs
-from ..model_check import ModelCheck
+from ..executor import EngineParts
+from ..forward_batch import PromptInputs
 from ..multimodal.media import Media
-from ..requests.params import RequestParams
 from ..requests.prompts import known_ids
-from ..runner import Runner
 from .joining import compare_models
 from .message import AdapterNews, MessageKind, Received, StepDecoder
 from .prompt_inputs import on_device
@@ -37,22 +33,15 @@ class Follower(Ranked):
 
     leads = False
 
-    def begin(
-        self,
-        runner: Runner,
-        adapters: EngineAdapters,
-        model_check: ModelCheck,
-        last_tokens: LastTokens,
-        requests: Mapping[SequenceGroup, RequestParams],
-    ) -> None:
-        self.runner = runner
-        self.pools = runner.eager.pools
-        self._adapters = adapters
-        self._model_check = model_check
-        self._last_tokens = last_tokens
-        model: Any = runner.eager.model
+    def begin(self, parts: EngineParts) -> None:
+        self.runner = parts.runner
+        self.pools = parts.runner.eager.pools
+        self._adapters = parts.adapters
+        self._model_check = parts.model_check
+        self._last_tokens = parts.last_tokens
+        model: Any = parts.runner.eager.model
         self._reader = model.get_decoder() if model.config.is_encoder_decoder else model
-        self._decoder = StepDecoder(self.pools, last_tokens)
+        self._decoder = StepDecoder(self.pools, parts.last_tokens)
         self._held: list[int] = []
         self._given_back: int | None = None
         """How often pools had been given back when rank 0 paused."""

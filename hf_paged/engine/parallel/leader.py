@@ -13,13 +13,10 @@ import torch
 from ...blocks import OutOfBlocks
 from ...model.lora import LowRank
 from ...scheduling import Names, SequenceGroup, StepPlan
-from ..adapters import EngineAdapters
-from ..forward_batch import Answer, ForwardBatch, LastTokens
-from ..model_check import ModelCheck
+from ..executor import EngineParts
+from ..forward_batch import Answer, ForwardBatch
 from ..multimodal.cross import CrossMedia
 from ..multimodal.media import Media
-from ..requests.params import RequestParams
-from ..runner import Runner
 from .joining import compare_models
 from .message import AdapterNews, MessageKind, Preparation, StepEncoder
 from .packed import Packed
@@ -33,17 +30,10 @@ class Leader(Ranked):
     One message a forward: the scheduler, the sampler and the code of requests know nothing of it.
     """
 
-    def begin(
-        self,
-        runner: Runner,
-        adapters: EngineAdapters,
-        model_check: ModelCheck,
-        last_tokens: LastTokens,
-        requests: Mapping[SequenceGroup, RequestParams],
-    ) -> None:
-        self.runner = runner
-        self.pools = pools = runner.eager.pools
-        self._adapters = adapters
+    def begin(self, parts: EngineParts) -> None:
+        self.runner = parts.runner
+        self.pools = pools = parts.runner.eager.pools
+        self._adapters = parts.adapters
         self._adapter_changes = 0
         self._places: dict[int, Names] = {}
         """The slots that the other ranks know of."""
@@ -51,8 +41,8 @@ class Leader(Ranked):
         """The adapters that they were given."""
         self._untold: dict[int, tuple[str, Mapping[str, LowRank]]] = {}
         """Those that came while they did not follow."""
-        self._last_tokens = last_tokens
-        self._inputs = SharedInputs(requests)
+        self._last_tokens = parts.last_tokens
+        self._inputs = SharedInputs(parts.requests)
         self._encoder = StepEncoder(self._inputs, len(pools.groups))
         self._preparations: list[Preparation] = []
         self._backed = [group.backed for group in pools.groups.values()]
