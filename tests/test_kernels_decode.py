@@ -31,7 +31,7 @@ def attend(case: Case, plan: Any) -> torch.Tensor:
     out = torch.full_like(case.expected(), torch.nan, dtype=case.dtype)
     return kernels.decode(
         case.query, case.keys, case.values, case.table, plan,
-        softcap=case.softcap, sinks=case.sinks, slopes=case.slopes, out=out,
+        softcap=case.softcap, sinks=case.sinks, out=out,
     )  # fmt: skip
 
 
@@ -52,13 +52,11 @@ FEATURES = {
     "starts and window": {"starts": [5, 0, 0, 69, 3, 300], "window": 9},
     "softcap": {"softcap": 5.0},
     "sinks": {"with_sinks": True},
-    "slopes": {"with_slopes": True},
     "everything": {
         "starts": [30, 1, 0, 40, 0, 2],
         "window": 24,
         "softcap": 30.0,
         "with_sinks": True,
-        "with_slopes": True,
     },
     "wide values": {"key_dim": 48, "value_dim": 32},
     "wide values by token": {"key_dim": 32, "value_dim": 80, "block_size": 4},

@@ -22,7 +22,7 @@ def verify(case: Case, tiling: Any = SMALL) -> None:
     kernels.prefill(
         case.query, case.keys, case.values, case.table, ints([0, *accumulate(case.queries)]), ints(case.lengths), max(case.queries),
         starts=None if case.starts is None else ints(case.starts), window=case.window, causal=case.causal,
-        softcap=case.softcap, sinks=case.sinks, slopes=case.slopes, out=out, tiling=tiling,
+        softcap=case.softcap, sinks=case.sinks, out=out, tiling=tiling,
     )  # fmt: skip
     assert_close(out, expected)
 
@@ -72,13 +72,11 @@ FEATURES = {
     "starts past the first queries": {"starts": [30, 17, 0, 1300, 64]},
     "softcap": {"softcap": 5.0},
     "sinks": {"with_sinks": True},
-    "slopes": {"with_slopes": True},
     "everything": {
         "starts": [9, 16, 0, 40, 0],
         "window": 19,
         "softcap": 30.0,
         "with_sinks": True,
-        "with_slopes": True,
     },
     "not causal": {"causal": False},
     "other values": {"key_dim": 32, "value_dim": 48},

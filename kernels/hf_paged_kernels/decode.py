@@ -57,7 +57,7 @@ class Plan:
         self.most = self.target // self.heads + self.rows
         ints = {"dtype": torch.int32, "device": query.device}
         self.pieces = torch.zeros(self.most, RECORD, **ints)
-        """[most, 8]: row, first token, end, the row's first piece, its number of pieces, its length, unused,
+        """[most, 8]: row, first token, end, the row's first piece, its number of pieces, unused,
         unused.
         """
         self.count = torch.zeros(1, **ints)
@@ -97,16 +97,14 @@ def decode(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(softcap(query keys^T * scale) + slope * distance) values, over the tokens that `plan` was
-    updated for.
+    """softmax(softcap(query keys^T * scale)) values, over the tokens that `plan` was updated for.
 
     query [rows, query_heads, key_dim]; keys and values [blocks, block_size, heads, dim] of one layer; table
-    [rows, blocks of a row], int32: token t of row i lies in block table[i, t // block_size]; sinks and slopes
-    [query_heads], fp32: a sink only takes weight, a slope is ALiBi's. The answer is [rows, query_heads,
-    value_dim]; a row without tokens gives 0.
+    [rows, blocks of a row], int32: token t of row i lies in block table[i, t // block_size]; sinks
+    [query_heads], fp32, only take weight. The answer is [rows, query_heads, value_dim]; a row without tokens
+    gives 0.
     """
     check(query, keys, values, table)
     shape = (plan.rows, plan.query_heads, plan.key_dim)
@@ -122,7 +120,7 @@ def decode(
     launch(
         _decode, (plan.heads, plan.most),
         query, keys, values, table, plan.pieces, plan.count, plan.done, plan.partial, plan.weight, out,
-        query if sinks is None else sinks, query if slopes is None else slopes,
+        query if sinks is None else sinks,
         (plan.key_dim**-0.5 if scale is None else scale) * LOG2E.value,
         query.stride(0), query.stride(1), out.stride(0), out.stride(1), table.stride(0),
         KEY_BLOCK=strides.key_block, KEY_TOKEN=strides.key_token, KEY_HEAD=strides.key_head,
@@ -132,7 +130,7 @@ def decode(
         GROUPS=triton.next_power_of_2(group), PAGE=plan.block_size,
         BLOCK_M=max(tiling.block_m, triton.next_power_of_2(group)), TILE=tiling.block_n, STAGES=tiling.stages,
         AT_ONCE=max(1, min(16, 2048 * tiling.warps // several)), SOFTCAP=softcap or 0.0,
-        HAS_SINK=sinks is not None, HAS_SLOPE=slopes is not None, INVARIANT=plan.invariant,
+        HAS_SINK=sinks is not None, INVARIANT=plan.invariant,
         PRECISION=precision(query.dtype, plan.invariant), num_warps=tiling.warps, num_stages=tiling.stages,
         enable_fp_fusion=not plan.invariant,
     )  # fmt: skip
@@ -197,14 +195,13 @@ def _plan(
         tl.store(record + 2, tl.minimum(my_length, begin + my_size * TILE), mask=ok)
         tl.store(record + 3, tl.zeros([32], tl.int32) + first, mask=ok)
         tl.store(record + 4, tl.zeros([32], tl.int32) + my_pieces, mask=ok)
-        tl.store(record + 5, tl.zeros([32], tl.int32) + my_length, mask=ok)
     if row == 0:
         tl.store(COUNT, tl.sum(pieces))
 
 
 @triton.jit
 def _decode(
-    Q, K, V, TABLE, PIECES, COUNT, DONE, PARTIAL, WEIGHT, OUT, SINKS, SLOPES, scale_log2,
+    Q, K, V, TABLE, PIECES, COUNT, DONE, PARTIAL, WEIGHT, OUT, SINKS, scale_log2,
     q_row, q_head, out_row, out_head, table_row,
     KEY_BLOCK: tl.constexpr, KEY_TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, VALUE_TOKEN: tl.constexpr, VALUE_HEAD: tl.constexpr, WIDE: tl.constexpr,
@@ -212,15 +209,14 @@ def _decode(
     KEY_DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    HAS_SINK: tl.constexpr, HAS_SLOPE: tl.constexpr, INVARIANT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SINK: tl.constexpr, INVARIANT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o = sum_t 2^(s_t - m) v_t / sum_t 2^(s_t - m), s = log2(e) (softcap(q k_t * scale) + slope (t - length
-    + 1)), m = max s.
+    """o = sum_t 2^(s_t - m) v_t / sum_t 2^(s_t - m), s = log2(e) softcap(q k_t * scale), m = max s.
 
     Q [rows, HEADS * GROUP, KEY_DIM]; K [blocks, PAGE, HEADS, KEY_DIM]; V [blocks, PAGE, HEADS, VALUE_DIM];
     TABLE [rows, blocks of a row]; PIECES [most, 8], COUNT [1], DONE [rows, HEADS], PARTIAL [most, HEADS *
-    GROUP, VALUE_DIM] and WEIGHT [most, HEADS * GROUP] as in Plan; SINKS, SLOPES [HEADS * GROUP]; OUT [rows,
-    HEADS * GROUP, VALUE_DIM]. One program reads one piece of one row for the GROUP query heads of one key
+    GROUP, VALUE_DIM] and WEIGHT [most, HEADS * GROUP] as in Plan; SINKS [HEADS * GROUP]; OUT [rows, HEADS *
+    GROUP, VALUE_DIM]. One program reads one piece of one row for the GROUP query heads of one key
     head.
     """
     head = tl.program_id(0)
@@ -231,7 +227,6 @@ def _decode(
     end = tl.load(record + 2)
     first = tl.load(record + 3)
     pieces = tl.load(record + 4)
-    length = tl.load(record + 5)
     if piece >= tl.load(COUNT):
         return
     offsets = tl.arange(0, TILE)
@@ -248,8 +243,6 @@ def _decode(
     q = load_tile(Q + row.to(tl.int64) * q_row, query_head * q_head, asks, key_dims, KEY_DIM, True)
     keys = K + head.to(tl.int64) * KEY_HEAD
     values = V + head.to(tl.int64) * VALUE_HEAD
-    if HAS_SLOPE:
-        slope = tl.load(SLOPES + query_head, mask=asks, other=0.0).to(tl.float32) * LOG2E
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE_DIMS], tl.float32)
@@ -265,8 +258,6 @@ def _decode(
         k = load_tile(keys, key_at, seen, key_dims, KEY_DIM, True)
         v = load_tile(values, value_at, seen, value_dims, VALUE_DIM, True)
         s = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, SOFTCAP)
-        if HAS_SLOPE:
-            s += slope[:, None] * (tokens - length + 1)[None, :]
         s = tl.where(seen[None, :], s, -float("inf"))
         highest = tl.maximum(m, tl.max(s, 1))
         fade = tl.exp2(m - highest)

@@ -93,21 +93,19 @@ def prefill(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     tiling: Tiling | None = None,
     spans: Spans | None = None,
     invariant: bool = False,
 ) -> torch.Tensor:
-    """softmax(softcap(query keys^T * scale) + slope * distance) values, each query token over what is at or
-    before it.
+    """softmax(softcap(query keys^T * scale)) values, each query token over what is at or before it.
 
     query [tokens, query_heads, key_dim], the rows' tokens one behind the other; borders [rows + 1]: row i's
     query tokens are borders[i] to borders[i + 1], and they are the last of its lengths[i] tokens in the
     cache; most_queries: no row has more. keys and values [blocks, block_size, heads, dim] of one layer; table
     [rows, blocks of a row]; lengths and starts [rows], all int32 on the device: tokens before starts[i] are
     not seen, nor those `window` or more behind a query token. With causal False every query token sees what
-    the last one sees. sinks and slopes [query_heads], fp32. The answer is [tokens, query_heads, value_dim]; a
+    the last one sees. sinks [query_heads], fp32. The answer is [tokens, query_heads, value_dim]; a
     query token that sees nothing gives 0. spans: instead of most_queries, which tiles there are, updated for
     these borders; tokens of no tile are left as they are. invariant: a query token's bits depend on its own
     row alone, and are those of `decode`.
@@ -133,7 +131,7 @@ def prefill(
     launch(
         _prefill, grid,
         query, keys, values, table, borders, lengths, lengths if starts is None else starts, out,
-        query if sinks is None else sinks, query if slopes is None else slopes,
+        query if sinks is None else sinks,
         lengths if spans is None else spans.tiles,
         (key_dim**-0.5 if scale is None else scale) * LOG2E.value,
         query.stride(0), query.stride(1), out.stride(0), out.stride(1), table.stride(0),
@@ -145,7 +143,7 @@ def prefill(
         TILE=tiling.block_n,
         STAGES=tiling.stages, WINDOW=window or 0, CAUSAL=causal, HAS_START=starts is not None,
         SOFTCAP=softcap or 0.0,
-        HAS_SINK=sinks is not None, HAS_SLOPE=slopes is not None, HAS_SPANS=spans is not None,
+        HAS_SINK=sinks is not None, HAS_SPANS=spans is not None,
         INVARIANT=invariant, PRECISION=precision(query.dtype, invariant), num_warps=tiling.warps,
         num_stages=tiling.stages, maxnreg=tiling.registers, enable_fp_fusion=not invariant,
     )  # fmt: skip
@@ -154,7 +152,7 @@ def prefill(
 
 @triton.jit(do_not_specialize_on_alignment=["BORDERS", "LENGTHS", "STARTS"])
 def _prefill(
-    Q, K, V, TABLE, BORDERS, LENGTHS, STARTS, OUT, SINKS, SLOPES, SPANS, scale_log2, q_token, q_head,
+    Q, K, V, TABLE, BORDERS, LENGTHS, STARTS, OUT, SINKS, SPANS, scale_log2, q_token, q_head,
     out_token, out_head, table_row,
     KEY_BLOCK: tl.constexpr, KEY_TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, VALUE_TOKEN: tl.constexpr, VALUE_HEAD: tl.constexpr, WIDE: tl.constexpr,
@@ -163,16 +161,15 @@ def _prefill(
     TILE: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, HAS_START: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    HAS_SINK: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_SPANS: tl.constexpr, INVARIANT: tl.constexpr,
+    HAS_SINK: tl.constexpr, HAS_SPANS: tl.constexpr, INVARIANT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o_i = sum_t 2^(s_it - m_i) v_t / sum_t 2^(s_it - m_i), s_it = log2(e) (softcap(q_i k_t * scale) + slope
-    (t - at_i)).
+    """o_i = sum_t 2^(s_it - m_i) v_t / sum_t 2^(s_it - m_i), s_it = log2(e) softcap(q_i k_t * scale).
 
     Over start <= t <= at_i and t > at_i - WINDOW, where at_i is query token i's place: its row's length -
     queries + i (the last one's for all if not CAUSAL). Q [tokens, heads * GROUP, KEY_DIM]; K [blocks, PAGE,
     heads, KEY_DIM]; V [blocks, PAGE, heads, VALUE_DIM]; TABLE [rows, blocks of a row]; BORDERS [rows + 1];
-    LENGTHS, STARTS [rows]; SINKS, SLOPES [heads * GROUP]; OUT [tokens, heads * GROUP, VALUE_DIM]; SPANS
+    LENGTHS, STARTS [rows]; SINKS [heads * GROUP]; OUT [tokens, heads * GROUP, VALUE_DIM]; SPANS
     [tiles, 2], the row and the tile of each program. One program takes BLOCK_M / GROUPS query tokens in all
     query heads of one key head, the last tokens of a row first. Only the tiles at the edges of what is seen
     are masked.
@@ -216,10 +213,6 @@ def _prefill(
     keys = K + head.to(tl.int64) * KEY_HEAD
     values = V + head.to(tl.int64) * VALUE_HEAD
     table = TABLE + row.to(tl.int64) * table_row
-    if HAS_SLOPE:
-        slope = tl.load(SLOPES + query_head, mask=real, other=0.0).to(tl.float32) * LOG2E
-    else:
-        slope = tl.zeros([BLOCK_M], tl.float32)
     # Every query token of the tile sees the tokens from open_from to lowest; none sees one before start or
     # after highest.
     open_from = start
@@ -237,11 +230,10 @@ def _prefill(
         for n in tl.range(begin, opened, TILE, num_stages=1):
             ids = block_ids(table, n, end, offsets, PAGE, TILE)
             m, total, acc = _attend(
-                q, keys, values, ids, n + offsets, at, start, end, slope, scale_log2, key_dims, value_dims, m,
+                q, keys, values, ids, n + offsets, at, start, end, scale_log2, key_dims, value_dims, m,
                 total, acc,
                 KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW,
-                SOFTCAP, HAS_SLOPE,
-                INVARIANT, PRECISION, True,
+                SOFTCAP, INVARIANT, PRECISION, True,
             )  # fmt: skip
     # As in decoding, the ids of a tile's blocks are loaded one tile ahead.
     ids = block_ids(table, opened, end, offsets, PAGE, TILE)
@@ -249,18 +241,18 @@ def _prefill(
         these = ids
         ids = block_ids(table, n + TILE, end, offsets, PAGE, TILE)
         m, total, acc = _attend(
-            q, keys, values, these, n + offsets, at, start, end, slope, scale_log2, key_dims, value_dims, m,
+            q, keys, values, these, n + offsets, at, start, end, scale_log2, key_dims, value_dims, m,
             total, acc,
             KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW, SOFTCAP,
-            HAS_SLOPE, INVARIANT, PRECISION, False,
+            INVARIANT, PRECISION, False,
         )  # fmt: skip
     for n in tl.range(closed, end, TILE, num_stages=1):
         ids = block_ids(table, n, end, offsets, PAGE, TILE)
         m, total, acc = _attend(
-            q, keys, values, ids, n + offsets, at, start, end, slope, scale_log2, key_dims, value_dims, m,
+            q, keys, values, ids, n + offsets, at, start, end, scale_log2, key_dims, value_dims, m,
             total, acc,
             KEY_BLOCK, KEY_TOKEN, VALUE_BLOCK, VALUE_TOKEN, WIDE, KEY_DIM, VALUE_DIM, PAGE, WINDOW, SOFTCAP,
-            HAS_SLOPE, INVARIANT, PRECISION, True,
+            INVARIANT, PRECISION, True,
         )  # fmt: skip
     if HAS_SINK:
         sink = tl.load(SINKS + query_head, mask=real, other=0.0).to(tl.float32) * LOG2E
@@ -275,12 +267,12 @@ def _prefill(
 
 @triton.jit
 def _attend(
-    q, keys, values, ids, tokens, at, start, end, slope, scale_log2, key_dims, value_dims, m, total, acc,
+    q, keys, values, ids, tokens, at, start, end, scale_log2, key_dims, value_dims, m, total, acc,
     KEY_BLOCK: tl.constexpr, KEY_TOKEN: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_TOKEN: tl.constexpr,
     WIDE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    HAS_SLOPE: tl.constexpr, INVARIANT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    INVARIANT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of the running softmax: `tokens` [TILE] of the blocks `ids` for the queries q [BLOCK_M,
     KEY_DIMS] at `at`.
@@ -294,15 +286,13 @@ def _attend(
     k = load_tile(keys, key_at, there, key_dims, KEY_DIM, MASKED)
     v = load_tile(values, value_at, there, value_dims, VALUE_DIM, MASKED)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    PLAIN: tl.constexpr = SOFTCAP == 0 and not HAS_SLOPE and not MASKED
+    PLAIN: tl.constexpr = SOFTCAP == 0 and not MASKED
     if PLAIN:
         top = tl.maximum(m, tl.max(s, 1) * scale_log2)
         p = tl.exp2(s * scale_log2 - top[:, None])
         fade = tl.exp2(m - top)
     else:
         s = capped(s, scale_log2, SOFTCAP)
-        if HAS_SLOPE:
-            s += slope[:, None] * (tokens[None, :] - at[:, None])
         if MASKED:
             seen = there[None, :] & (tokens[None, :] <= at[:, None])
             if WINDOW > 0:

@@ -108,7 +108,6 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     with_sinks: bool = False
-    with_slopes: bool = False
     causal: bool = True
     by_head: bool = False
     """Whether the pool lies head by head, keys and values of a block together, or token by token."""
@@ -126,11 +125,6 @@ class Case:
         counts = self.queries or [1] * len(self.lengths)
         self.query = self.normal(sum(counts), self.heads * self.group, self.key_dim)
         self.sinks = self.normal(self.heads * self.group, dtype=torch.float32) if self.with_sinks else None
-        self.slopes = (
-            self.normal(self.heads * self.group, dtype=torch.float32).abs() * 0.1
-            if self.with_slopes
-            else None
-        )
         self._place()
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -212,8 +206,6 @@ class Case:
         scores = torch.einsum("qhgd,thd->hgqt", q, k) * self.key_dim**-0.5
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        if self.slopes is not None:
-            scores = scores + self.slopes.double().view(self.heads, self.group, 1, 1) * (token - at[:, None])
         seen = (token <= at[:, None]) & (token >= (self.starts[row] if self.starts else 0))
         if self.window is not None:
             seen &= token > at[:, None] - self.window
