@@ -541,7 +541,7 @@ class Engine:
             "memory": self.pools.memory_usage(),
             "host": self.pools.host_usage(),
             "adapters": self._adapters.stats(),
-            "graphs": {} if self.runner.decoding is None else self.runner.decoding.stats(),
+            "graphs": {} if self.runner.captured is None else self.runner.captured.stats(),
             **{name: scheduler.counts[name] for name in get_args(Count)},
             "slow_processors": dict(self._loop.slow),
             "paused": self.state.mode if self.state.paused else None,

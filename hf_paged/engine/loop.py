@@ -75,7 +75,7 @@ class StepLoop:
         """The tokens of the last step beside which nothing was captured, and the seconds that the host waited
         for it.
         """
-        self._captures = None if runner.decoding is None else runner.decoding.captures
+        self._captures = None if runner.captured is None else runner.captured.captures
         self._captured = 0.0
         """Their seconds until then."""
         last_tokens = self._sampling.last_tokens

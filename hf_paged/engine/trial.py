@@ -55,17 +55,17 @@ class Trial:
         """
         self.runner.fuse_projections()
         try:
-            warm = warming(self._eager, self.runner.decoding is not None, self.runner.why_rows is None)
+            warm = warming(self._eager, self.runner.captured is not None, self.runner.why_rows is None)
             with warm as self.runner.warming, without_plans(self._eager.device):
                 if self.runner.warming is not None:
                     weakref.finalize(self, self.runner.warming.stop).atexit = False
-                    if self.runner.decoding is not None:
-                        load_products(self._eager.model, self.runner.decoding.expected_rows())
+                    if self.runner.captured is not None:
+                        load_products(self._eager.model, self.runner.captured.expected_rows())
                 self._compare()
         finally:
             self._eager.unplug()
-        if self.runner.decoding is not None:
-            self.runner.decoding.forget()
+        if self.runner.captured is not None:
+            self.runner.captured.forget()
 
     def _compare(self) -> None:
         """Compute two short sequences without a cache, in pieces on pages, and in pieces beside each other:
@@ -105,8 +105,8 @@ class Trial:
             self.runner.why_not_across = why_not_across(self._eager.model) or self._why_not_across(rows, cuts)
             if self.runner.why_not_across is not None:
                 self._eager.pools.drop_cross()
-        if self.runner.decoding is not None:
-            self.runner.decoding.check_compilation(self.runner.why_rows)
+        if self.runner.captured is not None:
+            self.runner.captured.check_compilation(self.runner.why_rows)
 
     def _why_not_across(self, rows: list[list[int]], cuts: list[list[int]]) -> str | None:
         """Why cross-attention layers do not get what they attend to from the pages. The trial also shows what
