@@ -17,9 +17,9 @@ from ..random_numbers import row_states
 from ..requests.callables import require_known
 from .beams import BeamCandidates, BeamSearch, BeamStep, Continuations, step
 from .candidates import BeamScorer, top_continuations
+from .columns import SamplingColumns
 from .grammar import masked, next_token_bitmasks, unfollowed
 from .histories import Histories
-from .input_batch import InputBatch
 from .scores import chosen_numbers_of
 from .warp import draw
 
@@ -139,7 +139,7 @@ class HostSampler:
         rows = [row for request in followed for row in request.rows]
         sequences = tuple([sequence for request in followed for sequence in _group(request.job).sequences])
         jobs = {_group(request.job): request.job for request in followed}
-        columns = InputBatch(sequences, jobs, self._histories)
+        columns = SamplingColumns(sequences, jobs, self._histories)
         scores = masked(logits[upload(rows, logits.device)], bits)
         positions = [len(sequence.tokens) for sequence in sequences]
         for job, own in _dealt(followed, matchers).items():

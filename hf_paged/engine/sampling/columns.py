@@ -56,7 +56,7 @@ class PenalisedRows(NamedTuple):
     counts: torch.Tensor | None
 
 
-class InputBatch:
+class SamplingColumns:
     """Sampling parameters as columns, one entry per sequence that gets a token; rebuilt when these sequences
     change.
 
