@@ -369,7 +369,7 @@ class CapturedRunner:
     @staticmethod
     def _form(batch: ScheduledBatch, kernels: bool) -> Form | None:
         """The form of a batch's chunks in a graph, None if they are the flat row's."""
-        rows = batch.rows_behind
+        rows = batch.other_rows
         if all(count == 1 and samples for _, _, count, samples in rows):
             return "single"
         if kernels:

@@ -157,7 +157,7 @@ class ForwardBatch(NamedTuple):
     def _ids_of_chunks(self, device: torch.device) -> torch.Tensor:
         ids: list[int] = []
         row_ids: list[int] = []
-        for i, (sequence, start, count, _) in enumerate(self.rows.rows_behind, self.rows.decodes):
+        for i, (sequence, start, count, _) in enumerate(self.rows.other_rows, self.rows.decodes):
             known = self.inputs.get(i, PLAIN).ids or sequence.tokens[start : start + count]
             unseen = count - len(known)
             ids += known + [0] * unseen

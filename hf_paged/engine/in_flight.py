@@ -85,7 +85,7 @@ class InFlightStep:
         self.sequences = batch.sequences[: batch.decodes]
         row_ids = batch.row_ids[: batch.decodes]
         if len(batch.sequences) > batch.decodes:
-            row_ids, answer = self._add_rows_behind()
+            row_ids, answer = self._add_other_rows()
         if not self.sequences:
             return
         if self._sampling.columns.sequences != self.sequences:
@@ -107,7 +107,7 @@ class InFlightStep:
             wanted.append(chosen_numbers_of(logits, own, columns.favourites, *others))
         self._download = download(wanted)
 
-    def _add_rows_behind(self) -> tuple[array[int], Answer]:
+    def _add_other_rows(self) -> tuple[array[int], Answer]:
         """Add the sequences of the rows after the decode batch, to the host's sampler where they need it: the
         rows and the logits of all that are sampled on the device.
         """
@@ -195,7 +195,7 @@ class InFlightStep:
         if self._scores is None:
             return
         found = dict(zip(self.answer.scores, self._scores(), strict=True))
-        for sequence, start, count, _ in self.batch.rows_behind:
+        for sequence, start, count, _ in self.batch.other_rows:
             job = self._sampling.jobs.get(sequence.group) if sequence in found else None
             if job is not None and job.prompt_scores is not None:
                 job.prompt_scores.note(start + 1, found[sequence].tolist())

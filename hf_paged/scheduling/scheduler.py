@@ -321,7 +321,7 @@ class Scheduler:
         for sequence in batch.sequences[: batch.decodes]:
             if not without or sequence.group not in without:
                 sequence.computed += 1
-        for sequence, start, count, _ in batch.rows_behind if len(batch.sequences) > batch.decodes else ():
+        for sequence, start, count, _ in batch.other_rows if len(batch.sequences) > batch.decodes else ():
             group = sequence.group
             if group in without:
                 continue
@@ -346,7 +346,7 @@ class Scheduler:
         for sequence, end in batch.full:
             if sequence.computed >= end and sequence.group not in without:
                 self._name(sequence, end)
-        for sequence, start, count, _ in batch.rows_behind if len(batch.sequences) > batch.decodes else ():
+        for sequence, start, count, _ in batch.other_rows if len(batch.sequences) > batch.decodes else ():
             group = sequence.group
             end = start + count
             if group.in_flight and end >= group.common and sequence.computed >= end and group not in without:

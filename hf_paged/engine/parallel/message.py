@@ -330,7 +330,7 @@ def _ids_behind(batch: ForwardBatch) -> list[int]:
     any.
     """
     found: list[int] = []
-    for i, row in enumerate(batch.rows.rows_behind, batch.rows.decodes):
+    for i, row in enumerate(batch.rows.other_rows, batch.rows.decodes):
         known = row.tokens
         if batch.inputs.get(i, PLAIN).prompt is not None:  # names of up to 64 bits
             known = [max(token, 0) for token in known]
