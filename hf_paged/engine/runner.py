@@ -42,7 +42,7 @@ class Runner:
         """Why a prompt cannot be embeddings; None if it can."""
         self.merger = Merger(self.eager)
         """Its way from pictures and recordings to embeddings."""
-        self.why_not_across: str | None = None
+        self.why_not_cross: str | None = None
         """Why its cross-attention layers get no pictures; None if they may, or if it has none."""
         self.warming: Warming | None = None
         """Compiles kernels during the trial, and those of further sizes after it."""
@@ -114,10 +114,10 @@ class Runner:
         """Rows that must be run apart from each other, and how; none if all go together."""
         if self.why_rows is not None:
             return []
-        across = [i for i, row in batch.inputs.items() if row.across is not None]
-        if across:
-            texts = [i for i in range(len(batch.rows)) if i not in across]
-            return [(across, self._one_by_one), (texts, self.run)]
+        cross = [i for i, row in batch.inputs.items() if row.cross is not None]
+        if cross:
+            texts = [i for i in range(len(batch.rows)) if i not in cross]
+            return [(cross, self._one_by_one), (texts, self.run)]
         slots = batch.adapters
         adapters = self.eager.adapters
         if slots is None or adapters is None or adapters.table.why_not is None or len(set(slots)) == 1:

@@ -544,8 +544,8 @@ class Scheduler:
         if full < len(names) and self._in_flight[names[full]]:
             return None
         # What it attends to across is made anew.
-        across = [Match([], [])] * (len(self.kv_groups) - len(self._growing))
-        return [lookup.take(reached) for lookup in lookups] + across
+        cross = [Match([], [])] * (len(self.kv_groups) - len(self._growing))
+        return [lookup.take(reached) for lookup in lookups] + cross
 
     def _shares(self, group: SequenceGroup) -> bool:
         """True if a group takes prefixes of others, and leaves its own."""

@@ -259,7 +259,7 @@ class Simulated:
         self.computed += count
         right = values_of(sequence.tokens[: start + count], self.salt_of(sequence.group.request))
         if self.encoders is not None:
-            self.attend_across(sequence)
+            self.cross_attend(sequence)
         for table, store, window in zip(
             sequence.tables, self.stores, self.windows, strict=self.encoders is None
         ):
@@ -275,7 +275,7 @@ class Simulated:
         key = request.source_key + request.adapter_key
         return self.salt + int.from_bytes(key, "big")
 
-    def attend_across(self, sequence: TokenSequence) -> None:
+    def cross_attend(self, sequence: TokenSequence) -> None:
         """What it attends to is written in its first forward, behind a hit too, and is there in later ones."""
         table, request = sequence.tables[-1], sequence.group.request
         assert table.length == request.source
