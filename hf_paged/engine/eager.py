@@ -51,9 +51,9 @@ def _answered(
     each place is.
     """
     scores = {}
-    for sequence, begin, (tokens, favourites) in scored:
+    for sequence, begin, (tokens, top_logprobs) in scored:
         first = index[begin]
-        scores[sequence] = token_scores(logits[first : first + len(tokens)], tokens, favourites)
+        scores[sequence] = token_scores(logits[first : first + len(tokens)], tokens, top_logprobs)
     own = upload([index[place] for place in last], logits.device)
     return Answer(logits[own].to(torch.float32), scores=scores)
 

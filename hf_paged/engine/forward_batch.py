@@ -57,11 +57,11 @@ class LastTokens:
 
 class Scored(NamedTuple):
     """Tokens whose logprobs are wanted, each behind the token before it: those behind the first tokens of a
-    row. favourites: of the model, beside each.
+    row. top_logprobs: how many of the model's are wanted beside each.
     """
 
     tokens: Sequence[int]
-    favourites: int
+    top_logprobs: int
 
 
 class RowInputs(NamedTuple):

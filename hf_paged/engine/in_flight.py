@@ -104,7 +104,7 @@ class InFlightStep:
                 index = upload(columns.logprobs, tokens.device)
                 tensors = [None if each is None else each[index] for each in tensors]
             logits, own, *others = tensors
-            wanted.append(chosen_numbers_of(logits, own, columns.favourites, *others))
+            wanted.append(chosen_numbers_of(logits, own, columns.top_logprobs, *others))
         self._download = download(wanted)
 
     def _add_other_rows(self) -> tuple[array[int], Answer]:
@@ -229,9 +229,9 @@ class InFlightStep:
 
     def _note_at(self, columns: SamplingColumns, place: int) -> TokenLogprob | None:
         """The logprob of a token, if its job requested one."""
-        favourites = columns.jobs[place].params.favourites
-        if favourites is None:
+        top_logprobs = columns.jobs[place].params.top_logprobs
+        if top_logprobs is None:
             return None
-        notes = TokenLogprobs(favourites)
-        notes.writer(columns.favourites)(self._logprobs[bisect_left(columns.logprobs, place)])
+        notes = TokenLogprobs(top_logprobs)
+        notes.writer(columns.top_logprobs)(self._logprobs[bisect_left(columns.logprobs, place)])
         return notes[0]

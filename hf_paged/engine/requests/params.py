@@ -77,8 +77,8 @@ class RequestParams:
     max_length: of a sequence, as the scheduler counts it.
     processors and criteria: those that do not run for the whole batch at once; criteria without those about
     length and end-of-sequence tokens.
-    favourites: how many are reported beside each token, scored: beside each token of the prompt; None for no
-        logprobs.
+    top_logprobs: how many are reported beside each token, scored: beside each token of the prompt; None for
+        no logprobs.
     recipe: what the processors do to scores, if they run for the whole batch at once, and beside it the
     grammar that the answers follow.
     slow: the names of the processors that run for this request alone.
@@ -96,7 +96,7 @@ class RequestParams:
     ends: frozenset[int]
     max_length: int
     seed: int
-    favourites: int | None
+    top_logprobs: int | None
     scored: int | None
     recipe: Recipe | None
     grammar: GrammarProcessor | None
@@ -288,7 +288,7 @@ def read_request(
         own_ends.union(*(ends_of(tensor) for tensor in at_tokens if tensor is not config._eos_token_tensor)),
         min(lengths) - len(given.tokens) + len(given.names),
         _seed(seed, drawn=bool(config.do_sample)),
-        _favourites("logprobs", logprobs, model),
+        _top_logprobs("logprobs", logprobs, model),
         _scored(prompt_logprobs, model, given),
         recipe,
         grammar,
@@ -462,7 +462,7 @@ def _seed(seed: int | None, drawn: bool) -> int:
 
 def _scored(prompt_logprobs: int | bool | None, model: Any, given: ParsedPrompt) -> int | None:
     """The same of the prompt's tokens."""
-    found = _favourites("prompt_logprobs", prompt_logprobs, model)
+    found = _top_logprobs("prompt_logprobs", prompt_logprobs, model)
     of_ids = given.embeds is None and given.media is None and given.source is None
     if found is not None and not of_ids:
         raise ValueError(
@@ -472,7 +472,7 @@ def _scored(prompt_logprobs: int | bool | None, model: Any, given: ParsedPrompt)
     return found
 
 
-def _favourites(name: str, logprobs: int | bool | None, model: Any) -> int | None:
+def _top_logprobs(name: str, logprobs: int | bool | None, model: Any) -> int | None:
     """How many of the likeliest tokens are reported with each token's logprob; None without logprobs."""
     if logprobs is None or logprobs is False:
         return None

@@ -78,10 +78,10 @@ class SamplingColumns:
         self.streams = [job.streams[sequence.index] for job, sequence in self._owners]
         self._ends = [each.ends for each in params]
         self.any_end = frozenset([UNKNOWN]).union(*set(self._ends))
-        self.logprobs = [place for place, each in enumerate(params) if each.favourites is not None]
-        self.favourites = max([params[place].favourites or 0 for place in self.logprobs], default=0)
+        self.logprobs = [place for place, each in enumerate(params) if each.top_logprobs is not None]
+        self.top_logprobs = max([params[place].top_logprobs or 0 for place in self.logprobs], default=0)
         """How many are reported beside a token at most."""
-        self.writers = [self.streams[place].logprobs.writer(self.favourites) for place in self.logprobs]
+        self.writers = [self.streams[place].logprobs.writer(self.top_logprobs) for place in self.logprobs]
         self.has_criteria = any(each.criteria for each in params)
         self.stop_places = [place for place, each in enumerate(params) if each.stop is not None]
         """The places of requests with stop strings."""
