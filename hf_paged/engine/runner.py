@@ -14,7 +14,7 @@ from ..model.adapters import Inapplicable
 from ..model.capture.step import Size
 from ..model.offloaded import input_device
 from ..model.rehearsal import RECORDERS
-from ..scheduling import Names, TokenSequence
+from ..scheduling import AdapterNames, TokenSequence
 from .captured import CapturedRunner
 from .eager import EagerModel, Form
 from .forward_batch import Answer, ForwardBatch
@@ -156,7 +156,7 @@ class Runner:
             captured.learn(batch, answer.logits)
         return answer
 
-    def encode_media(self, media: Media, names: Names = ()) -> None:
+    def encode_media(self, media: Media, names: AdapterNames = ()) -> None:
         """Encode a prompt's pictures or recordings, with the adapters of its request. The model's attention
         is its own here.
         """

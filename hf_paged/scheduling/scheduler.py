@@ -21,7 +21,7 @@ from ..blocks import (
     reorder,
 )
 from ..blocks.pool import expect
-from .adapter_slots import AdapterSlots, Names
+from .adapter_slots import AdapterNames, AdapterSlots
 from .admission import Candidate, SchedulerState, why_infeasible
 from .audit import check_groups, check_kv_groups
 from .decode_batch import DecodeBatch
@@ -436,7 +436,7 @@ class Scheduler:
         if self._admit_from(self.preempted, draft, pinned):
             self._admit_from(self.waiting, draft, pinned)
 
-    def _admit_from(self, queue: list[SequenceGroup], draft: Draft, pinned: set[Names]) -> bool:
+    def _admit_from(self, queue: list[SequenceGroup], draft: Draft, pinned: set[AdapterNames]) -> bool:
         """Admit groups of a queue: whether later queues may go on. pinned: the adapters that keep their
         slots.
         """
@@ -506,7 +506,7 @@ class Scheduler:
         pools = zip(self.kv_groups, candidate.needs, candidate.blocks, strict=True)
         return any(each.pool.shares(tenant).over(tenant, need - len(hits)) for each, need, hits in pools)
 
-    def _has_adapter(self, adapter: Names, pinned: set[Names]) -> bool:
+    def _has_adapter(self, adapter: AdapterNames, pinned: set[AdapterNames]) -> bool:
         """True if a group can run with an adapter now. A slot that it may have is for no later group."""
         assert self.adapters is not None
         there = self.adapters.acquire(adapter, pinned)
