@@ -81,7 +81,7 @@ def step_of(plan: StepPlan) -> Step:
     batch = plan.batch
     context = sum(batch.offsets[: batch.decodes]) + batch.decodes * (batch.step + 1)
     pairs = 0
-    for _, start, count, _ in batch.rows_behind:
+    for _, start, count, _ in batch.other_rows:
         if count == 1:
             context += start + 1
         else:

@@ -16,7 +16,7 @@ import torch
 from shapes import build
 
 from hf_paged import Engine, demo
-from hf_paged.engine.decoding import Decoding
+from hf_paged.engine.captured import CapturedRunner
 from hf_paged.engine.in_flight import InFlightStep
 from hf_paged.engine.model_check import ModelCheck
 from hf_paged.model import rehearsal as capture
@@ -26,8 +26,8 @@ from hf_paged.scheduling import Scheduler
 
 PARTS: dict[str, list[tuple[type, str]]] = {
     "plan": [(Scheduler, "schedule"), (Scheduler, "launch")],
-    "load": [(Decoding, "_load")],
-    "model": [(ModelCheck, "touched"), (Decoding, "current")],
+    "load": [(CapturedRunner, "_load")],
+    "model": [(ModelCheck, "touched"), (CapturedRunner, "current")],
     "sample": [(InFlightStep, "sample")],
     "apply": [(InFlightStep, "apply")],
 }

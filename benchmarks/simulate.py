@@ -43,7 +43,7 @@ from fleet import Fleet, Outcome, Replica, Router, Setup, StepTimes, Turn, quant
 from plot import INK, Scale, text
 from traces import Ask, trace
 
-from hf_paged.engine.decoding import HOLDERS
+from hf_paged.engine.captured import HOLDERS
 from hf_paged.kv import Memory
 from hf_paged.model.capture.pool import CapturePool
 from hf_paged.model.capture.step import CapturedStep, Size, bucket_of
@@ -255,7 +255,7 @@ class Captures(CapturePool):
         """Seconds of what is captured behind a step."""
         batch = plan.batch
         decodes = batch.decodes == len(batch.sequences)
-        single = all(count == 1 and samples for _, _, count, samples in batch.rows_behind)
+        single = all(count == 1 and samples for _, _, count, samples in batch.other_rows)
         rows = bucket_of(batch.decodes if decodes else batch.tokens, 8 if single else 4)
         source: Any = SimpleNamespace(
             size=Size("single" if single else "spans", rows), comparable=False, is_worth_it=lambda seen: True

@@ -128,21 +128,21 @@ def test_seeds_draw_the_same_tokens_in_all_company() -> None:
 
 @compiles
 @pytest.mark.parametrize("beams", [1, 2])
-def test_equal_favourites_come_in_one_order(beams: int) -> None:
-    """However many favourites a request beside it asks for."""
+def test_equal_top_logprobs_come_in_one_order(beams: int) -> None:
+    """However many top tokens a request beside it asks for."""
     model = model_of("llama")
     with torch.no_grad():
         model.lm_head.weight.copy_(model.lm_head.weight[10].clone().expand_as(model.lm_head.weight))
     options = {"max_new_tokens": 2, "do_sample": False, "num_beams": beams, "logprobs": 3}
     with Engine(model, batch_invariant=True) as engine:
 
-        def favourites(handle: Any) -> list[Any]:
-            return [each.favourites for each in handle.result().sequences[0].logprobs]
+        def top_logprobs(handle: Any) -> list[Any]:
+            return [each.top_logprobs for each in handle.result().sequences[0].logprobs]
 
-        alone = [favourites(engine.submit([5, 6, 7 + i], **options)) for i in range(3)]
+        alone = [top_logprobs(engine.submit([5, 6, 7 + i], **options)) for i in range(3)]
         handles = [engine.submit([5, 6, 7 + i], **options) for i in range(3)]
         engine.submit([50, 51], **{**options, "logprobs": 20})
-        assert [favourites(handle) for handle in handles] == alone
+        assert [top_logprobs(handle) for handle in handles] == alone
     assert [token for token, _ in alone[0][0]] == [0, 1, 2]
 
 

@@ -80,7 +80,7 @@ def test_swapped_keys_and_values_are_their_own(name: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "qwen2-window"])
 def test_swapped_while_the_next_step_is_planned(name: str, dtype: torch.dtype) -> None:
-    """Run ahead, whatever the device: greedy tokens are the model's favourites, up to rounding."""
+    """Run ahead, whatever the device: greedy tokens are the model's likeliest, up to rounding."""
     model = build(BY_NAME[name]).to(DEVICE, dtype)
     with Engine(model, run_ahead=True, **TIGHT) as engine:
         outputs = engine.generate(PROMPTS * 2, max_new_tokens=24, do_sample=False, eos_token_id=None)

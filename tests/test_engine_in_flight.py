@@ -324,7 +324,7 @@ def test_samples_that_were_preempted_before_their_tokens_arrived(model: Any) -> 
 
 
 def test_logprobs_come_with_their_tokens(engine: Engine) -> None:
-    """To each request as many favourites as it has asked for, beside others that asked for none."""
+    """To each request as many top tokens as it has asked for, beside others that asked for none."""
     params = [(PROMPTS[0], 2), (PROMPTS[1], None), (PROMPTS[2], 0), (PROMPTS[3], 5)]
     kind = {"do_sample": True, "max_new_tokens": 7}
     with Engine(engine.model, num_blocks=200, run_ahead=False) as slow:
@@ -340,9 +340,9 @@ def test_logprobs_come_with_their_tokens(engine: Engine) -> None:
         if wanted is None:
             assert mine.logprobs is None
             continue
-        assert [len(each.favourites) for each in mine.logprobs] == [wanted] * 7
-        assert [(each.token_id, [token for token, _ in each.favourites]) for each in mine.logprobs] == [
-            (each.token_id, [token for token, _ in each.favourites]) for each in its.logprobs
+        assert [len(each.top_logprobs) for each in mine.logprobs] == [wanted] * 7
+        assert [(each.token_id, [token for token, _ in each.top_logprobs]) for each in mine.logprobs] == [
+            (each.token_id, [token for token, _ in each.top_logprobs]) for each in its.logprobs
         ]
         assert [each.logprob for each in mine.logprobs] == pytest.approx(
             [each.logprob for each in its.logprobs], abs=1e-4

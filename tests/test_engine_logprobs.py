@@ -110,7 +110,7 @@ def test_they_decode_with_all_others(model: Any, run_ahead: bool) -> None:
                 assert sequence.logprobs is None
                 continue
             assert [note.token_id for note in sequence.logprobs] == sequence.token_ids
-            assert {len(note.favourites) for note in sequence.logprobs} == {int(way["logprobs"]) // 3 * 3}
+            assert {len(note.top_logprobs) for note in sequence.logprobs} == {int(way["logprobs"]) // 3 * 3}
             raw = one_forward(model, prompt, sequence.token_ids).log_softmax(-1)
             raw = raw.gather(1, torch.tensor(sequence.token_ids)[:, None])[:, 0]
             found = torch.tensor([note.logprob for note in sequence.logprobs])
@@ -165,16 +165,22 @@ def test_they_are_numbers_until_they_are_read(engine: Engine) -> None:
             sequence.logprobs[6]
 
 
-def test_rows_beside_more_favourites_keep_their_own() -> None:
+def test_rows_beside_more_top_logprobs_keep_their_own() -> None:
     row = [7.0, -1.5, -1.25, 1.0, -0.5, -0.75, -1.0, 3.0, 4.0, 5.0]
-    for wanted, favourites in enumerate([(), ((3, -0.5),), ((3, -0.5), (4, -0.75))]):
+    for wanted, top_logprobs in enumerate([(), ((3, -0.5),), ((3, -0.5), (4, -0.75))]):
         notes = TokenLogprobs(wanted)
         notes.writer(3)(row)
-        notes.append(TokenLogprob(8, -2.0, favourites))  # a beam's
-        assert notes == [TokenLogprob(7, -1.5, favourites, -1.25, 1.0), TokenLogprob(8, -2.0, favourites)]
+        notes.append(TokenLogprob(8, -2.0, top_logprobs))  # a beam's
+        assert notes == [TokenLogprob(7, -1.5, top_logprobs, -1.25, 1.0), TokenLogprob(8, -2.0, top_logprobs)]
         assert notes.processed == [-1.25, None]
         notes.crop(1)
         assert len(notes) == 1
+
+
+def test_the_older_name_of_top_logprobs() -> None:
+    note = TokenLogprob(7, -1.5, ((3, -0.5),))
+    with pytest.warns(DeprecationWarning, match="favourites is now top_logprobs"):
+        assert note.favourites == note.top_logprobs
 
 
 def test_beams_have_raw_logprobs_alone(engine: Engine) -> None:
@@ -182,8 +188,8 @@ def test_beams_have_raw_logprobs_alone(engine: Engine) -> None:
     assert all(note.processed is None and note.kept is None for note in output.sequences[0].logprobs)
 
 
-@pytest.mark.parametrize("favourites", [0, 3])
-def test_kernels_find_what_torch_finds(monkeypatch: pytest.MonkeyPatch, favourites: int) -> None:
+@pytest.mark.parametrize("top_logprobs", [0, 3])
+def test_kernels_find_what_torch_finds(monkeypatch: pytest.MonkeyPatch, top_logprobs: int) -> None:
     """C27, C35: draws and numbers of tokens are the same where Triton computes them on a CUDA device."""
     chance = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(6, 5000, generator=chance)
@@ -192,7 +198,7 @@ def test_kernels_find_what_torch_finds(monkeypatch: pytest.MonkeyPatch, favourit
 
     def found() -> tuple[torch.Tensor, torch.Tensor]:
         tokens = draw(cut, row_states(*keys[:2]), keys[2])
-        return tokens, chosen_numbers_of(logits, tokens, favourites, cut, logits)
+        return tokens, chosen_numbers_of(logits, tokens, top_logprobs, cut, logits)
 
     tokens, numbers = found()
     package = load()
@@ -200,5 +206,5 @@ def test_kernels_find_what_torch_finds(monkeypatch: pytest.MonkeyPatch, favourit
         monkeypatch.setattr(f"hf_paged.engine.sampling.{module}.triton_package", lambda *_: package)
     others, own = found()
     assert others.tolist() == tokens.tolist()
-    assert own.shape == (6, 4 + 2 * favourites)
+    assert own.shape == (6, 4 + 2 * top_logprobs)
     torch.testing.assert_close(own, numbers, rtol=1e-6, atol=2e-6)

@@ -113,8 +113,8 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
                 for one, other in ((own.embeds, there.embeds), (own.positions, there.positions)):
                     assert (one is None and other is None) or torch.equal(one, other)
                 if own.source is not None:
-                    across, copy = sequence.tables[-1], found.rows.sequences[i].tables[-1]
-                    assert (copy.length, copy.blocks) == (across.length, across.blocks)
+                    cross, copy = sequence.tables[-1], found.rows.sequences[i].tables[-1]
+                    assert (copy.length, copy.blocks) == (cross.length, cross.blocks)
             return run(batch)
 
         monkeypatch.setattr(executor_of(engine), "run", watched)

@@ -300,7 +300,7 @@ def test_stop_strings_and_time() -> None:
 
 
 def test_logprobs_are_the_models_own(model: Any, engine: Engine) -> None:
-    """Before any processor, of the token that was chosen, with as many favourites as asked for."""
+    """Before any processor, of the token that was chosen, with as many top tokens as asked for."""
     options = {"max_new_tokens": 6, "do_sample": False, "repetition_penalty": 1.8}
     right = model.generate(
         torch.tensor([PROMPTS[1]]), return_dict_in_generate=True, output_logits=True, **options
@@ -310,9 +310,10 @@ def test_logprobs_are_the_models_own(model: Any, engine: Engine) -> None:
         logprobs = step[0].log_softmax(-1)
         assert note.token_id == token
         assert note.logprob == pytest.approx(float(logprobs[token]), abs=2e-4)
-        assert [place for place, _ in note.favourites] == logprobs.topk(3)[1].tolist()
+        assert [place for place, _ in note.top_logprobs] == logprobs.topk(3)[1].tolist()
     assert sequence.cumulative_logprob == pytest.approx(sum(note.logprob for note in sequence.logprobs))
     assert (
-        engine.submit(PROMPTS[1], logprobs=True, **options).result().sequences[0].logprobs[0].favourites == ()
+        engine.submit(PROMPTS[1], logprobs=True, **options).result().sequences[0].logprobs[0].top_logprobs
+        == ()
     )
     assert engine.submit(PROMPTS[1], **options).result().sequences[0].cumulative_logprob is None

@@ -133,7 +133,7 @@ def test_searches_of_all_shapes_in_one_batch(model: Any, ahead: bool) -> None:
         assert answers(output) == alone(model, prompt, **options)
         for sequence in output.sequences:
             if i % 3 and i < len(params):
-                assert [(note.token_id, len(note.favourites)) for note in sequence.logprobs] == [
+                assert [(note.token_id, len(note.top_logprobs)) for note in sequence.logprobs] == [
                     (t, i % 3) for t in sequence.token_ids
                 ]
             else:

@@ -16,7 +16,7 @@ from tape import record
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_paged.engine import Engine
-from hf_paged.engine.sampling import input_batch
+from hf_paged.engine.sampling import columns
 from hf_paged.engine.sampling.histories import FIRST_ROWS, Histories
 from hf_paged.engine.sampling.warp import penalised
 from hf_paged.model.rehearsal import RECORDERS
@@ -71,9 +71,9 @@ KINDS: list[dict[str, Any]] = [
 
 def test_long_rows_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One long row does not pad all others."""
-    assert list(input_batch.parts_of([3, 5, 9])) == [slice(0, 3)]
-    monkeypatch.setattr(input_batch, "MOST_IDS", 16)
-    assert list(input_batch.parts_of([3, 5, 9, 40, 50])) == [
+    assert list(columns.parts_of([3, 5, 9])) == [slice(0, 3)]
+    monkeypatch.setattr(columns, "MOST_IDS", 16)
+    assert list(columns.parts_of([3, 5, 9, 40, 50])) == [
         slice(0, 2),
         slice(2, 3),
         slice(3, 4),

@@ -165,7 +165,7 @@ def test_logprobs_are_of_the_scores_that_were_chosen_from() -> None:
     tokens = output.sequences[0].token_ids
     for place, note in enumerate(notes):
         scores = torch.full((VOCABULARY,), -torch.inf)
-        for token, logprob in note.favourites:
+        for token, logprob in note.top_logprobs:
             scores[token] = logprob - 1.5 * tokens[:place].count(token)
         assert note.processed == pytest.approx(scores.log_softmax(-1)[note.token_id].item(), abs=1e-4)
 

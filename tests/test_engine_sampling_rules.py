@@ -17,7 +17,7 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as stock
 
 from hf_paged.engine import Engine
-from hf_paged.engine.sampling.rules import Rule, processed, recipe_of
+from hf_paged.engine.sampling.rules import ProcessorRule, processed, processor_plan_of
 from hf_paged.model.rehearsal import RECORDERS
 
 END = 40
@@ -144,7 +144,7 @@ def test_scores_are_those_of_the_processors(kind: dict[str, Any]) -> None:
     torch.manual_seed(1)
     scores = torch.randn(len(lengths), VOCABULARY) * 3
     scores[2, 4:9] = -torch.inf
-    recipes = [recipe_of(own, sampled=False)[0] for own in made]
+    plans = [processor_plan_of(own, sampled=False)[0] for own in made]
     rows = [torch.randint(5, 12, (length,)) for length in lengths]
     rows[1][-4:] = torch.tensor([7, 30, 11, 7])
     rows[3][-2:] = torch.tensor([9, 30])
@@ -153,7 +153,7 @@ def test_scores_are_those_of_the_processors(kind: dict[str, Any]) -> None:
         ends = [rows[place][-width:] for place in places]
         return torch.stack([torch.nn.functional.pad(end, (width - len(end), 0), value=pad) for end in ends])
 
-    found = processed(scores, [recipe.between for recipe in recipes if recipe], lengths, pytest.fail, read)
+    found = processed(scores, [plan.between for plan in plans if plan], lengths, pytest.fail, read)
     for row, own in enumerate(made):
         assert torch.equal(found[row : row + 1], own(rows[row][None], scores[row : row + 1]))
 
@@ -167,7 +167,7 @@ def test_a_row_for_which_a_processor_raises_is_alone() -> None:
                 raise IndexError("positive")
             return scores - 1
 
-    rule = Rule(Picky(), "picky", lambda length: True)
+    rule = ProcessorRule(Picky(), "picky", lambda length: True)
     scores = torch.tensor([[-1.0, 2.0], [1.0, 2.0], [-3.0, 5.0], [7.0, 7.0]])
     failed: list[tuple[int, str]] = []
     found = processed(

@@ -32,7 +32,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return [chance.randrange(5, VOCABULARY) for _ in range(count)]
 
 
-def assert_right(model: Any, output: Any, favourites: int) -> None:
+def assert_right(model: Any, output: Any, top_logprobs: int) -> None:
     assert output.error is None
     prompt = output.prompt_token_ids
     with torch.no_grad():
@@ -42,10 +42,12 @@ def assert_right(model: Any, output: Any, favourites: int) -> None:
     assert [note.token_id for note in notes] == prompt[1:]
     own = right.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0] if notes else torch.empty(0)
     torch.testing.assert_close(torch.tensor([n.logprob for n in notes]), own, atol=BOUND, rtol=0)
-    best = right.topk(favourites).values.tolist()
+    best = right.topk(top_logprobs).values.tolist()
     for note, values in zip(notes, best, strict=True):
-        assert [value for _, value in note.favourites] == pytest.approx(values, abs=BOUND)
-        assert all(abs(right[notes.index(note), token] - value) <= BOUND for token, value in note.favourites)
+        assert [value for _, value in note.top_logprobs] == pytest.approx(values, abs=BOUND)
+        assert all(
+            abs(right[notes.index(note), token] - value) <= BOUND for token, value in note.top_logprobs
+        )
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +97,13 @@ def test_prefixes_are_shared_with_their_scores(llama: Any, engine: Engine) -> No
 
 def test_blocks_without_scores_are_computed_again(llama: Any, engine: Engine) -> None:
     """Cached keys and values say nothing of logprobs: those of other requests are of no use, nor are too few
-    favourites.
+    top tokens.
     """
     prompt = tokens(40)
     engine.submit(prompt, **NEW).result()
-    for favourites, cached in ((1, 0), (1, 39), (5, 0), (2, 39)):
-        output = engine.submit(prompt, prompt_logprobs=favourites, **NEW).result()
-        assert_right(llama, output, favourites)
+    for top_logprobs, cached in ((1, 0), (1, 39), (5, 0), (2, 39)):
+        output = engine.submit(prompt, prompt_logprobs=top_logprobs, **NEW).result()
+        assert_right(llama, output, top_logprobs)
         assert output.cached_tokens == cached
     assert engine.submit(prompt, **NEW).result().cached_tokens == 39
 

@@ -88,8 +88,8 @@ MOST_CLASSES = 317
 
 MOST_METHODS, MOST_ATTRIBUTES = 40, 20
 STILL_LARGE = {
-    "EngineAdapters", "InputBatch", "StaticBatch", "EngineBatchingManager", "Recorder", "Ranks", "Scheduler",
-    "BlockPool",
+    "EngineAdapters", "SamplingColumns", "StaticBatch", "EngineBatchingManager", "Recorder", "Ranks",
+    "Scheduler", "BlockPool",
 }  # fmt: skip
 """Classes with more; each is to be divided, and none is to be added."""
 FOLDERS_IN_CIRCLES = {

@@ -202,7 +202,7 @@ def test_logprobs_of_completions(served: Served) -> None:
     assert found["logprobs"]["token_logprobs"] == pytest.approx([note.logprob for note in notes], abs=1e-4)
     assert "".join(found["logprobs"]["tokens"]) == found["text"]
     for top, note in zip(found["logprobs"]["top_logprobs"], notes, strict=True):
-        assert set(top) >= {tokenizer().decode([token]) for token, _ in note.favourites}
+        assert set(top) >= {tokenizer().decode([token]) for token, _ in note.top_logprobs}
     offsets = found["logprobs"]["text_offset"]
     assert [
         found["text"][i:].startswith(t) for i, t in zip(offsets, found["logprobs"]["tokens"], strict=True)

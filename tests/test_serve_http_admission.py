@@ -205,13 +205,13 @@ def test_a_request_that_fails_is_500_and_no_other_is() -> None:
     """A NaN in the logits of one request is that request's error."""
     import torch
 
-    from hf_paged.engine.sampling import input_batch
+    from hf_paged.engine.sampling import columns
 
     def broken(scores: torch.Tensor, *others: Any) -> torch.Tensor:
         return scores * float("nan")
 
     with serving() as served, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(input_batch, "with_counts_off", broken)
+        patch.setattr(columns, "with_counts_off", broken)
         body = {"prompt": "The fox", "max_tokens": 4, "presence_penalty": 1.0, "temperature": 0}
         found = served.post("/v1/completions", body)
         assert found.status_code == 500

@@ -25,7 +25,7 @@ from ..model.lora import LowRank
 from ..model.peft_layers import BASE, unmerge_disabled
 from ..model.shards import local_part
 from ..model.snapshot import StateKey
-from ..scheduling import AdapterSlots, Names, Scheduler, SequenceGroup, TokenSequence
+from ..scheduling import AdapterNames, AdapterSlots, Scheduler, SequenceGroup, TokenSequence
 from .forward_batch import ForwardBatch
 from .model_check import when_stepped
 from .weakly import weakly
@@ -75,7 +75,7 @@ class EngineAdapters:
         if self.table.kernels is not None:
             note_places(model)
         self.slots = AdapterSlots(slots, weakly(self._load), weakly(self._is_ready))
-        self.failed: dict[Names, Exception] = {}
+        self.failed: dict[AdapterNames, Exception] = {}
         """Why adapters could not be loaded."""
         self.leaving: set[str] = set()
         """Those that go when their last request has ended."""
@@ -89,7 +89,7 @@ class EngineAdapters:
         self._stepped: set[str] = set()
         """Those that an optimizer has taken a step on since: fused ones write without torch's counting."""
         when_stepped(self)
-        self._loading: dict[Names, tuple[Adapter, int, torch.cuda.Event]] = {}
+        self._loading: dict[AdapterNames, tuple[Adapter, int, torch.cuda.Event]] = {}
         self.fresh = False
         """True if requests have come whose adapters have not been looked at."""
         self._in_model: LoraLayers | None = None
@@ -97,7 +97,7 @@ class EngineAdapters:
         """Peft's notes on the model when it was looked at."""
         self._followed = self._noted()
         """The same when the layers of the engine's own adapters were found."""
-        self._entered: dict[Names, bytes] = {}
+        self._entered: dict[AdapterNames, bytes] = {}
         """The content of what lies in slots."""
         self._kept: dict[bytes, bytes] = {}
         """The content of adapters that groups go on with, by the key that they began with."""
@@ -145,7 +145,7 @@ class EngineAdapters:
         return self.in_model.why_not
 
     @property
-    def active(self) -> Names | None:
+    def active(self) -> AdapterNames | None:
         """Adapters of all requests where none can choose; None where each has its own."""
         return None if self.why_not is None else self.in_model.active
 
@@ -273,7 +273,7 @@ class EngineAdapters:
             if slot is not None:
                 self.table.clear(slot)
 
-    def resolve(self, wanted: Any) -> Names:
+    def resolve(self, wanted: Any) -> AdapterNames:
         """The adapters of a request, from what its caller wrote; raises ValueError for what is not there."""
         in_model = self._in_model
         if in_model is not None and (self._noted() != self._configs or in_model.merged_since()):
@@ -307,7 +307,7 @@ class EngineAdapters:
     def _has(self, name: str) -> bool:
         return name in self._own or self.in_model.has(name)
 
-    def why_lost(self, names: Names, active: Names | None) -> str | None:
+    def why_lost(self, names: AdapterNames, active: AdapterNames | None) -> str | None:
         """Why a request that waits cannot run any more with what it was given. active: as it was then."""
         if self.active != active:
             reason = f": {self.why_not}" if self.why_not is not None else ""
@@ -326,7 +326,7 @@ class EngineAdapters:
 
     # ---- content
 
-    def _key(self, names: Names, running: Collection[str], again: bool) -> bytes:
+    def _key(self, names: AdapterNames, running: Collection[str], again: bool) -> bytes:
         """The key of a request's keys and values beside the model.
 
         again: whether adapters that do not run are looked at, all of their weights in turns.
@@ -374,7 +374,7 @@ class EngineAdapters:
         """Let groups that have begun go on with their adapters as these are now, on the blocks that they
         have. Their keys stay, so that no other request finds what old and new weights have computed.
         """
-        keys: dict[Names, bytes] = {}
+        keys: dict[AdapterNames, bytes] = {}
         self._kept = {}
         for group in groups:
             names = group.request.adapter
@@ -404,7 +404,7 @@ class EngineAdapters:
         waiting = [group for group in (*scheduler.preempted, *scheduler.waiting) if group.request.adapter]
         new = {group.request.adapter for group in waiting if not group.request.adapter_key}
         touched = self.changed({name for group in waiting for name in group.request.adapter} - running)
-        keys: dict[Names, bytes] = {}
+        keys: dict[AdapterNames, bytes] = {}
         rekeyed = []
         for group in waiting:
             names = group.request.adapter
@@ -425,7 +425,7 @@ class EngineAdapters:
 
     # ---- slots
 
-    def _load(self, names: Names, slot: int) -> None:
+    def _load(self, names: AdapterNames, slot: int) -> None:
         """Begin to bring adapters into a slot."""
         self.changes += 1
         try:
@@ -441,11 +441,11 @@ class EngineAdapters:
         except Exception as error:
             self.failed[names] = error
 
-    def _enter(self, names: Names, slot: int) -> None:
+    def _enter(self, names: AdapterNames, slot: int) -> None:
         self.table.put(slot, self._on_device(names))
         self._entered[names] = self._key(names, (), again=False)
 
-    def _on_device(self, names: Names) -> Adapter:
+    def _on_device(self, names: AdapterNames) -> Adapter:
         in_model = self.in_model
         return combine(
             [
@@ -454,7 +454,7 @@ class EngineAdapters:
             ]
         )
 
-    def _is_ready(self, names: Names) -> bool:
+    def _is_ready(self, names: AdapterNames) -> bool:
         """True if adapters are in their slot."""
         if names in self.failed:
             return False
@@ -481,7 +481,7 @@ class EngineAdapters:
             return True
         return bool(self.failed)
 
-    def take_failed(self) -> dict[Names, Exception]:
+    def take_failed(self) -> dict[AdapterNames, Exception]:
         """The adapters that could not be loaded; a later request tries them again."""
         failed = self.failed
         self.failed = {}
@@ -493,12 +493,12 @@ class EngineAdapters:
 
     # ---- several ranks
 
-    def places(self) -> dict[int, Names]:
+    def places(self) -> dict[int, AdapterNames]:
         """By slot the adapters that have come there."""
         there = [names for names in self.slots if names not in self._loading and names not in self.failed]
         return {self.slots.slot(names): names for names in there if all(map(self._has, names))}
 
-    def place(self, slot: int, names: Names) -> None:
+    def place(self, slot: int, names: AdapterNames) -> None:
         """Let a slot hold what it holds on rank 0."""
         before = self.slots.release(names)
         if before not in (None, slot):
@@ -560,7 +560,7 @@ class EngineAdapters:
             self._indexed = slots, upload(slots, self.device, torch.int32)
         return self._indexed[1]
 
-    def of_request(self, names: Names) -> AdapterBatch | None:
+    def of_request(self, names: AdapterNames) -> AdapterBatch | None:
         """The adapters of a running request, for a forward of its own."""
         adapter = self.table.slots[self.slots.slot(names)] if names else None
         return None if adapter is None else AdapterBatch.of_one(self.table, adapter)

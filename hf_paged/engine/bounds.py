@@ -69,7 +69,7 @@ class RequestBounds:
             return
         if self._runner.why_no_embeddings is not None:
             raise ValueError(f"{self._runner.why_no_embeddings}; give token ids, or use generate()")
-        if isinstance(media, CrossMedia) and self._runner.why_not_across is not None:
-            raise ValueError(f"{self._runner.why_not_across}; use generate()")
+        if isinstance(media, CrossMedia) and self._runner.why_not_cross is not None:
+            raise ValueError(f"{self._runner.why_not_cross}; use generate()")
         if media is not None:
             self._runner.merger.require(media)

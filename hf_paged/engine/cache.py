@@ -33,7 +33,7 @@ class StepCache(DynamicCache):
         self.batches: Mapping[LayerKind, Batch] = {}
         self.past = 0
         """The tokens before the step, where one sequence runs by itself."""
-        self.across = 0
+        self.cross_tokens = 0
         """Tokens that the sequence attends to across, if these are in the pages before the step."""
         layers: list[Any] = [
             (OwnCrossLayer if kind == CROSS else StepLayer)(i, kind, self)
@@ -51,16 +51,16 @@ class StepCache(DynamicCache):
         both.is_updated = dict.fromkeys(range(len(self._cross.layers)), filled)
         return both
 
-    def begin(self, batches: Mapping[LayerKind, Batch], past: int = 0, across: int = 0) -> None:
-        """Describe another step, of one sequence after `past` tokens or of several in one row. across: the
-        tokens of its pictures whose keys and values are in the pages.
+    def begin(self, batches: Mapping[LayerKind, Batch], past: int = 0, cross_tokens: int = 0) -> None:
+        """Describe another step, of one sequence after `past` tokens or of several in one row.
+        cross_tokens: those of its pictures whose keys and values are in the pages.
 
         Until it is updated a layer is initialized if there is a past: models use that to recognise a prompt.
         Of several sequences some may be at their prompt, so none of the layers is.
         """
         self.batches = batches
         self.past = past
-        self.across = across
+        self.cross_tokens = cross_tokens
         for layer in self.layers:
             layer.reset()
 
@@ -169,8 +169,8 @@ class OwnCrossLayer(StepLayer):
 
     def get_seq_length(self) -> int:
         """The tokens of the pictures that are in the pages before the step."""
-        return self.step.across if self.is_initialized else 0
+        return self.step.cross_tokens if self.is_initialized else 0
 
     def reset(self) -> None:
         super().reset()
-        self.is_initialized = self.step.across > 0
+        self.is_initialized = self.step.cross_tokens > 0

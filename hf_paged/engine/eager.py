@@ -51,9 +51,9 @@ def _answered(
     each place is.
     """
     scores = {}
-    for sequence, begin, (tokens, favourites) in scored:
+    for sequence, begin, (tokens, top_logprobs) in scored:
         first = index[begin]
-        scores[sequence] = token_scores(logits[first : first + len(tokens)], tokens, favourites)
+        scores[sequence] = token_scores(logits[first : first + len(tokens)], tokens, top_logprobs)
     own = upload([index[place] for place in last], logits.device)
     return Answer(logits[own].to(torch.float32), scores=scores)
 
@@ -143,16 +143,16 @@ class EagerModel:
         }
         inputs = self._inputs(batch)
         row = batch.inputs.get(0, PLAIN)
-        across = 0
+        cross_tokens = 0
         if row.source is not None:
             inputs = self._behind_encoder(
                 batch, row.source, sequence, inputs["input_ids"], batches, start == 0
             )
-        elif row.across is not None:
+        elif row.cross is not None:
             table = sequence.tables[-1]
             batches[CROSS] = RowBatch([table], None, table.length, table.length, None, lambda: True)
-            across = 0 if row.across.states else table.length
-        self.cache.begin(batches, past=start, across=across)
+            cross_tokens = 0 if row.cross.states else table.length
+        self.cache.begin(batches, past=start, cross_tokens=cross_tokens)
         return self._forward(batch, inputs, [count - 1] if batch.wanted else [], flat=False)
 
     def _behind_encoder(
@@ -255,7 +255,7 @@ class EagerModel:
         counts = batch.rows.counts
         extras = joined_extras([batch.inputs.get(i, PLAIN).extras for i in range(len(counts))], counts)
         for row in batch.inputs.values():
-            extras |= {} if row.across is None else row.across.arguments
+            extras |= {} if row.cross is None else row.cross.arguments
         return extras
 
     def _with_adapters(self, batch: ForwardBatch, last: torch.Tensor | None) -> AbstractContextManager[None]:

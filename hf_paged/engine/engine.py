@@ -18,7 +18,7 @@ from ..model.adapters.loading import HostAdapter
 from ..model.adapters.peft_changes import let_changes_wait
 from ..model.invariant.mode import batch_invariant, require_invariant
 from ..model.lora import LowRank
-from ..model.patches import note_restless
+from ..model.patches import note_self_written
 from ..model.registry import base_model
 from ..model.snapshot import ModelSnapshot
 from ..model.thread_state import restoring
@@ -130,7 +130,7 @@ class Engine:
         self.scheduler = _scheduler_of(self.pools, self.preemption, self._adapters)
         self.checks = self.runner.eager.checks
         with self.pools.memory.lock:
-            note_restless(self.model, ModelSnapshot(self.model).set_since(before))
+            note_self_written(self.model, ModelSnapshot(self.model).set_since(before))
             model_check = ModelCheck(self.model, self.checks)
         self._loop = StepLoop(
             self._executor, self.runner, model_check, self.scheduler, self.preemption, self._adapters
@@ -541,7 +541,7 @@ class Engine:
             "memory": self.pools.memory_usage(),
             "host": self.pools.host_usage(),
             "adapters": self._adapters.stats(),
-            "graphs": {} if self.runner.decoding is None else self.runner.decoding.stats(),
+            "graphs": {} if self.runner.captured is None else self.runner.captured.stats(),
             **{name: scheduler.counts[name] for name in get_args(Count)},
             "slow_processors": dict(self._loop.slow),
             "paused": self.state.mode if self.state.paused else None,

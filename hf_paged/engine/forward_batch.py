@@ -57,11 +57,11 @@ class LastTokens:
 
 class Scored(NamedTuple):
     """Tokens whose logprobs are wanted, each behind the token before it: those behind the first tokens of a
-    row. favourites: of the model, beside each.
+    row. top_logprobs: how many of the model's are wanted beside each.
     """
 
     tokens: Sequence[int]
-    favourites: int
+    top_logprobs: int
 
 
 class RowInputs(NamedTuple):
@@ -77,7 +77,7 @@ class RowInputs(NamedTuple):
     """The number added to its consecutive positions; None if no single number does it."""
     extras: DecoderExtras | None = None
     """Inputs of its decoder for some of its tokens, in addition to embeddings."""
-    across: CrossInputs | None = None
+    cross: CrossInputs | None = None
     """The states that its decoder attends to across, and their masks."""
     ids: list[int] | None = None
     """The ids of its tokens that the host has, if the sequence has other names for them."""
@@ -89,7 +89,7 @@ class RowInputs(NamedTuple):
     @property
     def of_ids(self) -> bool:
         """True if a captured step can take it: ids only, and at most one delta."""
-        plain = self.embeds is None and self.source is None and self.across is None
+        plain = self.embeds is None and self.source is None and self.cross is None
         return plain and self.scored is None and self.rope_delta is not None
 
 
@@ -103,8 +103,8 @@ def inputs_of(given: PromptInputs | None, start: int, count: int, begun: bool) -
     if isinstance(given, EncoderInput):
         return RowInputs(source=given, prompt=given)
     if isinstance(given, CrossMedia):
-        assert given.across is not None
-        return RowInputs(across=given.across.part(start, count, begun), prompt=given)
+        assert given.cross is not None
+        return RowInputs(cross=given.cross.part(start, count, begun), prompt=given)
     if not isinstance(given, Media):
         embeds, extras = given, None
     elif given.concerns(start, count):
@@ -157,7 +157,7 @@ class ForwardBatch(NamedTuple):
     def _ids_of_chunks(self, device: torch.device) -> torch.Tensor:
         ids: list[int] = []
         row_ids: list[int] = []
-        for i, (sequence, start, count, _) in enumerate(self.rows.rows_behind, self.rows.decodes):
+        for i, (sequence, start, count, _) in enumerate(self.rows.other_rows, self.rows.decodes):
             known = self.inputs.get(i, PLAIN).ids or sequence.tokens[start : start + count]
             unseen = count - len(known)
             ids += known + [0] * unseen

@@ -22,8 +22,8 @@ from ..scheduling import (
 from .forward_batch import Answer, LastTokens, download
 from .job import Job
 from .outputs.output import TokenLogprob, TokenLogprobs
+from .sampling.columns import SamplingColumns
 from .sampling.histories import Histories
-from .sampling.input_batch import InputBatch
 from .sampling.sampler import HostSampler, SamplingRows, no_token
 from .sampling.scores import chosen_numbers_of
 
@@ -35,12 +35,12 @@ class SamplingState:
         self.jobs = jobs
         self.last_tokens = last_tokens
         self.histories = Histories()
-        self.columns = InputBatch((), jobs, self.histories)
+        self.columns = SamplingColumns((), jobs, self.histories)
         """Those of the last step, which serve the next one if it samples the same sequences."""
 
     def clear(self) -> None:
         """Drop all, after a step that broke off."""
-        self.columns = InputBatch((), self.jobs, self.histories)
+        self.columns = SamplingColumns((), self.jobs, self.histories)
         self.histories.clear()
 
 
@@ -61,7 +61,7 @@ class InFlightStep:
     begin: float
     """When the host began to launch it, or had the tokens of the step before it: its own time begins then."""
     _sampling: SamplingState
-    _input_batch: InputBatch | None = None
+    _columns: SamplingColumns | None = None
     _download: Callable[[], Sequence[torch.Tensor]] | None = None
     _scores: Callable[[], Sequence[torch.Tensor]] | None = None
     _tokens: list[int] = field(default_factory=list)
@@ -85,12 +85,14 @@ class InFlightStep:
         self.sequences = batch.sequences[: batch.decodes]
         row_ids = batch.row_ids[: batch.decodes]
         if len(batch.sequences) > batch.decodes:
-            row_ids, answer = self._add_rows_behind()
+            row_ids, answer = self._add_other_rows()
         if not self.sequences:
             return
         if self._sampling.columns.sequences != self.sequences:
-            self._sampling.columns = InputBatch(self.sequences, self._sampling.jobs, self._sampling.histories)
-        columns = self._input_batch = self._sampling.columns
+            self._sampling.columns = SamplingColumns(
+                self.sequences, self._sampling.jobs, self._sampling.histories
+            )
+        columns = self._columns = self._sampling.columns
         positions = [sequence.computed for sequence in self.sequences] if columns.uses_positions else []
         tokens, for_host = columns.choose(answer.logits, positions, answer.best)
         last = self._sampling.last_tokens
@@ -102,10 +104,10 @@ class InFlightStep:
                 index = upload(columns.logprobs, tokens.device)
                 tensors = [None if each is None else each[index] for each in tensors]
             logits, own, *others = tensors
-            wanted.append(chosen_numbers_of(logits, own, columns.favourites, *others))
+            wanted.append(chosen_numbers_of(logits, own, columns.top_logprobs, *others))
         self._download = download(wanted)
 
-    def _add_rows_behind(self) -> tuple[array[int], Answer]:
+    def _add_other_rows(self) -> tuple[array[int], Answer]:
         """Add the sequences of the rows after the decode batch, to the host's sampler where they need it: the
         rows and the logits of all that are sampled on the device.
         """
@@ -139,7 +141,7 @@ class InFlightStep:
 
     def wait(self) -> bool:
         """Wait for the tokens: whether a request may end with its own, or has criteria that decide it."""
-        columns = self._input_batch
+        columns = self._columns
         if self._download is None or columns is None:
             return False
         tokens, *logprobs = self._download()
@@ -158,7 +160,7 @@ class InFlightStep:
 
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
         """Append the tokens to requests that have not ended: the failed ones, and why."""
-        columns = self._input_batch
+        columns = self._columns
         sequences = self.sequences
         streams = [] if columns is None else columns.streams
         tokens = self._tokens
@@ -193,14 +195,14 @@ class InFlightStep:
         if self._scores is None:
             return
         found = dict(zip(self.answer.scores, self._scores(), strict=True))
-        for sequence, start, count, _ in self.batch.rows_behind:
+        for sequence, start, count, _ in self.batch.other_rows:
             job = self._sampling.jobs.get(sequence.group) if sequence in found else None
             if job is not None and job.prompt_scores is not None:
                 job.prompt_scores.note(start + 1, found[sequence].tolist())
                 job.prompt_scores.publish(scheduler.prompt_scores, sequence.group.prompt, start, count)
 
     def _apply_one_by_one(
-        self, scheduler: Scheduler, columns: InputBatch, places: Sequence[int]
+        self, scheduler: Scheduler, columns: SamplingColumns, places: Sequence[int]
     ) -> dict[Job, Exception]:
         by_job: dict[Job, list[int]] = {}
         for place in places:
@@ -225,11 +227,11 @@ class InFlightStep:
                     failed[job] = error
         return failed
 
-    def _note_at(self, columns: InputBatch, place: int) -> TokenLogprob | None:
+    def _note_at(self, columns: SamplingColumns, place: int) -> TokenLogprob | None:
         """The logprob of a token, if its job requested one."""
-        favourites = columns.jobs[place].params.favourites
-        if favourites is None:
+        top_logprobs = columns.jobs[place].params.top_logprobs
+        if top_logprobs is None:
             return None
-        notes = TokenLogprobs(favourites)
-        notes.writer(columns.favourites)(self._logprobs[bisect_left(columns.logprobs, place)])
+        notes = TokenLogprobs(top_logprobs)
+        notes.writer(columns.top_logprobs)(self._logprobs[bisect_left(columns.logprobs, place)])
         return notes[0]

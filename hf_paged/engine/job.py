@@ -39,7 +39,7 @@ class Job:
         self.tokenizer = tokenizer
         self.beams = BeamSearch(params) if params.beams > 1 else None
         self.streams = [
-            Stream(i, tokenizer, self.beams is not None, params.favourites or 0, params.stop)
+            Stream(i, tokenizer, self.beams is not None, params.top_logprobs or 0, params.stop)
             for i in range(params.answers)
         ]
         self.timing = Timing(time.monotonic())
@@ -265,7 +265,7 @@ class Job:
             if stream.finish_reason is None:
                 stream.add([], [], reason if self.trouble is None else "error")
         group = self.group
-        sequences = [stream.output(self.params.favourites is not None) for stream in self.streams]
+        sequences = [stream.output(self.params.top_logprobs is not None) for stream in self.streams]
         self.output = Output(
             list(self.params.caller_ids),
             sequences,

@@ -75,7 +75,7 @@ class StepLoop:
         """The tokens of the last step beside which nothing was captured, and the seconds that the host waited
         for it.
         """
-        self._captures = None if runner.decoding is None else runner.decoding.captures
+        self._captures = None if runner.captured is None else runner.captured.captures
         self._captured = 0.0
         """Their seconds until then."""
         last_tokens = self._sampling.last_tokens
@@ -329,7 +329,7 @@ class StepLoop:
     def _encode_media(self, batch: ScheduledBatch) -> list[Media]:
         """Encode the media of prompts in this step: those that are not needed after it."""
         done = []
-        for sequence, start, count, _ in batch.rows_behind:
+        for sequence, start, count, _ in batch.other_rows:
             params = self.with_inputs.get(sequence.group)
             media = None if params is None else params.media
             if media is None:
@@ -353,7 +353,7 @@ class StepLoop:
     def _inputs(self, batch: ScheduledBatch) -> dict[int, RowInputs]:
         """The inputs of rows other than token ids; rows of the decode batch have none."""
         inputs: dict[int, RowInputs] = {}
-        for i, (sequence, start, count, _) in enumerate(batch.rows_behind, batch.decodes):
+        for i, (sequence, start, count, _) in enumerate(batch.other_rows, batch.decodes):
             params = self.with_inputs.get(sequence.group)
             if params is None:
                 continue

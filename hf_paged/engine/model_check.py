@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..kv import fork_safe_lock
 from ..model.dispatch import has_foreign_code, may_skip_autograd
 from ..model.identity import identity_of
-from ..model.patches import only_observes, restless_of
+from ..model.patches import only_observes, self_written_of
 from ..model.peft_layers import settled
 from ..model.snapshot import HOOKS, ModelSnapshot
 from ..model.weights_digest import PLAIN_TENSORS, Unreadable
@@ -70,7 +70,7 @@ class ModelCheck:
             now = ModelSnapshot(self._snapshot.model, watch=True)
         except (KeyError, RuntimeError):  # another thread changes a setting at this moment
             return None
-        differ = now.set_since(self._snapshot) - restless_of(now.model)
+        differ = now.set_since(self._snapshot) - self_written_of(now.model)
         return now if not differ and now.same_modules(self._snapshot) else None
 
     def _note_code(self) -> None:

@@ -14,8 +14,8 @@ from ..model.adapters import Inapplicable
 from ..model.capture.step import Size
 from ..model.offloaded import input_device
 from ..model.rehearsal import RECORDERS
-from ..scheduling import Names, TokenSequence
-from .decoding import Decoding
+from ..scheduling import AdapterNames, TokenSequence
+from .captured import CapturedRunner
 from .eager import EagerModel, Form
 from .forward_batch import Answer, ForwardBatch
 from .multimodal.media import Media
@@ -36,13 +36,13 @@ class Runner:
     def __init__(self, model: nn.Module, pools: Pools) -> None:
         self.eager = EagerModel(model, pools)
         """The model over pages, operation by operation."""
-        self.decoding = Decoding(self.eager, weakly(self.is_ready)) if pools.config.graphs else None
+        self.captured = CapturedRunner(self.eager, weakly(self.is_ready)) if pools.config.graphs else None
         """The captured steps, where they are wanted."""
         self.why_no_embeddings: str | None = None
         """Why a prompt cannot be embeddings; None if it can."""
         self.merger = Merger(self.eager)
         """Its way from pictures and recordings to embeddings."""
-        self.why_not_across: str | None = None
+        self.why_not_cross: str | None = None
         """Why its cross-attention layers get no pictures; None if they may, or if it has none."""
         self.warming: Warming | None = None
         """Compiles kernels during the trial, and those of further sizes after it."""
@@ -63,19 +63,19 @@ class Runner:
     @property
     def captures(self) -> bool:
         """True if steps may be captured."""
-        return self.decoding is not None and self.why_rows is None and self.eager.device.type in RECORDERS
+        return self.captured is not None and self.why_rows is None and self.eager.device.type in RECORDERS
 
     @property
     def capture_bytes(self) -> int:
         """Memory that captured steps may come to take."""
-        return 0 if self.decoding is None or self.why_rows is not None else self.decoding.budget
+        return 0 if self.captured is None or self.why_rows is not None else self.captured.budget
 
     def close(self) -> None:
         """Compile nothing any more, and drop captured steps. Twice is once."""
         if self.warming is not None:
             self.warming.stop()
-        if self.decoding is not None:
-            self.decoding.forget()
+        if self.captured is not None:
+            self.captured.forget()
 
     def is_ready(self, size: Size) -> bool:
         """True if the kernels of captured steps of a size are compiled."""
@@ -84,16 +84,16 @@ class Runner:
 
     def capture_ahead(self, sequences: int) -> None:
         """Capture a step that is likely to come, while the device is busy."""
-        if self.decoding is not None and self.why_rows is None:
+        if self.captured is not None and self.why_rows is None:
             with self.eager.pools.memory.lock, torch.no_grad():
-                self.decoding.capture_ahead(sequences)
+                self.captured.capture_ahead(sequences)
 
     def warm_up(self) -> int:
         """Capture a step that many requests will need: how many are missing still."""
-        if self.decoding is None or not self.captures:
+        if self.captured is None or not self.captures:
             return 0
         with self.eager.pools.memory.lock, torch.no_grad():
-            return self.decoding.warm_up()
+            return self.captured.warm_up()
 
     def run(self, batch: ForwardBatch) -> Answer:
         """The logits behind the rows that are sampled from, from a captured step if there is one."""
@@ -102,11 +102,11 @@ class Runner:
             return self._join(batch, parts)
         try:
             with self.eager.pools.memory.lock, torch.no_grad():
-                decoding = self.decoding if self.why_rows is None else None
-                replayed = None if decoding is None else decoding.run(batch)
+                captured = self.captured if self.why_rows is None else None
+                replayed = None if captured is None else captured.run(batch)
                 if replayed is not None:
                     return replayed
-                return self.eager.plugged(lambda: self._compute(batch, decoding))
+                return self.eager.plugged(lambda: self._compute(batch, captured))
         except Inapplicable:  # the table notes it: from now on each adapter's tokens run by themselves
             return self.run(batch)
 
@@ -114,10 +114,10 @@ class Runner:
         """Rows that must be run apart from each other, and how; none if all go together."""
         if self.why_rows is not None:
             return []
-        across = [i for i, row in batch.inputs.items() if row.across is not None]
-        if across:
-            texts = [i for i in range(len(batch.rows)) if i not in across]
-            return [(across, self._one_by_one), (texts, self.run)]
+        cross = [i for i, row in batch.inputs.items() if row.cross is not None]
+        if cross:
+            texts = [i for i in range(len(batch.rows)) if i not in cross]
+            return [(cross, self._one_by_one), (texts, self.run)]
         slots = batch.adapters
         adapters = self.eager.adapters
         if slots is None or adapters is None or adapters.table.why_not is None or len(set(slots)) == 1:
@@ -150,13 +150,13 @@ class Runner:
         places = upload([order.index(i) for i in wanted], found[0].device)
         return Answer(torch.cat(found)[places], scores=scores)
 
-    def _compute(self, batch: ForwardBatch, decoding: Decoding | None) -> Answer:
+    def _compute(self, batch: ForwardBatch, captured: CapturedRunner | None) -> Answer:
         answer = self.eager.run(batch, self.form)
-        if decoding is not None:
-            decoding.learn(batch, answer.logits)
+        if captured is not None:
+            captured.learn(batch, answer.logits)
         return answer
 
-    def encode_media(self, media: Media, names: Names = ()) -> None:
+    def encode_media(self, media: Media, names: AdapterNames = ()) -> None:
         """Encode a prompt's pictures or recordings, with the adapters of its request. The model's attention
         is its own here.
         """
@@ -165,17 +165,17 @@ class Runner:
         adapters = self.eager.adapters
         with nullcontext() if adapters is None else adapters.applied(adapters.of_request(names)):
             self.merger.run(media)
-        if media.rope_deltas and self.decoding is not None and not self.decoding.has_rope_deltas:
-            self.decoding.has_rope_deltas = True
-            self.decoding.forget()
+        if media.rope_deltas and self.captured is not None and not self.captured.has_rope_deltas:
+            self.captured.has_rope_deltas = True
+            self.captured.forget()
 
     def check_captures(self) -> None:
         """See whether the captured steps are still of the model as it is."""
-        if self.decoding is not None:
+        if self.captured is not None:
             with self.eager.pools.memory.lock:
-                self.decoding.check_captures()
+                self.captured.check_captures()
 
     def fuse_projections(self) -> None:
         """Lay the weights as captured steps are to read them."""
-        if self.decoding is not None:
-            self.decoding.fuse_projections()
+        if self.captured is not None:
+            self.captured.fuse_projections()

@@ -18,7 +18,7 @@ from ..model.slots import CROSS
 from ..scheduling import Request, ScheduledBatch, ScheduledRow, SequenceGroup, TokenSequence
 from .eager import Form
 from .forward_batch import ForwardBatch, LastTokens, RowInputs
-from .multimodal.cross import STATES, CrossInputs, trial_inputs, why_not_across
+from .multimodal.cross import STATES, CrossInputs, trial_inputs, why_not_cross
 from .multimodal.encoder import EncoderInput
 from .multimodal.extras import decoder_arguments
 from .probe import distance, far, otherwise, require_numbers, tried
@@ -36,7 +36,7 @@ lengths.
 """
 LONGEST = 512
 """Models for shorter sequences are tried out with short ones everywhere."""
-ACROSS = 5
+CROSS_TOKENS = 5
 """Tokens that cross-attention layers are tried out with."""
 
 
@@ -55,17 +55,17 @@ class Trial:
         """
         self.runner.fuse_projections()
         try:
-            warm = warming(self._eager, self.runner.decoding is not None, self.runner.why_rows is None)
+            warm = warming(self._eager, self.runner.captured is not None, self.runner.why_rows is None)
             with warm as self.runner.warming, without_plans(self._eager.device):
                 if self.runner.warming is not None:
                     weakref.finalize(self, self.runner.warming.stop).atexit = False
-                    if self.runner.decoding is not None:
-                        load_products(self._eager.model, self.runner.decoding.expected_rows())
+                    if self.runner.captured is not None:
+                        load_products(self._eager.model, self.runner.captured.expected_rows())
                 self._compare()
         finally:
             self._eager.unplug()
-        if self.runner.decoding is not None:
-            self.runner.decoding.forget()
+        if self.runner.captured is not None:
+            self.runner.captured.forget()
 
     def _compare(self) -> None:
         """Compute two short sequences without a cache, in pieces on pages, and in pieces beside each other:
@@ -102,27 +102,27 @@ class Trial:
         if self.runner.why_rows is None:
             self.runner.why_rows = self._why_not_flat(rows, whole, cuts)
         if CROSS in self._eager.pools.groups and self._eager.encoder is None:
-            self.runner.why_not_across = why_not_across(self._eager.model) or self._why_not_across(rows, cuts)
-            if self.runner.why_not_across is not None:
+            self.runner.why_not_cross = why_not_cross(self._eager.model) or self._why_not_cross(rows, cuts)
+            if self.runner.why_not_cross is not None:
                 self._eager.pools.drop_cross()
-        if self.runner.decoding is not None:
-            self.runner.decoding.check_compilation(self.runner.why_rows)
+        if self.runner.captured is not None:
+            self.runner.captured.check_compilation(self.runner.why_rows)
 
-    def _why_not_across(self, rows: list[list[int]], cuts: list[list[int]]) -> str | None:
+    def _why_not_cross(self, rows: list[list[int]], cuts: list[list[int]]) -> str | None:
         """Why cross-attention layers do not get what they attend to from the pages. The trial also shows what
         a block of theirs is made of.
         """
         name = type(self._eager.model).__name__
-        like = self._eager.embedded(torch.zeros(1, ACROSS, dtype=torch.long, device=self._eager.device))
-        across = trial_inputs(like, max(map(len, rows)))
+        like = self._eager.embedded(torch.zeros(1, CROSS_TOKENS, dtype=torch.long, device=self._eager.device))
+        cross = trial_inputs(like, max(map(len, rows)))
         try:
-            whole = self._without_cache(rows, across=across)
-            pieces = self._on_pages(rows, "rows", cuts, across)
+            whole = self._without_cache(rows, cross=cross)
+            pieces = self._on_pages(rows, "rows", cuts, cross)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             return f"{name} fails with {STATES} ({type(error).__name__}: {error})"
-        off = self._apart(rows, whole, pieces, across)
+        off = self._apart(rows, whole, pieces, cross)
         if off is None:
             return None
         return f"{name} answers {STATES} differently in pieces (by {off:.1e} of its logits)"
@@ -159,10 +159,10 @@ class Trial:
         return f"in one row with others its sequences get other logits (by {off:.1e} of their size)"
 
     def _without_cache(
-        self, rows: list[list[int]], embedded: bool = False, across: CrossInputs | None = None
+        self, rows: list[list[int]], embedded: bool = False, cross: CrossInputs | None = None
     ) -> torch.Tensor:
         """The logits [rows, vocabulary] after each row, by the model as it is, from ids or from its own
-        embeddings of them. across: what every row attends to.
+        embeddings of them. cross: what every row attends to.
         """
         last = []
         for row in rows:
@@ -176,7 +176,7 @@ class Trial:
                     arguments = {self._eager.encoder.input_name: source.inputs, "decoder_input_ids": ids}
                 if self._eager.takes_positions:
                     arguments["position_ids"] = torch.arange(len(row), device=self._eager.device)[None]
-                part = {} if across is None else across.part(0, len(row), stored=False).arguments
+                part = {} if cross is None else cross.part(0, len(row), stored=False).arguments
                 with decoder_arguments(self._eager.model, part), self._eager.head.in_place():
                     answer = self._eager.model(**arguments, use_cache=False, return_dict=True)
                     self._eager.head.require(answer.logits)
@@ -188,7 +188,7 @@ class Trial:
         rows: list[list[int]],
         right: torch.Tensor,
         found: torch.Tensor,
-        across: CrossInputs | None = None,
+        cross: CrossInputs | None = None,
     ) -> float | None:
         """How far logits after `rows` are from the right ones, if that is more than rounding, which is none
         where the batch may not change it.
@@ -196,9 +196,9 @@ class Trial:
         if self._eager.pools.config.batch_invariant:
             return None if torch.equal(right, found) else distance(right, found)
         dtype = computing_dtype(self._eager.device.type, self._eager.dtype)
-        return far(right, found, dtype, lambda: self._moved(rows, right, across))
+        return far(right, found, dtype, lambda: self._moved(rows, right, cross))
 
-    def _moved(self, rows: list[list[int]], right: torch.Tensor, across: CrossInputs | None) -> float:
+    def _moved(self, rows: list[list[int]], right: torch.Tensor, cross: CrossInputs | None) -> float:
         """How far the logits after `rows` are from the right ones if every embedding is off by what rounding
         may do to it.
 
@@ -212,7 +212,7 @@ class Trial:
 
         hook = self._eager.model.get_input_embeddings().register_forward_hook(shake)  # type: ignore[operator]
         try:
-            return distance(right, self._without_cache(rows, across=across))
+            return distance(right, self._without_cache(rows, cross=cross))
         finally:
             hook.remove()
 
@@ -221,10 +221,10 @@ class Trial:
         rows: list[list[int]],
         form: Form,
         cuts: list[list[int]],
-        across: CrossInputs | None = None,
+        cross: CrossInputs | None = None,
     ) -> torch.Tensor:
         """The logits [rows, vocabulary] after the last of the steps that take row i up to cuts[step][i]
-        tokens; across: what every row attends to.
+        tokens; cross: what every row attends to.
         """
         if self.runner.warming is not None and (form == "flat" or self._eager.pools.config.kernels != "auto"):
             self.runner.warming.wait()  # here the first kernel is launched
@@ -235,8 +235,8 @@ class Trial:
         logits = torch.empty(0, dtype=torch.float32, device=self._eager.device)
         try:
             for ends in cuts:
-                made = [self._row(*each, across) for each in zip(sequences, ends, strict=True)]
-                inputs = {i: self._inputs(row, across) for i, row in enumerate(made)}
+                made = [self._row(*each, cross) for each in zip(sequences, ends, strict=True)]
+                inputs = {i: self._inputs(row, cross) for i, row in enumerate(made)}
                 batch = ForwardBatch(ScheduledBatch().followed_by(made), last_tokens, inputs)
                 with self._eager.pools.memory.lock, torch.no_grad():
                     logits = self._eager.plugged(partial(self._eager.run, batch, form)).logits
@@ -247,10 +247,10 @@ class Trial:
                 sequence.free()
         return logits
 
-    def _row(self, sequence: TokenSequence, end: int, across: CrossInputs | None) -> ScheduledRow:
+    def _row(self, sequence: TokenSequence, end: int, cross: CrossInputs | None) -> ScheduledRow:
         """A row that takes a sequence up to `end` tokens."""
         start = sequence.computed
-        first = 0 if across is None else ACROSS
+        first = 0 if cross is None else CROSS_TOKENS
         if self._eager.encoder is not None and self._source is not None:
             first = self._eager.encoder.length(self._source)
         for group, table in zip(self._eager.pools.groups.values(), sequence.tables, strict=True):
@@ -261,6 +261,6 @@ class Trial:
             append([table], [count])
         return ScheduledRow(sequence, start, end - start, (sequence,))
 
-    def _inputs(self, row: ScheduledRow, across: CrossInputs | None) -> RowInputs:
-        part = None if across is None else across.part(row.start, row.count, stored=bool(row.start))
-        return RowInputs(source=self._source, across=part)
+    def _inputs(self, row: ScheduledRow, cross: CrossInputs | None) -> RowInputs:
+        part = None if cross is None else cross.part(row.start, row.count, stored=bool(row.start))
+        return RowInputs(source=self._source, cross=part)

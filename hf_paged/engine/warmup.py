@@ -21,7 +21,7 @@ from ..model.capture.products import fused_parameters
 from ..model.capture.step import Size, bucket_of
 from ..model.capture.warmup import COMPILED_FOR, attention_shape
 from ..model.ranks.tensor_parallel import heads_here
-from .decoding import WIDTHS
+from .captured import WIDTHS
 from .eager import EagerModel
 
 ROWS = bucket_of(1)

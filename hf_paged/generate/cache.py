@@ -85,13 +85,13 @@ class PagedCache(DynamicCache):
         }
         for group in groups.values():
             group.kept = config.keep_pools
-        across = None
+        own_cross = None
         reference = weakref.ref(model)
         if CROSS in groups and not cross:
-            across = PagedCache.__new__(PagedCache)
+            own_cross = PagedCache.__new__(PagedCache)
             sequences = Sequences(memory, {CROSS: groups.pop(CROSS)})
-            across._adopt(sequences, [slot for slot in slots if slot.kind == CROSS], reference, config)
-        self._adopt(Sequences(memory, groups), slots, reference, config, across)
+            own_cross._adopt(sequences, [slot for slot in slots if slot.kind == CROSS], reference, config)
+        self._adopt(Sequences(memory, groups), slots, reference, config, own_cross)
         if config.prefix_caching and not cross:
             self.reuse = Reuse(self.sequences, config)
 
@@ -107,9 +107,9 @@ class PagedCache(DynamicCache):
 
         Layers of cross attention use those of `cross`.
         """
-        across = iter(() if cross is None else cross.layers)
+        cross_layers = iter(() if cross is None else cross.layers)
         layers = [
-            next(across) if cross is not None and slot.kind == CROSS else slot.open(i, sequences)
+            next(cross_layers) if cross is not None and slot.kind == CROSS else slot.open(i, sequences)
             for i, slot in enumerate(slots)
         ]
         Cache.__init__(self, layers=layers)

@@ -179,7 +179,7 @@ def _attend_pages(
         return None
     if invariant.get() and original_implementation(module.config) == "eager":
         return None  # it rounds between its steps
-    if mask is None and query.shape[2] > 1 and _causal_across(module, key, kwargs):
+    if mask is None and query.shape[2] > 1 and _causal_cross(module, key, kwargs):
         return None
     seen = _seen(query, key, mask, kwargs, forward)
     if seen is None:
@@ -254,7 +254,7 @@ def _seen(
     return Seen(key.first, mask) if fits and mask.shape[2:] == (query.shape[2], key.columns) else None
 
 
-def _causal_across(module: nn.Module, key: LazyPages, kwargs: dict[str, Any]) -> bool:
+def _causal_cross(module: nn.Module, key: LazyPages, kwargs: dict[str, Any]) -> bool:
     """True if stock's cross attention is causal: sdpa's is without a mask, unless its module says no."""
     if key.layer.kind.name != "cross" or _dense_implementation(_setting(module)) != "sdpa":
         return False

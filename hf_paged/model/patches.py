@@ -19,9 +19,9 @@ HOOKS = ("hf_paged.", "transformers.utils.output_capturing")
 MARKS_INPUTS = "enable_input_require_grads.<locals>.make_inputs_require_grads"
 """The hook that trainers of adapters put on embeddings: without gradients it does nothing."""
 WRAPPER = "hf_paged_wrapper"
-Restless = frozenset[tuple[type, str]]
-"""Attributes by kind of module."""
-_restless: weakref.WeakKeyDictionary[nn.Module, Restless] = weakref.WeakKeyDictionary()
+SelfWritten = frozenset[tuple[type, str]]
+"""Attributes that the model's own forwards set, by kind of module."""
+_self_written: weakref.WeakKeyDictionary[nn.Module, SelfWritten] = weakref.WeakKeyDictionary()
 
 
 def only_observes(hook: object) -> bool:
@@ -99,10 +99,10 @@ class LentForward(ReplacedForward):
         return deepcopy(self.own or MethodType(type(self.module).forward, self.module), memo)
 
 
-def note_restless(model: nn.Module, found: Restless) -> None:
+def note_self_written(model: nn.Module, found: SelfWritten) -> None:
     """Attributes that the model's own forwards set: another value is no change by the user."""
-    _restless[model] = restless_of(model) | found
+    _self_written[model] = self_written_of(model) | found
 
 
-def restless_of(model: nn.Module) -> Restless:
-    return _restless.get(model, frozenset())
+def self_written_of(model: nn.Module) -> SelfWritten:
+    return _self_written.get(model, frozenset())

@@ -84,8 +84,8 @@ def slots_of(model: Any, cross: bool) -> list[Slot]:
     """
     config = model.config.get_text_config(decoder=True)
     stock = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
-    across = cross_layers(config)
-    return [Slot.of(layer, cross or i in across) for i, layer in enumerate(stock)]
+    own_cross = cross_layers(config)
+    return [Slot.of(layer, cross or i in own_cross) for i, layer in enumerate(stock)]
 
 
 class StatefulLayer(PagedLayer):

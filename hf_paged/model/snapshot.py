@@ -276,7 +276,7 @@ class ModelSnapshot:
         """The scales that quantized weights are read with now, where they are no parameters or buffers."""
         return [scale for module, weight in self._quantized() for scale in scales_of(module, weight)]
 
-    def set_since(self, before: ModelSnapshot) -> patches.Restless:
+    def set_since(self, before: ModelSnapshot) -> patches.SelfWritten:
         """The settings that differ from those before, by kind of module. Modules with buffers are left out:
         they may note in a forward how long it was (rotary positions).
         """
@@ -285,7 +285,7 @@ class ModelSnapshot:
         found: set[tuple[type, str]] = set()
         for module, kind, settings in zip(self.modules, self._types, self._settings, strict=True):
             was = known.get(id(module), ((), ()))
-            if was != settings and self.is_calm(module) and id(module) not in wrappers:
+            if was != settings and not self.writes_itself(module) and id(module) not in wrappers:
                 old = dict(zip(*was, strict=True))
                 new = dict(zip(*settings, strict=True))
                 names = [name for name in old | new if old.get(name, NOTHING) != new.get(name, NOTHING)]
@@ -305,16 +305,16 @@ class ModelSnapshot:
         """The LoRA layers, by id, where adapters are apart from the model."""
         return set(map(id, self.lora.layers)) if self.lora.apart else set()
 
-    def is_calm(self, module: nn.Module) -> bool:
-        """True if a forward does not set the module's settings."""
-        return module is self.model or not module._buffers
+    def writes_itself(self, module: nn.Module) -> bool:
+        """True if a forward may set the module's settings."""
+        return module is not self.model and bool(module._buffers)
 
     def unchanged(self) -> bool:
         """True if the model is surely as `graph_key` says."""
         return self._places is not None and self._places.unchanged()
 
     def same_settings(self) -> bool:
-        """True if the settings of calm modules, and the parts of all, are surely the same objects."""
+        """True if the settings that no forward sets, and all modules' parts, are surely the same objects."""
         return self._places is not None and self._places.same_settings()
 
     def current(self) -> ModelSnapshot:
@@ -364,18 +364,18 @@ class _Places:
         self._before = self._now()
 
     def _held(self, snapshot: ModelSnapshot) -> tuple[_Held, _Held]:
-        """The settings of calm modules, and everything else."""
-        restless = patches.restless_of(snapshot.model)
+        """The settings that no forward sets, and everything else."""
+        self_written = patches.self_written_of(snapshot.model)
         # Modules of a kind have the same attributes, so few getters are needed.
         groups: dict[tuple[type, tuple[str, ...], bool, bool], list[dict[str, Any]]] = {}
         for module, own, kind, (names, _) in zip(
             self._modules, self._owns, self._types, snapshot._settings, strict=True
         ):
-            groups.setdefault((kind, names, snapshot.is_calm(module), "config" in own), []).append(own)
+            groups.setdefault((kind, names, snapshot.writes_itself(module), "config" in own), []).append(own)
         settings = _Held()
         others = _Held()
-        for (kind, names, calm, has_config), owns in groups.items():
-            watched = [name for name in names if calm and (kind, name) not in restless]
+        for (kind, names, writes, has_config), owns in groups.items():
+            watched = [name for name in names if not writes and (kind, name) not in self_written]
             settings.add_values(watched, owns)
             rest = [name for name in names if name not in watched]
             others.add_values([*rest, "config"] if has_config else rest, owns)

@@ -2,7 +2,7 @@
 tensor.
 """
 
-from .adapter_slots import AdapterSlots, Names
+from .adapter_slots import AdapterNames, AdapterSlots
 from .admission import has_room, why_infeasible
 from .decode_batch import DecodeBatch
 from .forecast import ADMISSIONS, FuturePeak
@@ -15,8 +15,8 @@ from .scheduler import Count, Infeasible, Scheduler
 from .swap import Decide, Victim, never
 
 __all__ = [
-    "ADMISSIONS", "POLICIES", "UNKNOWN", "AdapterSlots", "AnswerLengths", "Count", "Decide",
-    "DecodeBatch", "FuturePeak", "Infeasible", "KVCacheGroup", "Limits", "Names", "Request",
+    "ADMISSIONS", "POLICIES", "UNKNOWN", "AdapterNames", "AdapterSlots", "AnswerLengths", "Count", "Decide",
+    "DecodeBatch", "FuturePeak", "Infeasible", "KVCacheGroup", "Limits", "Request",
     "ScheduledBatch", "ScheduledRow", "Scheduler", "SequenceGroup", "Status", "StepPlan", "Swaps",
     "TokenSequence", "Victim", "has_room", "never", "why_infeasible",
 ]  # fmt: skip

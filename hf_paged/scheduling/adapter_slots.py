@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from ..blocks.pool import expect
 
-Names = tuple[str, ...]
+AdapterNames = tuple[str, ...]
 """The adapters of a request, which are added up; none for the model alone."""
 
 
@@ -19,26 +19,26 @@ class AdapterSlots:
     """
 
     def __init__(
-        self, count: int, load: Callable[[Names, int], None], ready: Callable[[Names], bool]
+        self, count: int, load: Callable[[AdapterNames, int], None], ready: Callable[[AdapterNames], bool]
     ) -> None:
         """load: begins to bring an adapter into a slot. ready: whether it is there and can be used."""
         self.count = count
         self._load = load
         self._ready = ready
-        self._slots: OrderedDict[Names, int] = OrderedDict()
+        self._slots: OrderedDict[AdapterNames, int] = OrderedDict()
         """The least recently used first. Slots that are not here are free: an interrupt can lose none."""
 
-    def __contains__(self, adapter: Names) -> bool:
+    def __contains__(self, adapter: AdapterNames) -> bool:
         return adapter in self._slots
 
-    def __iter__(self) -> Iterator[Names]:
+    def __iter__(self) -> Iterator[AdapterNames]:
         return iter(self._slots)
 
-    def slot(self, adapter: Names) -> int:
+    def slot(self, adapter: AdapterNames) -> int:
         """The slot of an adapter; -1 for the model alone."""
         return self._slots[adapter] if adapter else -1
 
-    def acquire(self, adapter: Names, pinned: Collection[Names]) -> bool:
+    def acquire(self, adapter: AdapterNames, pinned: Collection[AdapterNames]) -> bool:
         """True if a request can run with an adapter now. If it has no slot, it gets one that no `pinned`
         adapter has, and begins to be loaded.
         """
@@ -55,23 +55,23 @@ class AdapterSlots:
         self._slots.move_to_end(adapter)
         return self._ready(adapter)
 
-    def _take(self, pinned: Collection[Names]) -> int | None:
+    def _take(self, pinned: Collection[AdapterNames]) -> int | None:
         taken = set(self._slots.values())
         if len(taken) < self.count:
             return next(slot for slot in range(self.count) if slot not in taken)
         oldest = next((adapter for adapter in self._slots if adapter not in pinned), None)
         return None if oldest is None else self._slots.pop(oldest)
 
-    def release(self, adapter: Names) -> int | None:
+    def release(self, adapter: AdapterNames) -> int | None:
         """Give a slot back: which it was, None if the adapter had none."""
         return self._slots.pop(adapter, None)
 
-    def place(self, adapter: Names, slot: int) -> None:
+    def place(self, adapter: AdapterNames, slot: int) -> None:
         """Let an adapter have a slot that another rank's slots have chosen."""
         self._slots = OrderedDict((other, taken) for other, taken in self._slots.items() if taken != slot)
         self._slots[adapter] = slot
 
-    def check(self, running: Collection[Names]) -> None:
+    def check(self, running: Collection[AdapterNames]) -> None:
         """Recount: no slot is two adapters', and every running adapter has one."""
         slots = set(self._slots.values())
         expect(len(slots) == len(self._slots), "a slot belongs to two adapters")

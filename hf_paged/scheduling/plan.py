@@ -115,7 +115,7 @@ class ScheduledBatch:
         return tuple(map(ScheduledRow, self.sequences, self.starts, self.counts, self.samples))
 
     @property
-    def rows_behind(self) -> tuple[ScheduledRow, ...]:
+    def other_rows(self) -> tuple[ScheduledRow, ...]:
         """The rows after those of the decode batch, one by one."""
         return self.rows[self.decodes :] if len(self.sequences) > self.decodes else ()
 

@@ -7,7 +7,7 @@ from enum import Enum
 
 from ..blocks import BlockTable, Prompt
 from ..blocks.pool import NOWHERE
-from .adapter_slots import Names
+from .adapter_slots import AdapterNames
 from .limits import KVCacheGroup
 
 UNKNOWN = -1
@@ -46,7 +46,7 @@ class Request:
     source: int = 0
     batchable: bool = True
     source_key: bytes = b""
-    adapter: Names = ()
+    adapter: AdapterNames = ()
     adapter_key: bytes = b""
     scored: int = 0
     tenant: str = ""

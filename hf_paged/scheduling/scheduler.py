@@ -21,14 +21,14 @@ from ..blocks import (
     reorder,
 )
 from ..blocks.pool import expect
-from .adapter_slots import AdapterSlots, Names
+from .adapter_slots import AdapterNames, AdapterSlots
 from .admission import Candidate, SchedulerState, why_infeasible
 from .audit import check_groups, check_kv_groups
 from .decode_batch import DecodeBatch
-from .draft import Draft, Steps, fit, share, to_sample
 from .forecast import ADMISSIONS, FuturePeak
 from .limits import KVCacheGroup, Limits
 from .plan import ScheduledRow, StepPlan, Swaps
+from .plan_builder import PlanBuilder, Steps, fit, share, to_sample
 from .policy import POLICIES
 from .request import NO_ROW, Request, SequenceGroup, Status, TokenSequence
 from .swap import Decide, Swapping, never
@@ -265,19 +265,19 @@ class Scheduler:
 
     def _plan(self) -> StepPlan:
         """A step that takes blocks, or in which groups come and go."""
-        draft = Draft(len(self.kv_groups), self.limits.tokens)
+        builder = PlanBuilder(len(self.kv_groups), self.limits.tokens)
         steps: list[Steps] = []
         if self._others or self.decode_batch.growing:
-            steps = self._make_room(draft)
-        draft.batch = self.decode_batch.step()
-        draft.room -= draft.batch.decodes
+            steps = self._make_room(builder)
+        builder.batch = self.decode_batch.step()
+        builder.room -= builder.batch.decodes
         for of_group in steps:
-            self._take(draft, of_group)
-        if (self.preempted or self.waiting) and not draft.preempted:
-            self._admit(draft)
-        return draft.plan(self.swapping.plan() if self.swapping.moves else Swaps())
+            self._take(builder, of_group)
+        if (self.preempted or self.waiting) and not builder.preempted:
+            self._admit(builder)
+        return builder.plan(self.swapping.plan() if self.swapping.moves else Swaps())
 
-    def _make_room(self, draft: Draft) -> list[Steps]:
+    def _make_room(self, builder: PlanBuilder) -> list[Steps]:
         """Preempt groups until every pool has the blocks of the step: the steps of those outside the decode
         batch.
         """
@@ -285,7 +285,7 @@ class Scheduler:
         while last := self._victim(steps):
             self.preempt(last)
             last.setbacks += 1
-            draft.preempted.append(last)
+            builder.preempted.append(last)
             steps = share(self._others, self.limits.tokens - len(self.decode_batch))
         return steps
 
@@ -321,7 +321,7 @@ class Scheduler:
         for sequence in batch.sequences[: batch.decodes]:
             if not without or sequence.group not in without:
                 sequence.computed += 1
-        for sequence, start, count, _ in batch.rows_behind if len(batch.sequences) > batch.decodes else ():
+        for sequence, start, count, _ in batch.other_rows if len(batch.sequences) > batch.decodes else ():
             group = sequence.group
             if group in without:
                 continue
@@ -346,7 +346,7 @@ class Scheduler:
         for sequence, end in batch.full:
             if sequence.computed >= end and sequence.group not in without:
                 self._name(sequence, end)
-        for sequence, start, count, _ in batch.rows_behind if len(batch.sequences) > batch.decodes else ():
+        for sequence, start, count, _ in batch.other_rows if len(batch.sequences) > batch.decodes else ():
             group = sequence.group
             end = start + count
             if group.in_flight and end >= group.common and sequence.computed >= end and group not in without:
@@ -412,31 +412,33 @@ class Scheduler:
             heappush(self._free_rows, sequence.row)
             sequence.row = NO_ROW
 
-    def _take(self, draft: Draft, steps: Steps) -> None:
-        """Enter the steps in the tables and in the draft."""
+    def _take(self, builder: PlanBuilder, steps: Steps) -> None:
+        """Enter the steps in the tables and in the plan."""
         ones = all(count == 1 for _, count in steps)
         for i, kv_group in enumerate(self.kv_groups):
             tables = [sequence.tables[i] for sequence, _ in steps]
             if ones and kv_group.kind.grows:
                 now = kv_group.pool.tick()
-                draft.copies[i] += [
+                builder.copies[i] += [
                     copy for copy in [table.step(now) for table in tables] if copy is not None
                 ]
             else:
-                draft.copies[i] += append(tables, [sequence.growth(i, count) for sequence, count in steps])
+                builder.copies[i] += append(tables, [sequence.growth(i, count) for sequence, count in steps])
         for sequence, count in steps:
-            draft.rows.append(ScheduledRow(sequence, sequence.computed, count, to_sample(sequence, count)))
-            draft.room -= count
+            builder.rows.append(ScheduledRow(sequence, sequence.computed, count, to_sample(sequence, count)))
+            builder.room -= count
 
-    def _admit(self, draft: Draft) -> None:
+    def _admit(self, builder: PlanBuilder) -> None:
         """Admit groups for which there is room: preempted ones first, and new ones only when all of these run
         (C28), or wait for nothing but an adapter (C33) or their tenant's share (C43).
         """
         pinned = set() if self.adapters is None else {group.request.adapter for group in self.running}
-        if self._admit_from(self.preempted, draft, pinned):
-            self._admit_from(self.waiting, draft, pinned)
+        if self._admit_from(self.preempted, builder, pinned):
+            self._admit_from(self.waiting, builder, pinned)
 
-    def _admit_from(self, queue: list[SequenceGroup], draft: Draft, pinned: set[Names]) -> bool:
+    def _admit_from(
+        self, queue: list[SequenceGroup], builder: PlanBuilder, pinned: set[AdapterNames]
+    ) -> bool:
         """Admit groups of a queue: whether later queues may go on. pinned: the adapters that keep their
         slots.
         """
@@ -444,13 +446,13 @@ class Scheduler:
         others_may = True
         waited = False
         while passed < len(queue):
-            if draft.room <= 0 or self._taken >= self.limits.sequences:
+            if builder.room <= 0 or self._taken >= self.limits.sequences:
                 return False
             group = queue[passed]
             if group.awaits_tokens:
                 return False
             tenant = group.request.tenant
-            if tenant in draft.held_back:
+            if tenant in builder.held_back:
                 passed += 1
                 continue
             adapter = group.request.adapter
@@ -467,7 +469,7 @@ class Scheduler:
                 passed += 1
                 others_may = False
                 continue
-            state = self._state(draft.room)
+            state = self._state(builder.room)
             candidate = self._candidate(group, found)
             if state.taken + len(group.sequences) > self.limits.sequences:
                 return False
@@ -481,14 +483,14 @@ class Scheduler:
             if not fits and not self._fits_but_for_shares(candidate, state):
                 return False  # no request overtakes another for memory (C12)
             late = not fits and self.running  # where nothing runs it takes the blocks
-            if late or (draft.held_back and self._exceeds(candidate)):
+            if late or (builder.held_back and self._exceeds(candidate)):
                 self.counts["held_back"] += 1
-                draft.held_back.add(tenant)
+                builder.held_back.add(tenant)
                 passed += 1  # it keeps its place, and tenants within their shares do not wait
                 continue
             del queue[passed]
             self.admission.enter(candidate, state)
-            self._start(draft, group, found)
+            self._start(builder, group, found)
         return others_may
 
     def _fits_but_for_shares(self, candidate: Candidate, state: SchedulerState) -> bool:
@@ -506,7 +508,7 @@ class Scheduler:
         pools = zip(self.kv_groups, candidate.needs, candidate.blocks, strict=True)
         return any(each.pool.shares(tenant).over(tenant, need - len(hits)) for each, need, hits in pools)
 
-    def _has_adapter(self, adapter: Names, pinned: set[Names]) -> bool:
+    def _has_adapter(self, adapter: AdapterNames, pinned: set[AdapterNames]) -> bool:
         """True if a group can run with an adapter now. A slot that it may have is for no later group."""
         assert self.adapters is not None
         there = self.adapters.acquire(adapter, pinned)
@@ -544,8 +546,8 @@ class Scheduler:
         if full < len(names) and self._in_flight[names[full]]:
             return None
         # What it attends to across is made anew.
-        across = [Match([], [])] * (len(self.kv_groups) - len(self._growing))
-        return [lookup.take(reached) for lookup in lookups] + across
+        cross = [Match([], [])] * (len(self.kv_groups) - len(self._growing))
+        return [lookup.take(reached) for lookup in lookups] + cross
 
     def _shares(self, group: SequenceGroup) -> bool:
         """True if a group takes prefixes of others, and leaves its own."""
@@ -572,13 +574,13 @@ class Scheduler:
             found[0].tokens(self.kv_groups[0].pool.block_size),
         )
 
-    def _start(self, draft: Draft, group: SequenceGroup, found: list[Match]) -> None:
+    def _start(self, builder: PlanBuilder, group: SequenceGroup, found: list[Match]) -> None:
         if group.swapped:
             self.counts["swapped_in"] += 1
             self.counts["blocks_in"] += self.swapping.bring_back(group)
             computed = len(group.leader.tables[0].digests) if group.leader.computed < group.common else None
         else:
-            computed = self._adopt(draft, group, found)
+            computed = self._adopt(builder, group, found)
         if self._shares(group) and computed is not None:
             group.in_flight = group.names()[computed:]
             self._in_flight.update(group.in_flight)
@@ -590,18 +592,18 @@ class Scheduler:
         self.counts["admissions"] += 1
         if self.kv_groups[0].pool.block_size == 1:
             group.seek_runs()
-        draft.admitted.append(group)
-        steps = group.advance(draft.room)
+        builder.admitted.append(group)
+        steps = group.advance(builder.room)
         if not fit(self.kv_groups, [steps]):
             raise AssertionError(f"{group!r} was let in and its first step does not fit")
-        self._take(draft, steps)
+        self._take(builder, steps)
 
-    def _adopt(self, draft: Draft, group: SequenceGroup, found: list[Match]) -> int:
+    def _adopt(self, builder: PlanBuilder, group: SequenceGroup, found: list[Match]) -> int:
         """Let a group begin with what was found: how many of its full blocks that is."""
         leader = group.leader
         for i, (table, each) in enumerate(zip(leader.tables, found, strict=True)):
             adopt(table, each)
-            draft.detach(i, table)
+            builder.detach(i, table)
         leader.computed = leader.tables[0].length
         if group.status is Status.WAITING:
             group.cached_tokens = leader.computed

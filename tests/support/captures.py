@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_paged.engine import Engine
-from hf_paged.engine import decoding as engine_side
+from hf_paged.engine import captured as engine_side
 from hf_paged.model.capture import pool as both_sides
 from hf_paged.model.capture import replay as generate_side
 from hf_paged.model.capture import step as one_step
@@ -40,8 +40,8 @@ def pool_of(of: Any) -> CapturePool:
     """The captured steps of a model in generate(), or of an engine."""
     if not isinstance(of, Engine):
         return captures_of(of).pool
-    assert of.runner.decoding is not None
-    return of.runner.decoding.captures
+    assert of.runner.captured is not None
+    return of.runner.captured.captures
 
 
 def counts(of: Any) -> Counter[str]:
@@ -68,7 +68,7 @@ def drop(of: Any) -> None:
 
 def notice(engine: Engine) -> None:
     """Have an engine read its model's state, as a capture does."""
-    engine.runner.decoding.check_captures()  # type: ignore[union-attr]
+    engine.runner.captured.check_captures()  # type: ignore[union-attr]
 
 
 def sizes(engine: Engine, form: str) -> set[int]:
@@ -88,7 +88,7 @@ def compiled(engine: Engine) -> int:
 
 def why_not_compiled(engine: Engine) -> str | None:
     """Why an engine compiles no layers any more."""
-    return engine.runner.decoding.compilation.why_not  # type: ignore[union-attr]
+    return engine.runner.captured.compilation.why_not  # type: ignore[union-attr]
 
 
 def logits_of(engine: Engine) -> list[torch.Tensor]:

@@ -35,5 +35,5 @@ def assert_own_logprobs(model: Any, output: Any) -> None:
         found = torch.tensor([note.logprob for note in sequence.logprobs], device=DEVICE)
         chosen = right.gather(1, torch.tensor(sequence.token_ids, device=DEVICE)[:, None])[:, 0]
         assert float((found - chosen).abs().max()) <= bound
-        best = torch.tensor([note.favourites[0][1] for note in sequence.logprobs], device=DEVICE)
+        best = torch.tensor([note.top_logprobs[0][1] for note in sequence.logprobs], device=DEVICE)
         assert float((best - right.amax(-1)).abs().max()) <= bound

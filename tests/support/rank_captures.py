@@ -43,7 +43,7 @@ def kernels_that_are_ready_later_on_one_rank(rank: int) -> None:
     def is_ready(runner: Runner, size: Any) -> bool:
         asked.append(rank == 0 or len(asked) >= 4)
         if not asked[-1] or len(asked) < 5:
-            assert not runner.decoding or not len(runner.decoding.captures)
+            assert not runner.captured or not len(runner.captured.captures)
         return asked[-1]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -13,10 +13,10 @@ from operator import le
 
 from hf_paged.blocks import BlockPool, Cross, Full, Window
 from hf_paged.scheduling import (
+    AdapterNames,
     AdapterSlots,
     KVCacheGroup,
     Limits,
-    Names,
     Request,
     Scheduler,
     SequenceGroup,
@@ -121,8 +121,8 @@ class Simulated:
         ]
         if self.encoders is not None:
             kv_groups.append(KVCacheGroup(Cross(), self.encoders, self.hosts[-1]))
-        self.held: dict[int, Names] = {}
-        self.loading: dict[Names, int] = {}
+        self.held: dict[int, AdapterNames] = {}
+        self.loading: dict[AdapterNames, int] = {}
         adapters = None if self.slots is None else AdapterSlots(self.slots, self.load, self.is_there)
         options = {
             "admission": self.admission,
@@ -210,13 +210,13 @@ class Simulated:
 
     # ---- the model
 
-    def load(self, names: Names, slot: int) -> None:
+    def load(self, names: AdapterNames, slot: int) -> None:
         """What was in the slot is no running group's."""
         assert self.held.get(slot) not in {group.request.adapter for group in self.scheduler.running}
         self.held[slot] = names
         self.loading[names] = self.delay()
 
-    def is_there(self, names: Names) -> bool:
+    def is_there(self, names: AdapterNames) -> bool:
         self.loading[names] -= 1
         return self.loading[names] < 0
 
@@ -259,7 +259,7 @@ class Simulated:
         self.computed += count
         right = values_of(sequence.tokens[: start + count], self.salt_of(sequence.group.request))
         if self.encoders is not None:
-            self.attend_across(sequence)
+            self.cross_attend(sequence)
         for table, store, window in zip(
             sequence.tables, self.stores, self.windows, strict=self.encoders is None
         ):
@@ -275,7 +275,7 @@ class Simulated:
         key = request.source_key + request.adapter_key
         return self.salt + int.from_bytes(key, "big")
 
-    def attend_across(self, sequence: TokenSequence) -> None:
+    def cross_attend(self, sequence: TokenSequence) -> None:
         """What it attends to is written in its first forward, behind a hit too, and is there in later ones."""
         table, request = sequence.tables[-1], sequence.group.request
         assert table.length == request.source

@@ -58,7 +58,7 @@ class CrossMedia(Media):
     def __init__(self, inputs: dict[str, Any], ids: tuple[int, ...], key: bytes, length: int) -> None:
         """length: the tokens that the model makes of all pictures."""
         self.length = length
-        self.across: CrossInputs | None = None
+        self.cross: CrossInputs | None = None
         """The decoder's cross-attention inputs; states are dropped once keys and values are in the pages."""
         super().__init__(inputs, ids, (), key)
         self.rope_deltas = ()
@@ -82,19 +82,19 @@ class CrossMedia(Media):
         """True if the media must be encoded before these tokens are computed; begun: whether the sequence's
         keys and values across are in the pages.
         """
-        return self.across is None or not (begun or self.across.states)
+        return self.cross is None or not (begun or self.cross.states)
 
     def spent(self, start: int, count: int) -> bool:
         """True if encoder output can be dropped after these tokens."""
-        return self.across is not None and bool(self.across.states)
+        return self.cross is not None and bool(self.cross.states)
 
     def forget_spent(self) -> None:
         """Drop the states, which are in the pages now; the masks are needed by every later token."""
-        if self.across is not None:
-            self.across = CrossInputs({}, self.across.rows)
+        if self.cross is not None:
+            self.cross = CrossInputs({}, self.cross.rows)
 
     def forget(self) -> None:
-        self.across = None
+        self.cross = None
 
     def ids_of(self, start: int, tokens: list[int]) -> list[int]:
         """The token ids of a sequence's tokens from `start` on, for which the scheduler has names."""
@@ -140,7 +140,7 @@ def longest_picture(model: Any) -> int | None:
     return tiles * ((size // patch) ** 2 + 1)
 
 
-def why_not_across(model: Any) -> str | None:
+def why_not_cross(model: Any) -> str | None:
     """Why a model's cross-attention layers cannot be given pictures; None if they can."""
     name = type(model).__name__
     decoder = type(model.get_decoder()).__name__

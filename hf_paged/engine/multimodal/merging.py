@@ -76,7 +76,7 @@ class Merger:
         try:
             with torch.no_grad(), _as_before(self._model):
                 if isinstance(media, CrossMedia):
-                    media.across = self._across(media)
+                    media.cross = self._cross(media)
                 else:
                     media.made = self._made(media)
         except Unservable as reason:
@@ -122,7 +122,7 @@ class Merger:
             self._rope_deltas.popitem(last=False)
         return merged[0]
 
-    def _across(self, media: CrossMedia) -> CrossInputs:
+    def _cross(self, media: CrossMedia) -> CrossInputs:
         """The decoder's cross-attention inputs; its tokens must be those of text."""
         name = type(self._model).__name__
         ids = list(media.ids)
@@ -144,11 +144,11 @@ class Merger:
                 f"{media.length} tokens to attend to and masks of {len(ids)}; use generate()"
             )
         if media.kind not in self._held:
-            self._hold_across(media, found)
+            self._hold_cross(media, found)
             self._held.add(media.kind)
         return found
 
-    def _hold_across(self, media: CrossMedia, found: CrossInputs) -> None:
+    def _hold_cross(self, media: CrossMedia, found: CrossInputs) -> None:
         """Raise unless the prompt's tokens with these inputs lead to the first logits of generate()."""
         eager = self._eager
         right, sequence = self._first_logits(media)

@@ -13,13 +13,13 @@ from typing import Literal, NamedTuple, overload
 FinishReason = Literal["stop", "length", "abort", "refused", "error"]
 TROUBLE: tuple[FinishReason, ...] = ("refused", "error", "abort")
 FIRST = 4
-"""The numbers of a token before those of the favourites beside it."""
+"""The numbers of a token before those of the top tokens beside it."""
 
 
 class TokenLogprob(NamedTuple):
     """The log-probability of a token, before any processor.
 
-    favourites: the top tokens in its place and their log-probabilities, as many as were requested.
+    top_logprobs: the top tokens in its place and their log-probabilities, as many as were requested.
     processed: the logprob after penalties, temperature and cuts, which it was chosen from; None of a beam.
     kept: the share of the probability, after penalties and temperature, that top_k, top_p and min_p left to
         choose from: without them the logprob would be `processed + log(kept)`. 1 without cuts; None of a
@@ -28,9 +28,15 @@ class TokenLogprob(NamedTuple):
 
     token_id: int
     logprob: float
-    favourites: tuple[tuple[int, float], ...] = ()
+    top_logprobs: tuple[tuple[int, float], ...] = ()
     processed: float | None = None
     kept: float | None = None
+
+    @property
+    def favourites(self) -> tuple[tuple[int, float], ...]:
+        """The older name of `top_logprobs`."""
+        warnings.warn("favourites is now top_logprobs", DeprecationWarning, stacklevel=2)
+        return self.top_logprobs
 
 
 class TokenLogprobs(Sequence[TokenLogprob]):
@@ -40,12 +46,12 @@ class TokenLogprobs(Sequence[TokenLogprob]):
     and again.
 
     A row of numbers for each token: the token, its logprob, its logprob as it was chosen and the share that
-    cuts left (NaN for None); then the logprobs of the favourites, the best first, and their ids.
+    cuts left (NaN for None); then the logprobs of the top tokens, the best first, and their ids.
     """
 
-    def __init__(self, favourites: int = 0, notes: Iterable[TokenLogprob] = ()) -> None:
-        self._favourites = favourites
-        self._width = FIRST + 2 * favourites
+    def __init__(self, top_logprobs: int = 0, notes: Iterable[TokenLogprob] = ()) -> None:
+        self._top_logprobs = top_logprobs
+        self._width = FIRST + 2 * top_logprobs
         self._numbers = array("d")
         for note in notes:
             self.append(note)
@@ -82,16 +88,16 @@ class TokenLogprobs(Sequence[TokenLogprob]):
     def append(self, note: TokenLogprob) -> None:
         """Add what is known of the next token."""
         numbers = [nan if each is None else each for each in (note.processed, note.kept)]
-        ids, logprobs = zip(*note.favourites, strict=True) if note.favourites else ((), ())
+        ids, logprobs = zip(*note.top_logprobs, strict=True) if note.top_logprobs else ((), ())
         self._numbers.extend(chain((note.token_id, note.logprob), numbers, logprobs, ids))
 
-    def writer(self, favourites: int) -> Callable[[list[float]], None]:
-        """The writer of the next token's row, which may be beside more favourites than are wanted here."""
+    def writer(self, top_logprobs: int) -> Callable[[list[float]], None]:
+        """The writer of the next token's row, which may be beside more top tokens than are wanted here."""
         write = self._numbers.fromlist
-        own, ids = FIRST + self._favourites, FIRST + favourites
+        own, ids = FIRST + self._top_logprobs, FIRST + top_logprobs
         if own == ids:
             return write
-        return lambda row: write(row[:own] + row[ids : ids + self._favourites])
+        return lambda row: write(row[:own] + row[ids : ids + self._top_logprobs])
 
     def crop(self, tokens: int) -> None:
         """Keep those of the first tokens."""
@@ -99,14 +105,14 @@ class TokenLogprobs(Sequence[TokenLogprob]):
 
     def copy(self) -> TokenLogprobs:
         """The same, which does not grow with these."""
-        copied = TokenLogprobs(self._favourites)
+        copied = TokenLogprobs(self._top_logprobs)
         copied._numbers = self._numbers[:]
         return copied
 
     def _note(self, place: int) -> TokenLogprob:
         begin = place * self._width
         token, logprob, processed, kept, *others = self._numbers[begin : begin + self._width]
-        half = self._favourites
+        half = self._top_logprobs
         pairs = tuple(zip(map(int, others[half:]), others[:half], strict=True))
         told = (None if each != each else each for each in (processed, kept))
         return TokenLogprob(int(token), logprob, pairs, *told)

@@ -30,13 +30,13 @@ class Stream:
     """
 
     def __init__(
-        self, index: int, tokenizer: Any, whole: bool, favourites: int = 0, stop: Stop | None = None
+        self, index: int, tokenizer: Any, whole: bool, top_logprobs: int = 0, stop: Stop | None = None
     ) -> None:
         self.index = index
         self.whole = whole
         self.so_far: list[int] = []
         """Its tokens until it ends; the last one comes with its end."""
-        self.logprobs = TokenLogprobs(favourites)
+        self.logprobs = TokenLogprobs(top_logprobs)
         self.score: float | None = None
         self.trouble: BaseException | None = None
         """Why there is no text, or no more of it."""

@@ -135,8 +135,8 @@ def tried_alike(ranks: Ranks, runner: Runner) -> Iterator[None]:
         group.on_ranks = True
         group.kept = bool(group.kept)  # whether pools fit beside training is a question of each rank's memory
     yield
-    if runner.decoding is not None:
-        runner.decoding.captures.join(ranks.least, ranks.same, ranks.model_group)
+    if runner.captured is not None:
+        runner.captured.captures.join(ranks.least, ranks.same, ranks.model_group)
     reasons = ranks.gather((runner.why_rows, runner.why_no_embeddings))
     runner.why_rows = next((rows for rows, _ in reasons if rows is not None), None)
     runner.why_no_embeddings = next((why for _, why in reasons if why is not None), None)
@@ -147,15 +147,15 @@ def compare_models(ranks: Ranks, changed: bool, runner: Runner, adapters: Engine
     one that ranks have not looked at together; and drop their captured steps if one has dropped some alone.
     """
     checks = runner.eager.checks
-    decoding = runner.decoding
-    drops = 0 if decoding is None else decoding.captures.drops
-    moved = decoding is not None and decoding.moved()
+    captured = runner.captured
+    drops = 0 if captured is None else captured.captures.drops
+    moved = captured is not None and captured.moved()
     changed, foreign, moved, differ = ranks.any(
         changed, checks.foreign_forward, moved, agreed=adapters.agreement(), number=drops
     )
     checks.foreign_on_a_rank = foreign
     checks.looks_together = foreign or moved
-    if decoding is not None and differ:
-        decoding.forget()
-        decoding.captures.drops = 0
+    if captured is not None and differ:
+        captured.forget()
+        captured.captures.drops = 0
     return changed

@@ -12,7 +12,7 @@ import torch
 
 from ...blocks import OutOfBlocks
 from ...model.lora import LowRank
-from ...scheduling import Names, SequenceGroup, StepPlan
+from ...scheduling import AdapterNames, SequenceGroup, StepPlan
 from ..executor import EngineParts
 from ..forward_batch import Answer, ForwardBatch
 from ..multimodal.cross import CrossMedia
@@ -35,7 +35,7 @@ class Leader(Ranked):
         self.pools = pools = parts.runner.eager.pools
         self._adapters = parts.adapters
         self._adapter_changes = 0
-        self._places: dict[int, Names] = {}
+        self._places: dict[int, AdapterNames] = {}
         """The slots that the other ranks know of."""
         self._numbers: set[int] = set()
         """The adapters that they were given."""

@@ -99,7 +99,7 @@ class StepEncoder:
         """groups: how many pools there are."""
         self._shared = shared
         self._groups = groups
-        self._across: dict[int, tuple[int, list[int]]] = {}
+        self._cross: dict[int, tuple[int, list[int]]] = {}
         """By row the length and the blocks of the last table across that was written."""
         self._tables: tuple[BlockTableArray, ...] = ()
         self._columns: tuple[array[int], ...] = ()
@@ -143,14 +143,14 @@ class StepEncoder:
         some = any(row.prompt is not None or row.positions is not None for row in batch.inputs.values())
         out.append(some)
         if not some:
-            self._across.clear()
+            self._cross.clear()
         for i in range(batch.rows.decodes, len(batch.rows)) if some else ():
             sequence = batch.rows.sequences[i]
             row = SentRow.of(batch.inputs.get(i, PLAIN), sequence)
-            across = row.length, list(row.blocks or ())
-            if across == self._across.get(sequence.row):
+            cross = row.length, list(row.blocks or ())
+            if cross == self._cross.get(sequence.row):
                 row = row._replace(blocks=None)
-            self._across[sequence.row] = across
+            self._cross[sequence.row] = cross
             row.write(out, 0 if row.inputs.prompt is None else self._shared.of(sequence.group))
 
     def _write_adapters(self, out: array[int], batch: ForwardBatch, news: AdapterNews) -> None:
@@ -263,7 +263,7 @@ class StepDecoder:
             if given is not None:
                 read = SentRow.read(given, self.prompts, row.start, rows.counts[i])
             if read.blocks is not None:
-                row.across = [self._across(read.blocks, read.length)] if read.length else []
+                row.cross = [self._cross(read.blocks, read.length)] if read.length else []
             # Which tokens are scored is rank 0's; how many makes the shape of what all ranks compute.
             scores = Scored([0] * count, 0) if count else None
             inputs[i] = read.inputs._replace(ids=known, scored=scores)
@@ -272,7 +272,7 @@ class StepDecoder:
 
     def tables(self, row: _RankRow) -> tuple[BlockTable, ...]:
         """A row's tables in this step, as far as its tokens read them."""
-        return tuple([self._table(number, row) for number in range(len(self._tables))] + row.across)
+        return tuple([self._table(number, row) for number in range(len(self._tables))] + row.cross)
 
     def _table(self, number: int, row: _RankRow) -> BlockTable:
         pool = list(self._pools.own.values())[number].pool
@@ -280,14 +280,14 @@ class StepDecoder:
         blocks = self._tables[number].read(row.row, released, pool.blocks_for(row.end) - released)
         return _read_only(pool, blocks.tolist(), row.end, released)
 
-    def _across(self, blocks: Sequence[int], length: int) -> BlockTable:
+    def _cross(self, blocks: Sequence[int], length: int) -> BlockTable:
         return _read_only(self._pools.groups[CROSS].pool, list(blocks), length)
 
 
 class _RankRow(TokenSequence):
     """A sequence of rank 0's, as far as a forward reads it."""
 
-    __slots__ = ("_decoder", "across", "end", "start")
+    __slots__ = ("_decoder", "cross", "end", "start")
 
     def __init__(self, row: int, decoder: StepDecoder) -> None:
         self.row = row
@@ -295,7 +295,7 @@ class _RankRow(TokenSequence):
         self.end = 0
         self.tokens = []
         self.computed = 0
-        self.across: list[BlockTable] = []
+        self.cross: list[BlockTable] = []
         """The table of what it attends to across, if there is any."""
         self._decoder = decoder
 
@@ -330,7 +330,7 @@ def _ids_behind(batch: ForwardBatch) -> list[int]:
     any.
     """
     found: list[int] = []
-    for i, row in enumerate(batch.rows.rows_behind, batch.rows.decodes):
+    for i, row in enumerate(batch.rows.other_rows, batch.rows.decodes):
         known = row.tokens
         if batch.inputs.get(i, PLAIN).prompt is not None:  # names of up to 64 bits
             known = [max(token, 0) for token in known]

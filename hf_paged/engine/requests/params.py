@@ -24,7 +24,7 @@ from ..multimodal.encoder import EncoderInput
 from ..multimodal.media import Media, marks_of, media_arguments
 from ..sampling.grammar import GrammarProcessor
 from ..sampling.penalties import with_penalties
-from ..sampling.rules import Recipe, recipe_of
+from ..sampling.rules import ProcessorPlan, processor_plan_of
 from ..sampling.warp import Warp
 from ..support import longest
 from .openai import OpenAIParams, take_openai_options
@@ -77,10 +77,10 @@ class RequestParams:
     max_length: of a sequence, as the scheduler counts it.
     processors and criteria: those that do not run for the whole batch at once; criteria without those about
     length and end-of-sequence tokens.
-    favourites: how many are reported beside each token, scored: beside each token of the prompt; None for no
-        logprobs.
-    recipe: what the processors do to scores, if they run for the whole batch at once, and beside it the
-    grammar that the answers follow.
+    top_logprobs: how many are reported beside each token, scored: beside each token of the prompt; None for
+        no logprobs.
+    processor_plan: what the processors do to scores, if they run for the whole batch at once, and beside it
+    the grammar that the answers follow.
     slow: the names of the processors that run for this request alone.
     stop: the strings that end its answers, and are no part of their texts.
     """
@@ -96,9 +96,9 @@ class RequestParams:
     ends: frozenset[int]
     max_length: int
     seed: int
-    favourites: int | None
+    top_logprobs: int | None
     scored: int | None
-    recipe: Recipe | None
+    processor_plan: ProcessorPlan | None
     grammar: GrammarProcessor | None
     slow: tuple[str, ...]
     stop: Stop | None
@@ -125,18 +125,18 @@ class RequestParams:
 
     @property
     def warp(self) -> Warp | None:
-        """The parts of the recipe that take other numbers for every row."""
-        return None if self.recipe is None else self.recipe.warp
+        """The parts of the processor plan that take other numbers for every row."""
+        return None if self.processor_plan is None else self.processor_plan.warp
 
     @property
     def has_rules(self) -> bool:
         """True if it has processors that run for the rows of all requests at once."""
-        return self.recipe is not None and any(self.recipe[1:])
+        return self.processor_plan is not None and any(self.processor_plan[1:])
 
     @property
     def on_device(self) -> bool:
         """True if its tokens are chosen on the device, with those of others: the host gets them later."""
-        return self.recipe is not None and self.grammar is None
+        return self.processor_plan is not None and self.grammar is None
 
     @property
     def batchable(self) -> bool:
@@ -275,7 +275,7 @@ def read_request(
     others = StoppingCriteriaList(
         each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria)
     )
-    grammar, recipe, slow = _recipe(config, processors)
+    grammar, processor_plan, slow = _processor_plan(config, processors)
     return RequestParams(
         given.names,
         given.tokens,
@@ -288,9 +288,9 @@ def read_request(
         own_ends.union(*(ends_of(tensor) for tensor in at_tokens if tensor is not config._eos_token_tensor)),
         min(lengths) - len(given.tokens) + len(given.names),
         _seed(seed, drawn=bool(config.do_sample)),
-        _favourites("logprobs", logprobs, model),
+        _top_logprobs("logprobs", logprobs, model),
         _scored(prompt_logprobs, model, given),
-        recipe,
+        processor_plan,
         grammar,
         slow,
         options.stops.stop(tokenizer, asked.stop, config.min_new_tokens or 0),
@@ -334,19 +334,19 @@ def _criteria(model: Any, config: Any, tokenizer: Any, given: Any, options: Opti
     return criteria
 
 
-def _recipe(
+def _processor_plan(
     config: Any, processors: LogitsProcessorList
-) -> tuple[GrammarProcessor | None, Recipe | None, tuple[str, ...]]:
-    """The processors as a grammar and a recipe, or the names of those that run for the request alone: all of
-    a beam search.
+) -> tuple[GrammarProcessor | None, ProcessorPlan | None, tuple[str, ...]]:
+    """The processors as a grammar and a plan, or the names of those that run for the request alone: all of a
+    beam search.
     """
     if (config.num_beams or 1) > 1:
         return None, None, tuple([type(each).__name__ for each in processors])
     grammars = [each for each in processors if isinstance(each, GrammarProcessor)]
     # What a grammar forbids stays forbidden, wherever its mask stands before the cuts.
     others = [each for each in processors if len(grammars) != 1 or each is not grammars[0]]
-    recipe, slow = recipe_of(others, sampled=bool(config.do_sample))
-    return grammars[0] if recipe is not None and grammars else None, recipe, tuple(slow)
+    plan, slow = processor_plan_of(others, sampled=bool(config.do_sample))
+    return grammars[0] if plan is not None and grammars else None, plan, tuple(slow)
 
 
 def _beside(keywords: dict[str, Any], shown: dict[str, Any]) -> dict[str, Any]:
@@ -462,7 +462,7 @@ def _seed(seed: int | None, drawn: bool) -> int:
 
 def _scored(prompt_logprobs: int | bool | None, model: Any, given: ParsedPrompt) -> int | None:
     """The same of the prompt's tokens."""
-    found = _favourites("prompt_logprobs", prompt_logprobs, model)
+    found = _top_logprobs("prompt_logprobs", prompt_logprobs, model)
     of_ids = given.embeds is None and given.media is None and given.source is None
     if found is not None and not of_ids:
         raise ValueError(
@@ -472,7 +472,7 @@ def _scored(prompt_logprobs: int | bool | None, model: Any, given: ParsedPrompt)
     return found
 
 
-def _favourites(name: str, logprobs: int | bool | None, model: Any) -> int | None:
+def _top_logprobs(name: str, logprobs: int | bool | None, model: Any) -> int | None:
     """How many of the likeliest tokens are reported with each token's logprob; None without logprobs."""
     if logprobs is None or logprobs is False:
         return None

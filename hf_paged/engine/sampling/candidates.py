@@ -26,7 +26,7 @@ class BeamScorer:
         count, keep = searches[0].shape
         device = logits.device
         self._most = max(
-            (search.params.favourites for search in searches if search.params.favourites is not None),
+            (search.params.top_logprobs for search in searches if search.params.top_logprobs is not None),
             default=None,
         )
         own = logits if rows == list(range(len(logits))) else logits[upload(rows, device)]
@@ -54,7 +54,7 @@ class BeamScorer:
     def _notes(
         self, i: int, beams: list[int], tokens: list[int], downloaded: Sequence[torch.Tensor]
     ) -> list[TokenLogprob] | None:
-        wanted = self.searches[i].params.favourites
+        wanted = self.searches[i].params.top_logprobs
         if wanted is None:
             return None
         own, values, indices = (each[i].tolist() for each in downloaded)

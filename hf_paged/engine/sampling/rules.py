@@ -22,7 +22,7 @@ Ids = Callable[[list[int], int, int], torch.Tensor]
 """The last ids of some rows, so many of each, with a number in front of rows that have fewer: [rows, ids]."""
 
 
-class Rule(NamedTuple):
+class ProcessorRule(NamedTuple):
     """One processor of a request.
 
     alike: equal for processors that treat equal rows of one phase alike. phase: the effect of a row's length
@@ -37,16 +37,16 @@ class Rule(NamedTuple):
     window: Callable[[int], int] | None = None
 
 
-class Recipe(NamedTuple):
+class ProcessorPlan(NamedTuple):
     """The processors of a request in the order in which they run.
 
     Penalties run between `before` and `between`, the rest of the warp between that and `after`.
     """
 
     warp: Warp = Warp()
-    before: tuple[Rule, ...] = ()
-    between: tuple[Rule, ...] = ()
-    after: tuple[Rule, ...] = ()
+    before: tuple[ProcessorRule, ...] = ()
+    between: tuple[ProcessorRule, ...] = ()
+    after: tuple[ProcessorRule, ...] = ()
 
     @property
     def reads(self) -> bool:
@@ -140,15 +140,15 @@ NEEDS_FINITE = frozenset({stock.TopHLogitsWarper, stock.EtaLogitsWarper})
 """Those that raise for rows without a finite maximum."""
 
 
-def rule_of(processor: Any) -> Rule | None:
+def processor_rule_of(processor: Any) -> ProcessorRule | None:
     """The processor as a rule; None if it reads more of a row than its scores and its length."""
     read = READERS.get(type(processor))
     found = None if read is None else read(processor)
-    return None if found is None else Rule(processor, (type(processor), found[0]), *found[1:])
+    return None if found is None else ProcessorRule(processor, (type(processor), found[0]), *found[1:])
 
 
-def recipe_of(processors: Sequence[Any], sampled: bool) -> tuple[Recipe | None, list[str]]:
-    """The processors as a recipe, or None; and the names of those that prevent one."""
+def processor_plan_of(processors: Sequence[Any], sampled: bool) -> tuple[ProcessorPlan | None, list[str]]:
+    """The processors as a plan, or None; and the names of those that prevent one."""
     begin = next((place for place, own in enumerate(processors) if _is_penalty(own)), 0)
     behind = begin
     while behind < len(processors) and warp_of(processors[begin : behind + 1], sampled=False) is not None:
@@ -161,11 +161,11 @@ def recipe_of(processors: Sequence[Any], sampled: bool) -> tuple[Recipe | None, 
         end += 1
     warp = warp_of([*penalties, *rest[first:end]], sampled)
     parts = [processors[:begin], rest[:first], rest[end:]]
-    rules = [[(own, rule_of(own)) for own in part] for part in parts]
+    rules = [[(own, processor_rule_of(own)) for own in part] for part in parts]
     slow = [type(own).__name__ for part in rules for own, rule in part if rule is None]
     if slow or warp is None:
         return None, slow
-    return Recipe(warp, *[tuple([rule for _, rule in part if rule is not None]) for part in rules]), []
+    return ProcessorPlan(warp, *[tuple([rule for _, rule in part if rule is not None]) for part in rules]), []
 
 
 def _is_penalty(processor: Any) -> bool:
@@ -178,7 +178,7 @@ def _is_cut(processor: Any) -> bool:
 
 def processed(
     scores: torch.Tensor,
-    rules: Sequence[tuple[Rule, ...]],
+    rules: Sequence[tuple[ProcessorRule, ...]],
     lengths: Sequence[int],
     fail: Callable[[int, Exception], None],
     read: Ids | None = None,
@@ -205,7 +205,7 @@ def processed(
 def _one_by_one(
     scores: torch.Tensor,
     rows: list[int],
-    rules: Sequence[tuple[Rule, ...]],
+    rules: Sequence[tuple[ProcessorRule, ...]],
     lengths: Sequence[int],
     fail: Callable[[int, Exception], None],
     read: Ids | None,
@@ -221,7 +221,7 @@ def _one_by_one(
 
 
 def _with_rows(
-    scores: torch.Tensor, rows: list[int], rule: Rule, lengths: Sequence[int], read: Ids | None
+    scores: torch.Tensor, rows: list[int], rule: ProcessorRule, lengths: Sequence[int], read: Ids | None
 ) -> torch.Tensor:
     """Scores of which some rows were processed."""
     places = None if len(rows) == scores.shape[0] else upload(rows, scores.device)
@@ -231,7 +231,7 @@ def _with_rows(
 
 
 def _ids(
-    scores: torch.Tensor, rows: list[int], rule: Rule, lengths: Sequence[int], read: Ids | None
+    scores: torch.Tensor, rows: list[int], rule: ProcessorRule, lengths: Sequence[int], read: Ids | None
 ) -> torch.Tensor:
     """The ids that a rule reads; a tensor of the right shape if it reads none."""
     if rule.window is None or read is None:

@@ -17,9 +17,9 @@ from ..random_numbers import row_states
 from ..requests.callables import require_known
 from .beams import BeamCandidates, BeamSearch, BeamStep, Continuations, step
 from .candidates import BeamScorer, top_continuations
+from .columns import SamplingColumns
 from .grammar import masked, next_token_bitmasks, unfollowed
 from .histories import Histories
-from .input_batch import InputBatch
 from .scores import chosen_numbers_of
 from .warp import draw
 
@@ -139,7 +139,7 @@ class HostSampler:
         rows = [row for request in followed for row in request.rows]
         sequences = tuple([sequence for request in followed for sequence in _group(request.job).sequences])
         jobs = {_group(request.job): request.job for request in followed}
-        columns = InputBatch(sequences, jobs, self._histories)
+        columns = SamplingColumns(sequences, jobs, self._histories)
         scores = masked(logits[upload(rows, logits.device)], bits)
         positions = [len(sequence.tokens) for sequence in sequences]
         for job, own in _dealt(followed, matchers).items():
@@ -180,8 +180,8 @@ class HostSampler:
         """Give a job its tokens; logprobs are computed only where they were requested."""
         sequences = _group(request.job).sequences
         notes: dict[TokenSequence, TokenLogprob] = {}
-        if request.job.params.favourites is not None:
-            found = _notes(self._logits[request.rows], tokens, request.job.params.favourites, scores)
+        if request.job.params.top_logprobs is not None:
+            found = _notes(self._logits[request.rows], tokens, request.job.params.top_logprobs, scores)
             notes = dict(zip(sequences, found, strict=True))
         request.job.append(scheduler, dict(zip(sequences, tokens, strict=True)), notes, self._logits.device)
 
@@ -217,11 +217,11 @@ class HostSampler:
         values, places = top_continuations(search, scores)
         beams = (places // scores.shape[1]).tolist()
         tokens = require_known((places % scores.shape[1]).tolist(), own.shape[1], scores)
-        favourites = request.job.params.favourites
+        top_logprobs = request.job.params.top_logprobs
         notes = (
             None
-            if favourites is None
-            else _notes(self._logits[[request.rows[beam] for beam in beams]], tokens, favourites, None)
+            if top_logprobs is None
+            else _notes(self._logits[[request.rows[beam] for beam in beams]], tokens, top_logprobs, None)
         )
         return Continuations(values.tolist(), beams, tokens, notes)
 
@@ -295,14 +295,14 @@ def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
 
 
 def _notes(
-    logits: torch.Tensor, tokens: Sequence[int], favourites: int, scores: torch.Tensor | None
+    logits: torch.Tensor, tokens: Sequence[int], top_logprobs: int, scores: torch.Tensor | None
 ) -> list[TokenLogprob]:
     """The logprob of each token of logits [tokens, vocabulary], and its top logprobs. scores: what they were
     chosen from.
     """
-    notes = TokenLogprobs(favourites)
-    write = notes.writer(favourites)
-    for row in chosen_numbers_of(logits, upload(tokens, logits.device), favourites, scores).tolist():
+    notes = TokenLogprobs(top_logprobs)
+    write = notes.writer(top_logprobs)
+    for row in chosen_numbers_of(logits, upload(tokens, logits.device), top_logprobs, scores).tolist():
         write(row)
     beams = scores is None
     return [note._replace(kept=None, processed=None if beams else note.processed) for note in notes]

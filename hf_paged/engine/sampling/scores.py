@@ -18,9 +18,9 @@ SLICE = 256
 """Tokens whose logits are in fp32 at once: of 2,048 tokens and a vocabulary of 128k they would take a GiB."""
 
 
-def numbers_of(logits: torch.Tensor, tokens: torch.Tensor, favourites: int) -> torch.Tensor:
+def numbers_of(logits: torch.Tensor, tokens: torch.Tensor, top_logprobs: int) -> torch.Tensor:
     """The logprobs of tokens [rows] and of the top tokens, from logits [rows, vocabulary] in fp32: [rows, 1 +
-    2 * favourites] in fp64.
+    2 * top_logprobs] in fp64.
 
     The token's own, then the top logprobs, the best first, then their ids.
     """
@@ -28,12 +28,12 @@ def numbers_of(logits: torch.Tensor, tokens: torch.Tensor, favourites: int) -> t
     if whole is None:
         logits = logits.log_softmax(-1)
     own = logits.gather(1, tokens[:, None])
-    if favourites:
-        best, places = top(logits, favourites)
+    if top_logprobs:
+        best, places = top(logits, top_logprobs)
         own = torch.cat([own, best], 1)
     if whole is not None:
         own = own - whole[0] - whole[1]
-    return torch.cat([own.double(), places.double()], 1) if favourites else own.double()
+    return torch.cat([own.double(), places.double()], 1) if top_logprobs else own.double()
 
 
 def top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,19 +73,21 @@ def _kept(scores: torch.Tensor, uncut: torch.Tensor) -> torch.Tensor:
     return log.exp().clamp(max=1).double()
 
 
-def note_of(numbers: Sequence[float], token: int, favourites: int) -> TokenLogprob:
-    """A row of `numbers_of`, perhaps with more favourites than are wanted."""
-    if not favourites:
+def note_of(numbers: Sequence[float], token: int, top_logprobs: int) -> TokenLogprob:
+    """A row of `numbers_of`, perhaps with more top tokens than are wanted."""
+    if not top_logprobs:
         return TokenLogprob(token, numbers[0])
     most = len(numbers) // 2
-    pairs = zip(map(int, numbers[1 + most : 1 + most + favourites]), numbers[1 : 1 + favourites], strict=True)
+    pairs = zip(
+        map(int, numbers[1 + most : 1 + most + top_logprobs]), numbers[1 : 1 + top_logprobs], strict=True
+    )
     return TokenLogprob(token, numbers[0], tuple(pairs))
 
 
 def chosen_numbers_of(
     logits: torch.Tensor,
     tokens: torch.Tensor,
-    favourites: int,
+    top_logprobs: int,
     scores: torch.Tensor | None,
     uncut: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -94,20 +96,20 @@ def chosen_numbers_of(
     scores: what they were chosen from, [rows, vocabulary], None if it is the logits. uncut: the same before
         cuts, None if nothing was cut.
     """
-    numbers = numbers_of(logits, tokens, favourites)
+    numbers = numbers_of(logits, tokens, top_logprobs)
     own = numbers[:, :1]
     chosen = own if scores is None else numbers_of(scores, tokens, 0)
     kept = torch.ones_like(own) if scores is None or uncut is None else _kept(scores, uncut)
     return torch.cat([tokens[:, None].double(), own, chosen, kept, numbers[:, 1:]], 1)
 
 
-def token_scores(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -> torch.Tensor:
-    """The numbers [tokens, 1 + 2 * favourites] of tokens, as `numbers_of` makes them of the logits [tokens,
+def token_scores(logits: torch.Tensor, tokens: Sequence[int], top_logprobs: int) -> torch.Tensor:
+    """The numbers [tokens, 1 + 2 * top_logprobs] of tokens, as `numbers_of` makes them of the logits [tokens,
     vocabulary] that they follow.
     """
     ids = upload(list(tokens), logits.device)
     found = [
-        numbers_of(part.to(torch.float32), own, favourites)
+        numbers_of(part.to(torch.float32), own, top_logprobs)
         for part, own in zip(logits.split(SLICE), ids.split(SLICE), strict=True)
     ]
     return torch.cat(found)
@@ -116,11 +118,11 @@ def token_scores(logits: torch.Tensor, tokens: Sequence[int], favourites: int) -
 class PromptLogprobs:
     """The known scores of the tokens of one prompt. The first one follows nothing and has no numbers."""
 
-    def __init__(self, prompt: Sequence[int], favourites: int) -> None:
+    def __init__(self, prompt: Sequence[int], top_logprobs: int) -> None:
         self._prompt = prompt
-        self._favourites = favourites
+        self._top_logprobs = top_logprobs
         self._rows: list[Sequence[float] | None] = []
-        self.width = 1 + 2 * favourites
+        self.width = 1 + 2 * top_logprobs
         """How many numbers there are of a token."""
         self.forget()
 
@@ -132,7 +134,7 @@ class PromptLogprobs:
     def wanted(self, start: int, count: int) -> Scored | None:
         """The scored tokens in a row of so many from `start` on."""
         tokens = self._prompt[start + 1 : start + count + 1]
-        return Scored(tokens, self._favourites) if tokens else None
+        return Scored(tokens, self._top_logprobs) if tokens else None
 
     def note(self, start: int, rows: Sequence[Sequence[float]]) -> None:
         """The numbers of the tokens from `start` on."""
@@ -160,7 +162,7 @@ class PromptLogprobs:
         if None in rows:
             return None
         found = [
-            note_of(row, token, self._favourites)
+            note_of(row, token, self._top_logprobs)
             for row, token in zip(rows[1:], self._prompt[1:], strict=True)
             if row is not None
         ]

@@ -24,7 +24,7 @@ from .warmup import compiling
 
 SLOTS = 8
 """Adapters, or sets of them that are active together, that a table has room for at first."""
-Names = tuple[str, ...]
+AdapterNames = tuple[str, ...]
 
 
 class StepAdapters(NamedTuple):
@@ -54,8 +54,8 @@ class RowAdapters:
 
     def __init__(self) -> None:
         self.table: AdapterTable | None = None
-        self._slots: OrderedDict[Names, int] = OrderedDict()
-        self._facts: dict[Names, Any] = {}
+        self._slots: OrderedDict[AdapterNames, int] = OrderedDict()
+        self._facts: dict[AdapterNames, Any] = {}
         """Facts about the tensors in the table."""
         self._last: tuple[list[int], torch.Tensor] | None = None
         self._checked: weakref.ref[ModelSnapshot] | None = None
@@ -83,7 +83,7 @@ class RowAdapters:
         form = "slots", self.table.layout
         return StepAdapters(form, lora.layers, self.table, self._index(names, device))
 
-    def _in_peft(self, lora: LoraLayers, names: list[Names]) -> StepAdapters:
+    def _in_peft(self, lora: LoraLayers, names: list[AdapterNames]) -> StepAdapters:
         """A step in which peft's own layers compute: it depends on each adapter, its layers and where it
         lies.
         """
@@ -98,7 +98,12 @@ class RowAdapters:
         return StepAdapters(("modules", tuple(names), repr(facts)))
 
     def _refresh(
-        self, model: nn.Module, lora: LoraLayers, names: list[Names], kernels: Any, device: torch.device
+        self,
+        model: nn.Module,
+        lora: LoraLayers,
+        names: list[AdapterNames],
+        kernels: Any,
+        device: torch.device,
     ) -> None:
         """Let the table hold the adapters of these rows as they are now."""
         distinct = [each for each in dict.fromkeys(names) if each]
@@ -119,7 +124,7 @@ class RowAdapters:
                 table.put(slot, combine(parts))
                 self._facts[each] = facts
 
-    def _slot_of(self, each: Names, needed: list[Names]) -> int:
+    def _slot_of(self, each: AdapterNames, needed: list[AdapterNames]) -> int:
         """The slot of an adapter, another one's that is not needed now if there is no other."""
         assert self.table is not None
         slot = self._slots.get(each)
@@ -133,7 +138,7 @@ class RowAdapters:
         self._slots.move_to_end(each)
         return slot
 
-    def _index(self, names: list[Names], device: torch.device) -> torch.Tensor:
+    def _index(self, names: list[AdapterNames], device: torch.device) -> torch.Tensor:
         """The slots of rows on the device, the same tensor for the same rows."""
         slots = [self._slots.get(each, -1) for each in names]
         if self._last is None or self._last[0] != slots or self._last[1].device != device:

@@ -80,7 +80,7 @@ async def complete(service: Service, http: Request, body: bytes) -> Response:
     def form(number: str, found: Ids) -> Form:
         made = CompletionForm(number, call.model, service.tokenizer, found, request.answers)
         made.texts = [isinstance(each, str) for each in prompts]
-        made.favourites = request.logprobs or 0
+        made.top_logprobs = request.logprobs or 0
         made.echoes = echoes
         return made
 

@@ -134,12 +134,14 @@ class Form(ABC):
     def _prompt_logprobs(self, prompt: int) -> list[dict[str, Any] | None]:
         """Of the tokens of a prompt, as vLLM writes them. A rank is known of the alternatives alone."""
         return [
-            None if note is None else self._ranked(note._replace(favourites=note.favourites[: self.scored]))
+            None
+            if note is None
+            else self._ranked(note._replace(top_logprobs=note.top_logprobs[: self.scored]))
             for note in self.prompt_notes(prompt)
         ]
 
     def _ranked(self, note: TokenLogprob) -> dict[str, Any]:
-        ranks = {token: rank for rank, (token, _) in enumerate(note.favourites, 1)}
+        ranks = {token: rank for rank, (token, _) in enumerate(note.top_logprobs, 1)}
         return {
             str(token): {
                 "logprob": _finite(value),
@@ -172,7 +174,7 @@ class CompletionForm(Form):
         """The texts of the prompts, if they are shown before the answers."""
         self.texts: list[bool] = []
         """True where a prompt was a text, not ids."""
-        self.favourites = 0
+        self.top_logprobs = 0
         """How many alternatives beside each token."""
         self._opened: set[int] = set()
         """The answers before which the prompt was shown with its logprobs."""
@@ -233,7 +235,7 @@ class CompletionForm(Form):
     def _top(self, note: TokenLogprob) -> dict[str, float]:
         """The alternatives to a token by their texts, and itself; the likeliest of those that read alike."""
         found: dict[str, float] = {}
-        for token, value in _candidates(note._replace(favourites=note.favourites[: self.favourites])):
+        for token, value in _candidates(note._replace(top_logprobs=note.top_logprobs[: self.top_logprobs])):
             found.setdefault(self.name(token), _finite(value))
         return found
 
@@ -322,7 +324,7 @@ class ChatForm(Form):
             "content": [
                 {
                     **self._named(each.token_id, each.logprob),
-                    "top_logprobs": [self._named(token, value) for token, value in each.favourites],
+                    "top_logprobs": [self._named(token, value) for token, value in each.top_logprobs],
                 }
                 for each in piece.logprobs
             ],
@@ -336,7 +338,7 @@ class ChatForm(Form):
 
 def _candidates(note: TokenLogprob) -> list[tuple[int, float]]:
     """The alternatives to a token, and itself if it is none of them."""
-    found = dict(note.favourites)
+    found = dict(note.top_logprobs)
     found.setdefault(note.token_id, note.logprob)
     return list(found.items())
 

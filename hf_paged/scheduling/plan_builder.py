@@ -13,7 +13,7 @@ Steps = list[tuple[TokenSequence, int]]
 """Sequences of one group, and how many tokens each takes."""
 
 
-class Draft:
+class PlanBuilder:
     """The part of a step that is decided so far, and the tokens that it still has room for."""
 
     def __init__(self, kv_groups: int, room: int) -> None:

@@ -109,7 +109,7 @@ class _DecodeStep(CapturedStep):
         return [*self._tables, self.logits, self.best]
 
 
-class Decoding:
+class CapturedRunner:
     """The captured steps of one engine. A step that none can hold is computed operation by operation."""
 
     def __init__(self, eager: EagerModel, is_ready: Callable[[Size], bool]) -> None:
@@ -369,7 +369,7 @@ class Decoding:
     @staticmethod
     def _form(batch: ScheduledBatch, kernels: bool) -> Form | None:
         """The form of a batch's chunks in a graph, None if they are the flat row's."""
-        rows = batch.rows_behind
+        rows = batch.other_rows
         if all(count == 1 and samples for _, _, count, samples in rows):
             return "single"
         if kernels:
@@ -490,13 +490,13 @@ class Decoding:
 class _EngineSource(StepSource[_DecodeStep]):
     """A step of an engine."""
 
-    def __init__(self, decoding: Decoding, size: Size, batch: ForwardBatch | None) -> None:
+    def __init__(self, captured: CapturedRunner, size: Size, batch: ForwardBatch | None) -> None:
         """batch: None for a size that no step has yet."""
-        self.model = decoding.eager.model
+        self.model = captured.eager.model
         self.size = size
-        self._decoding = decoding
+        self._captured = captured
         self.holders = HOLDERS[size.form]
-        self.groups = list(decoding.eager.pools.own.values())
+        self.groups = list(captured.eager.pools.own.values())
         self._batch = batch
 
     @property
@@ -505,20 +505,20 @@ class _EngineSource(StepSource[_DecodeStep]):
         return "engine", self.size.adapters
 
     def snapshot(self) -> ModelSnapshot:
-        return self._decoding.current()
+        return self._captured.current()
 
     def prepare(self) -> _DecodeStep:
-        return self._decoding.make(self.size)
+        return self._captured.make(self.size)
 
     def load(self, step: _DecodeStep) -> None:
         if self._batch is not None:
-            self._decoding._load(step, self._batch)
+            self._captured._load(step, self._batch)
             return
         for batch in step.batches.values():
             batch.load_nothing()
 
     def forward(self, step: _DecodeStep) -> None:
-        self._decoding.eager.plugged(partial(self._decoding._run, step))
+        self._captured.eager.plugged(partial(self._captured._run, step))
 
     @property
     def comparable(self) -> bool:
@@ -526,17 +526,17 @@ class _EngineSource(StepSource[_DecodeStep]):
 
     def agrees(self, step: _DecodeStep, answer: Any) -> bool:
         logits = answer.logits
-        dtype = self._decoding.eager.dtype
+        dtype = self._captured.eager.dtype
         return agree(step.logits[: len(logits)].to(dtype), logits.to(dtype))
 
     def recompute(self) -> None:
         batch = self._batch
         assert batch is not None
-        self._decoding.eager.plugged(lambda: self._decoding.eager.flat(batch))
+        self._captured.eager.plugged(lambda: self._captured.eager.flat(batch))
 
     def compile(self, fusion: Fusion) -> CompiledFusion | None:
-        eager = self._decoding.eager
-        compilation = self._decoding.compilation
+        eager = self._captured.eager
+        compilation = self._captured.compilation
         if compilation is None or self.size.adapters:
             return None
         return CompiledFusion(eager.model, fusion.kernels, compilation, eager.cache.layers)

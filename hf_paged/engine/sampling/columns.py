@@ -14,7 +14,7 @@ from ..job import Job
 from ..random_numbers import row_states
 from .histories import Histories, Owner
 from .penalties import with_counts_off
-from .rules import Recipe, Rule, processed
+from .rules import ProcessorPlan, ProcessorRule, processed
 from .warp import Warp, cut, draw, greedy_tokens_now, mend, penalised, scaled
 
 MOST_IDS = 1 << 22
@@ -56,7 +56,7 @@ class PenalisedRows(NamedTuple):
     counts: torch.Tensor | None
 
 
-class InputBatch:
+class SamplingColumns:
     """Sampling parameters as columns, one entry per sequence that gets a token; rebuilt when these sequences
     change.
 
@@ -78,10 +78,10 @@ class InputBatch:
         self.streams = [job.streams[sequence.index] for job, sequence in self._owners]
         self._ends = [each.ends for each in params]
         self.any_end = frozenset([UNKNOWN]).union(*set(self._ends))
-        self.logprobs = [place for place, each in enumerate(params) if each.favourites is not None]
-        self.favourites = max([params[place].favourites or 0 for place in self.logprobs], default=0)
+        self.logprobs = [place for place, each in enumerate(params) if each.top_logprobs is not None]
+        self.top_logprobs = max([params[place].top_logprobs or 0 for place in self.logprobs], default=0)
         """How many are reported beside a token at most."""
-        self.writers = [self.streams[place].logprobs.writer(self.favourites) for place in self.logprobs]
+        self.writers = [self.streams[place].logprobs.writer(self.top_logprobs) for place in self.logprobs]
         self.has_criteria = any(each.criteria for each in params)
         self.stop_places = [place for place, each in enumerate(params) if each.stop is not None]
         """The places of requests with stop strings."""
@@ -96,23 +96,25 @@ class InputBatch:
         self._warps = [warps[place] for place in self._drawn]
         self._warped = any(each.warps for each in self._warps)
         """True if drawn rows are scaled or cut."""
-        self._recipes: list[Recipe] = []
+        self._processor_plans: list[ProcessorPlan] = []
         if any(each.has_rules for each in params):
-            self._recipes = [each.recipe or Recipe() for each in params]
-        readers = [place for place, recipe in enumerate(self._recipes) if recipe.reads]
+            self._processor_plans = [each.processor_plan or ProcessorPlan() for each in params]
+        readers = [place for place, plan in enumerate(self._processor_plans) if plan.reads]
         self._reading = sorted({*self._penalties, *readers})
         self._reading_rows: torch.Tensor | None = None
         """The same on the device, once they are noted."""
         self._offsets = [each.seen_length(0) for each in params]
         """How many more ids processors see than there are tokens."""
-        self.uses_positions = bool(self._drawn or self._recipes or self._penalties)
+        self.uses_positions = bool(self._drawn or self._processor_plans or self._penalties)
         self.scores: torch.Tensor | None = None
         """Scores that the last tokens were chosen from, [places, vocabulary], if logprobs were requested;
         None if these are the logits.
         """
         self.uncut: torch.Tensor | None = None
         """The same before cuts; None if nothing was cut."""
-        self._changes = bool(self._recipes or self._penalties) or any(each != Warp() for each in self._warps)
+        self._changes = bool(self._processor_plans or self._penalties) or any(
+            each != Warp() for each in self._warps
+        )
 
     def ending(self, tokens: list[int]) -> list[int]:
         """The places whose sequence ends with its token, or got no token."""
@@ -138,16 +140,16 @@ class InputBatch:
         if self._reading:
             self._histories.enter([self._owners[place] for place in self._reading], logits.device)
         scores = logits
-        if self._recipes:
-            scores = self._processed(logits, [recipe.before for recipe in self._recipes], positions)
+        if self._processor_plans:
+            scores = self._processed(logits, [plan.before for plan in self._processor_plans], positions)
         penalty = self._penalised(scores, positions) if self._penalties else None
-        if penalty is not None and (self._drawn or self._recipes):
+        if penalty is not None and (self._drawn or self._processor_plans):
             scores = scores.index_copy(0, *penalty)
-        if self._recipes:
-            scores = self._processed(scores, [recipe.between for recipe in self._recipes], positions)
+        if self._processor_plans:
+            scores = self._processed(scores, [plan.between for plan in self._processor_plans], positions)
         # The next replay writes over what is known.
-        chosen = greedy_tokens_now(scores) if known is None or self._recipes else known.clone()
-        if penalty is not None and not self._recipes:
+        chosen = greedy_tokens_now(scores) if known is None or self._processor_plans else known.clone()
+        if penalty is not None and not self._processor_plans:
             chosen[:, penalty[0]] = greedy_tokens_now(penalty[1])
         self.scores = scores if self.logprobs and self._changes else None
         self.uncut = None
@@ -155,7 +157,7 @@ class InputBatch:
             chosen = self._with_draws(chosen, scores, positions)
         if self._reading:
             self._note(chosen[0], positions)
-        if penalty is not None and not (self._drawn or self._recipes) and self.logprobs:
+        if penalty is not None and not (self._drawn or self._processor_plans) and self.logprobs:
             self.scores = scores.index_copy(0, *penalty)
         return chosen
 
@@ -232,8 +234,8 @@ class InputBatch:
             whole = scaled(own, self._warps)
             own = cut(whole, self._warps)
         where = [positions[place] for place in self._drawn]
-        if self._recipes:
-            rules = [self._recipes[place].after for place in self._drawn]
+        if self._processor_plans:
+            rules = [self._processor_plans[place].after for place in self._drawn]
             own = self._processed(own, rules, where, self._drawn)
         if self.scores is not None:
             self.scores = own if places is None else scores.index_copy(0, places, own)
@@ -245,7 +247,7 @@ class InputBatch:
     def _processed(
         self,
         scores: torch.Tensor,
-        rules: Sequence[tuple[Rule, ...]],
+        rules: Sequence[tuple[ProcessorRule, ...]],
         positions: Sequence[int],
         owners: Sequence[int] | None = None,
     ) -> torch.Tensor:

@@ -98,7 +98,7 @@ def test_a_step_is_followed_in_few_hops(
             aside.pop()
         if event != "call" or aside or "hf_paged" not in code.co_filename or "<" in code.co_qualname:
             return
-        if code.co_qualname == "Decoding._check":
+        if code.co_qualname == "CapturedRunner._check":
             aside.append(frame)
         steps[-1][code.co_filename, code.co_qualname] = None
 
@@ -495,7 +495,7 @@ def test_captured_steps_are_bounded_and_counted(llama: Any, monkeypatch: pytest.
 
 def test_a_bound_in_bytes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     policy(monkeypatch, padded=0)
-    monkeypatch.setattr("hf_paged.engine.decoding.MOST_BYTES", 1)
+    monkeypatch.setattr("hf_paged.engine.captured.MOST_BYTES", 1)
     with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
         engine.generate(PROMPTS, **GREEDY)
         assert counts(engine)["captured"] > kept(engine) == 1
@@ -503,7 +503,7 @@ def test_a_bound_in_bytes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pools_leave_room_for_captured_steps(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a device whose memory is short, what captured steps may take is given to no pool."""
-    for module in ("pools", "decoding"):
+    for module in ("pools", "captured"):
         monkeypatch.setattr(f"hf_paged.engine.{module}.free_bytes", lambda device: 2**22)
     with Engine(llama, block_size=4, memory_fraction=0.5) as engine:
         with_steps = engine.stats()["memory"]["most_bytes"]
