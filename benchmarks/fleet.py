@@ -79,7 +79,7 @@ class Step(NamedTuple):
 def step_of(plan: StepPlan) -> Step:
     """The work of a planned step."""
     batch = plan.batch
-    context = sum(batch.offsets[: batch.decodes]) + batch.decodes * (batch.step + 1)
+    context = sum(batch.starts[: batch.decodes]) + batch.decodes
     pairs = 0
     for _, start, count, _ in batch.other_rows:
         if count == 1:

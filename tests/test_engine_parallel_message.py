@@ -45,7 +45,7 @@ def test_a_batch_is_the_same_on_the_other_side(
             assert found.batch.adapters == sent.adapters
             assert (found.checks, found.shares) == (True, shares)
             rows, other = batch.rows, found.batch.rows
-            for each in ("row_ids", "offsets", "counts", "step", "longest", "tokens", "decodes"):
+            for each in ("row_ids", "starts", "counts", "longest", "tokens", "decodes"):
                 assert getattr(other, each) == getattr(rows, each), each
             assert found.batch.wanted == batch.wanted
             decoding.append(rows.decodes)

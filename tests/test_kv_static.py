@@ -426,14 +426,14 @@ def test_the_tokens_of_a_chunk_as_rows() -> None:
 
 def rows_in_array(
     tables: list[BlockTable], counts: list[int], row_ids: list[int] | None = None
-) -> tuple[BlockTableArray, array[int], array[int], int, array[int]]:
+) -> tuple[BlockTableArray, array[int], array[int], array[int]]:
     """The columns of a step in which table i, in its row of the array, has taken counts[i] tokens."""
     row_ids = list(range(len(tables))) if row_ids is None else row_ids
     inside = BlockTableArray()
     for row, table in zip(row_ids, tables, strict=True):
         inside.put(row, table)
     starts = [table.length - count for table, count in zip(tables, counts, strict=True)]
-    return inside, array("i", row_ids), array("i", starts), 0, array("i", counts)
+    return inside, array("i", row_ids), array("i", starts), array("i", counts)
 
 
 @pytest.mark.parametrize("spans", [False, True])

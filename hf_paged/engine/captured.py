@@ -385,7 +385,7 @@ class CapturedRunner:
             batch = self._load_chunks(step, step.places, batch)
         rows = batch.rows
         for tables, static in zip(rows.tables, step.batches.values(), strict=True):
-            static.load_array(tables, rows.row_ids, rows.offsets, rows.step, rows.counts)
+            static.load_array(tables, rows.row_ids, rows.starts, rows.counts)
         ids = batch.ids(step.ids.device)
         step.ids[: len(ids), 0].copy_(ids)
         if step.slots is not None:

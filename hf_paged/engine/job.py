@@ -60,9 +60,7 @@ class Job:
     # ---- a step
 
     def rows(self, length: int) -> list[list[int]]:
-        """The first `length` tokens of all its sequences; those that have ended are padded, as in
-        generate().
-        """
+        """The first `length` tokens of all its sequences; shorter ones are padded, as in generate()."""
         assert self.group is not None
         params = self.params
         pad = self._pad
@@ -74,7 +72,7 @@ class Job:
         }
         length += len(params.ids) - len(params.prompt)
         rows = [running[i] if i in running else ended[i] for i in range(self.params.width)]
-        return [row + [pad] * (length - len(row)) for row in rows]
+        return [row[:length] + [pad] * (length - len(row)) for row in rows]
 
     @property
     def _known_length(self) -> int:
@@ -114,15 +112,15 @@ class Job:
         device: torch.device,
     ) -> None:
         """Append the next tokens of running sequences, with notes if requested, and find which end."""
-        length = 1 + len(next(iter(tokens)).tokens)
         scheduler.extend(tokens, tokens.values())
-        stopped: Mapping[TokenSequence, FinishReason | None] = {}
-        if self.params.criteria:
-            places = [sequence.index for sequence in tokens]
-            stopped = dict(zip(tokens, self._stopped(places, length, device), strict=True))
+        stopped: dict[TokenSequence, FinishReason | None] = {}
+        for length in {len(sequence.tokens) for sequence in tokens} if self.params.criteria else ():
+            alike = [sequence for sequence in tokens if len(sequence.tokens) == length]
+            places = [sequence.index for sequence in alike]
+            stopped |= zip(alike, self._stopped(places, length, device), strict=True)
         for sequence, token in tokens.items():
             why = "stop" if self.streams[sequence.index].stops_with(token) else stopped.get(sequence)
-            reason = self._reason(token, length, why)
+            reason = self._reason(token, len(sequence.tokens), why)
             self._grow(sequence.index, token, notes.get(sequence), reason)
             if reason is not None:
                 scheduler.finish(sequence)

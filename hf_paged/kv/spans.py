@@ -43,22 +43,22 @@ class StaticSpans(StaticBatch):
         self.spans: SpanTensors = SpanTensors(blocks.view(self.most, self.width), totals, borders, totals)
 
     def load_array(
-        self, tables: BlockTableArray, row_ids: array[int], offsets: array[int], step: int, counts: array[int]
+        self, tables: BlockTableArray, row_ids: array[int], starts: array[int], counts: array[int]
     ) -> None:
-        """Upload a step in which row_ids[i] has taken counts[i] tokens after offsets[i] + step; rows of one
-        token come first.
+        """Upload a step in which row_ids[i] has taken counts[i] tokens after starts[i]; rows of one token
+        come first.
         """
         rows = np.asarray(row_ids)
         many = np.asarray(counts)
-        starts = np.asarray(offsets) + step
-        places, positions = tokens_of(np.arange(len(rows)), starts, counts)
+        before = np.asarray(starts)
+        places, positions = tokens_of(np.arange(len(rows)), before, counts)
         width = int(positions.max()) // self.block_size + 1
         blocks = np.asarray(tables.ids).reshape(tables.height, tables.width)
         with self._upload() as (_, ids, tokens, owners, totals, borders):
             ids.reshape(self.most, self.width)[: len(rows), :width] = blocks.take(rows, 0)[:, :width]
             tokens[: len(places)] = positions
             owners[: len(places)] = places
-            totals[: len(rows)] = starts + many
+            totals[: len(rows)] = before + many
             totals[len(rows) :] = 0
             borders[0] = 0
             borders[1 : len(rows) + 1] = many.cumsum()

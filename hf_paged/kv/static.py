@@ -135,13 +135,13 @@ class StaticBatch(Batch):
                 sources[: len(copies)], targets[: len(copies)] = zip(*copies, strict=True)
 
     def load_array(
-        self, tables: BlockTableArray, row_ids: array[int], offsets: array[int], step: int, counts: array[int]
+        self, tables: BlockTableArray, row_ids: array[int], starts: array[int], counts: array[int]
     ) -> None:
-        """Upload a step in which row_ids[i] has taken counts[i] tokens after offsets[i] + step; every token
-        is a row here.
+        """Upload a step in which row_ids[i] has taken counts[i] tokens after starts[i]; every token is a row
+        here.
         """
         rows = np.asarray(row_ids)
-        positions = np.asarray(offsets) + step
+        positions = np.asarray(starts)
         if len(rows) != np.asarray(counts).sum():
             rows, positions = tokens_of(rows, positions, counts)
         width = int(positions.max()) // self.block_size + 1

@@ -4,7 +4,6 @@ tensor.
 
 from .adapter_slots import AdapterNames, AdapterSlots
 from .admission import has_room, why_infeasible
-from .decode_batch import DecodeBatch
 from .forecast import ADMISSIONS, FuturePeak
 from .history import AnswerLengths
 from .limits import KVCacheGroup, Limits
@@ -16,7 +15,7 @@ from .swap import Decide, Victim, never
 
 __all__ = [
     "ADMISSIONS", "POLICIES", "UNKNOWN", "AdapterNames", "AdapterSlots", "AnswerLengths", "Count", "Decide",
-    "DecodeBatch", "FuturePeak", "Infeasible", "KVCacheGroup", "Limits", "Request",
+    "FuturePeak", "Infeasible", "KVCacheGroup", "Limits", "Request",
     "ScheduledBatch", "ScheduledRow", "Scheduler", "SequenceGroup", "Status", "StepPlan", "Swaps",
     "TokenSequence", "Victim", "has_room", "never", "why_infeasible",
 ]  # fmt: skip

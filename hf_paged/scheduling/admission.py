@@ -157,6 +157,10 @@ class Watermark:
         """The group was let in, and is about to take the blocks that were found."""
         self._behind[candidate.group] = None
 
+    def fall_behind(self, group: SequenceGroup) -> None:
+        """A running group has more than one token left to compute."""
+        self._behind[group] = None
+
     def leave(self, group: SequenceGroup) -> None:
         """The group holds nothing any more: it has ended or was preempted, or it never ran."""
         self._behind.pop(group, None)

@@ -277,6 +277,11 @@ class FuturePeak(Watermark):
                 self._renew(entry.group, state.step)
         self._put(newcomer)
 
+    def fall_behind(self, group: SequenceGroup) -> None:
+        super().fall_behind(group)
+        entry = self._remove(group)
+        self._put(self._entry(group, entry.review, False, entry.shared))  # it does not grow by one a step
+
     def leave(self, group: SequenceGroup) -> None:
         super().leave(group)
         if group not in self._entries:

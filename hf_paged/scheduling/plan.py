@@ -37,22 +37,20 @@ _column = partial(array, "i")
 class ScheduledBatch:
     """The rows of a step as columns: row i computes counts[i] tokens of sequences[i] from starts[i] on.
 
-    starts[i] is offsets[i] + step, so that rows which decode need no new column for every step. row_ids: the
-    row that each sequence owns while it runs. samples: as of `ScheduledRow`. tables: for every
+    row_ids: the row that each sequence owns while it runs. samples: as of `ScheduledRow`. tables: for every
     KV cache group the block tables of all running sequences, by the row that they own, until the next step
     is planned. longest: the tokens of the longest sequence with this step's. tokens: of all rows. decodes:
-    how many rows, the first ones, are of the decode batch: one token each, and one sample of their own
-    sequence. full: sequences with a block that this step fills, and their tokens then. last: the decode rows
-    whose sequence gets its last token.
+    how many rows, the first ones, take one token each, and one sample of their own sequence. full: sequences
+    with a block that this step fills, and their tokens then. last: the decode rows whose sequence gets its
+    last token.
     """
 
     sequences: tuple[TokenSequence, ...] = ()
     row_ids: array[int] = field(default_factory=_column)
-    offsets: array[int] = field(default_factory=_column)
+    starts: array[int] = field(default_factory=_column)
     counts: array[int] = field(default_factory=_column)
     samples: tuple[tuple[TokenSequence, ...], ...] = ()
     tables: tuple[BlockTableArray, ...] = ()
-    step: int = 0
     longest: int = 0
     tokens: int = 0
     decodes: int = 0
@@ -71,17 +69,17 @@ class ScheduledBatch:
         for sequence in sequences:
             for tables, table in zip(self.tables, sequence.tables, strict=False):
                 tables.put(sequence.row, table)
-        size = sequences[0].tables[0].pool.block_size
+        sizes = {table.pool.block_size for table in sequences[0].tables}
         full = [
             (sequence, end)
             for sequence, start, end in zip(sequences, starts, ends, strict=True)
-            if end // size > start // size
+            if any(end // size > start // size for size in sizes)
         ]
         return replace(
             self,
             sequences=self.sequences + sequences,
             row_ids=self.row_ids + array("i", [sequence.row for sequence in sequences]),
-            offsets=self.offsets + array("i", [start - self.step for start in starts]),
+            starts=self.starts + array("i", starts),
             counts=self.counts + array("i", counts),
             samples=self.samples + samples,
             longest=max(self.longest, *ends),
@@ -95,19 +93,13 @@ class ScheduledBatch:
         return ScheduledBatch(
             tuple([self.sequences[i] for i in rows]),
             array("i", [self.row_ids[i] for i in rows]),
-            array("i", [self.offsets[i] for i in rows]),
+            array("i", [self.starts[i] for i in rows]),
             counts,
             tuple([self.samples[i] for i in rows]),
             self.tables,
-            self.step,
             self.longest,
             sum(counts),
         )
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """The tokens of each sequence before this step."""
-        return [offset + self.step for offset in self.offsets]
 
     @cached_property
     def rows(self) -> tuple[ScheduledRow, ...]:

@@ -63,7 +63,7 @@ def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
     for group, each in zip(groups, decoding, strict=True):
         if each:
             owed -= len(group.sequences)
-            steps = [(sequence, 1) for sequence in group.sequences]
+            steps = [(one, 1) for one in group.sequences if not one.waits and not one.complete]
         else:
             steps = group.advance(room - owed)
         room -= sum([count for _, count in steps])
@@ -73,10 +73,13 @@ def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
 
 
 def fit(
-    kv_groups: Iterable[KVCacheGroup], several: Sequence[Steps], extra: int = 0, tenants: Collection[str] = ()
+    kv_groups: Iterable[KVCacheGroup],
+    several: Sequence[Steps],
+    extra: Sequence[int] = (),
+    tenants: Collection[str] = (),
 ) -> bool:
-    """True if every pool has the blocks for these steps and `extra` more, which no cross-attention table
-    takes. Blocks that a window has passed are freed first (C10). tenants: those whose steps they are, if
+    """True if every pool has the blocks for these steps and its number of `extra` more; the last pools may
+    have none. Blocks that a window has passed are freed first (C10). tenants: those whose steps they are, if
     other tenants keep their shares (C43).
     """
     for i, kv_group in enumerate(kv_groups):
@@ -85,7 +88,7 @@ def fit(
             for tables, _ in every:
                 for table in tables:
                     kv_group.kind.release(table)
-        own = extra if kv_group.kind.grows else 0
+        own = extra[i] if i < len(extra) else 0
         pool = kv_group.pool
         available = pool.available - max((pool.shares(each).reserved() for each in tenants), default=0)
         most = own + sum([count // pool.block_size + 2 for steps in several for _, count in steps])

@@ -77,7 +77,9 @@ class TokenSequence:
     are computed, the next one is sampled and on its way to the host.
     """
 
-    __slots__ = ("begun", "computed", "group", "index", "parked", "row", "tables", "tokens")
+    __slots__ = (
+        "begun", "computed", "drafts", "group", "index", "parked", "row", "tables", "tokens", "waits",
+    )  # fmt: skip
 
     def __init__(
         self, group: SequenceGroup, index: int, tokens: list[int], tables: tuple[BlockTable, ...]
@@ -93,6 +95,10 @@ class TokenSequence:
         """True once its tables have been through a forward, so that its cross-attention table is filled."""
         self.row = NO_ROW
         """The row of the batch that it owns while it runs."""
+        self.drafts = 0
+        """How many of its last tokens are guesses, which a step has still to judge."""
+        self.waits = False
+        """True while it takes no token, though it runs."""
 
     def __repr__(self) -> str:
         name = f"{self.group.request.number}.{self.index}"
@@ -109,6 +115,21 @@ class TokenSequence:
         """How many tokens are still to be computed."""
         return self.length - self.computed
 
+    @property
+    def pending(self) -> int:
+        """How many tokens the next step takes, if it has room."""
+        return 0 if self.waits else self.behind
+
+    @property
+    def complete(self) -> bool:
+        """True if it is as long as it may become: at most its last token is on its way to the host."""
+        return self.length >= self.group.request.most_tokens
+
+    def keep_drafts(self, count: int) -> None:
+        """Forget the guesses behind its last token but for the first `count`; none of them is computed."""
+        del self.tokens[len(self.tokens) - self.drafts + count :]
+        self.drafts = count
+
     def growth(self, kv_group: int, count: int) -> int:
         """By how many tokens a table grows in a step of `count`: by so many, or in a first step by all that
         it attends to across (C36).
@@ -123,10 +144,12 @@ class TokenSequence:
         self.parked = ()
         self.computed = 0
         self.begun = False
+        self.keep_drafts(0)
+        self.waits = False
 
 
 class SequenceGroup:
-    """The sequences of one request: admitted, preempted and resumed as one. All that live are equally long.
+    """The sequences of one request: admitted, preempted and resumed as one.
 
     Until it is forked only the first sequence has blocks: it computes the `common` tokens for all of them,
     which are the prompt, or after a preemption whatever they still have in common (C30).
@@ -176,8 +199,8 @@ class SequenceGroup:
 
     @property
     def length(self) -> int:
-        """The tokens of each sequence, with one that is on its way to the host."""
-        return self.leader.length
+        """The tokens of its longest sequence, with one that is on its way to the host."""
+        return max([sequence.length for sequence in self.sequences])
 
     @property
     def swapped(self) -> bool:
@@ -200,7 +223,12 @@ class SequenceGroup:
         """True if its sequences are as long as they may become: at most their last tokens are on their way to
         the host.
         """
-        return self.sequences[0].length >= self.request.most_tokens
+        most = self.request.most_tokens
+        # A generator would cost more than the comparison, for every group in every step.
+        for sequence in self.sequences:  # noqa: SIM110
+            if sequence.length < most:
+                return False
+        return True
 
     def reset_to_common(self) -> None:
         """Begin again, unforked, with what the sequences have in common."""
@@ -236,10 +264,11 @@ class SequenceGroup:
         if not self.forked:
             count = min(self.common - self.leader.computed, room)
             return [(self.leader, count)] if count > 0 else []
-        if sum(sequence.behind for sequence in self.sequences) <= room:
-            return [(sequence, sequence.behind) for sequence in self.sequences]
+        running = [sequence for sequence in self.sequences if sequence.pending and not sequence.complete]
+        if sum(sequence.behind for sequence in running) <= room:
+            return [(sequence, sequence.behind) for sequence in running]
         steps = []
-        for sequence in self.sequences:
+        for sequence in running:
             count = min(sequence.behind - 1, room)
             if count > 0:
                 steps.append((sequence, count))
@@ -281,10 +310,13 @@ class SequenceGroup:
 
 
 def _common(rows: list[list[int]]) -> int:
-    """How many leading tokens all rows share."""
+    """How many leading tokens all rows share; of rows of several lengths not the last of any, which each
+    computes by itself to be sampled from.
+    """
     if len(rows) == 1:
         return len(rows[0])
+    lengths = {len(row) for row in rows}
     return next(
         (i for i, column in enumerate(zip(*rows, strict=False)) if len(set(column)) > 1),
-        min(len(row) for row in rows),
+        min(lengths) - (len(lengths) > 1),
     )

@@ -24,13 +24,13 @@ from ..blocks.pool import expect
 from .adapter_slots import AdapterNames, AdapterSlots
 from .admission import Candidate, SchedulerState, why_infeasible
 from .audit import check_groups, check_kv_groups
-from .decode_batch import DecodeBatch
 from .forecast import ADMISSIONS, FuturePeak
 from .limits import KVCacheGroup, Limits
 from .plan import ScheduledRow, StepPlan, Swaps
 from .plan_builder import PlanBuilder, Steps, fit, share, to_sample
 from .policy import POLICIES
 from .request import NO_ROW, Request, SequenceGroup, Status, TokenSequence
+from .rows import RowTable
 from .swap import Decide, Swapping, never
 
 Count = Literal[
@@ -96,7 +96,7 @@ class Scheduler:
         self.preempted: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         """These three are in the order of the policy."""
-        self.decode_batch = DecodeBatch(self._growing)
+        self.decode_batch = RowTable(self._growing)
         self._others: list[SequenceGroup] = []
         """The running groups outside the decode batch, in the same order."""
         self._free_rows = list(range(limits.sequences))
@@ -168,6 +168,8 @@ class Scheduler:
         self._leave_batch(group)
         self._forget_in_flight(group)
         self.admission.leave(group)
+        for sequence in group.sequences:
+            sequence.waits = False
         group.awaits_tokens = any(sequence.computed >= len(sequence.tokens) for sequence in group.sequences)
         blocks = self.swapping.park(group) if swap else None
         if blocks is None:
@@ -250,14 +252,14 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step. Its blocks are taken in the books; `commit` reports that it has been computed."""
         batch = self.decode_batch
-        if batch.steps in batch.ends:
+        if batch.ending:
             for sequence in batch.complete():
                 self._leave_batch(sequence.group)
         if self._others:
             self._fill_batch()
         waiting = self.preempted or self.waiting or self.swapping.moves
         # Most steps take one token of every sequence, for which their blocks have room.
-        planned = self._others or batch.growing or waiting
+        planned = self._others or waiting or batch.growing or batch.uneven
         plan = self._plan() if planned else StepPlan(batch.step(), self._no_copies)
         self.counts["steps"] += bool(plan.batch.sequences)
         self.counts["tokens"] += plan.batch.tokens
@@ -267,10 +269,10 @@ class Scheduler:
         """A step that takes blocks, or in which groups come and go."""
         builder = PlanBuilder(len(self.kv_groups), self.limits.tokens)
         steps: list[Steps] = []
-        if self._others or self.decode_batch.growing:
+        if self._others or self.decode_batch.growing or self.decode_batch.uneven:
             steps = self._make_room(builder)
         builder.batch = self.decode_batch.step()
-        builder.room -= builder.batch.decodes
+        builder.room -= builder.batch.tokens
         for of_group in steps:
             self._take(builder, of_group)
         if (self.preempted or self.waiting) and not builder.preempted:
@@ -281,12 +283,14 @@ class Scheduler:
         """Preempt groups until every pool has the blocks of the step: the steps of those outside the decode
         batch.
         """
-        steps = share(self._others, self.limits.tokens - len(self.decode_batch))
+        others = sum(len(group.sequences) for group in self._others if group.decoding)
+        self.decode_batch.limit(self.limits.tokens - others)
+        steps = share(self._others, self.limits.tokens - self.decode_batch.pending)
         while last := self._victim(steps):
             self.preempt(last)
             last.setbacks += 1
             builder.preempted.append(last)
-            steps = share(self._others, self.limits.tokens - len(self.decode_batch))
+            steps = share(self._others, self.limits.tokens - self.decode_batch.pending)
         return steps
 
     def _victim(self, steps: list[Steps]) -> SequenceGroup | None:
@@ -298,7 +302,7 @@ class Scheduler:
         if self.divided:
             growth = Counter(sequence.group.request.tenant for sequence in self.decode_batch.growing)
             for sequence, count in (row for each in steps for row in each):
-                growth[sequence.group.request.tenant] += count // self.decode_batch.block_size + 1
+                growth[sequence.group.request.tenant] += count // self.kv_groups[0].pool.block_size + 1
             if enough and fit(self.kv_groups, steps, need, growth):
                 return None
             runs = Counter(group.request.tenant for group in self.running)
@@ -327,6 +331,8 @@ class Scheduler:
                 continue
             sequence.computed = start + count
             sequence.begun = True
+            if sequence in self.decode_batch:
+                self.decode_batch.note(sequence)
             if not group.forked and sequence.computed >= group.common:
                 group.fork()
 
@@ -345,7 +351,7 @@ class Scheduler:
         batch = plan.batch
         for sequence, end in batch.full:
             if sequence.computed >= end and sequence.group not in without:
-                self._name(sequence, end)
+                self._name(sequence, min(end, len(sequence.tokens) - sequence.drafts))
         for sequence, start, count, _ in batch.other_rows if len(batch.sequences) > batch.decodes else ():
             group = sequence.group
             end = start + count
@@ -364,10 +370,49 @@ class Scheduler:
         """The host has the next tokens of sequences, which run or were preempted since the tokens' step."""
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.tokens.append(token)
+            if sequence.behind > 1:
+                self._note(sequence)
             if sequence.row == NO_ROW:
                 sequence.group.awaits_tokens = False
                 if not sequence.group.swapped:
                     sequence.group.reset_to_common()  # what they have in common was not known before
+
+    def propose(self, sequence: TokenSequence, tokens: Sequence[int]) -> None:
+        """Let the next step compute guesses behind the last token of a sequence in the table of rows, as many
+        as it has room for; `settle` says which were right. A sequence that leaves the table forgets them.
+        """
+        room = sequence.group.request.most_tokens - 1 - len(sequence.tokens)
+        if room > 0 and sequence in self.decode_batch:
+            sequence.tokens += tokens[:room]
+            sequence.drafts += len(tokens[:room])
+            self._note(sequence)
+
+    def settle(self, sequence: TokenSequence, right: int) -> None:
+        """The first `right` of a sequence's guesses were right, and the others never were: their keys and
+        values are forgotten.
+        """
+        wrong = sequence.drafts - right
+        sequence.drafts = 0
+        known = len(sequence.tokens) - wrong
+        beyond = max(0, sequence.computed - known)
+        del sequence.tokens[known:]
+        if beyond:
+            for table in sequence.tables[: len(self._growing)]:
+                table.crop(beyond)
+            sequence.computed -= beyond
+        self._note(sequence)
+
+    def wait(self, sequence: TokenSequence, waits: bool = True) -> None:
+        """Let a sequence take no tokens until it waits no more, or is preempted."""
+        sequence.waits = waits
+        self._note(sequence)
+
+    def _note(self, sequence: TokenSequence) -> None:
+        """A sequence takes another number of tokens in the next step than was expected."""
+        if sequence.behind > 1 and sequence.group.status is Status.RUNNING:
+            self.admission.fall_behind(sequence.group)
+        if sequence in self.decode_batch:
+            self.decode_batch.note(sequence)
 
     def reorder(self, group: SequenceGroup, sources: Sequence[int], tokens: Sequence[int]) -> None:
         """Make sequence i what sequence sources[i] was, and give it its next token: a step of beams (C6,

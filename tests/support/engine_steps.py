@@ -12,7 +12,7 @@ from hf_paged.engine import Engine
 from hf_paged.engine.executor import Executor
 from hf_paged.engine.job import Job
 from hf_paged.engine.outputs.handle import Handle
-from hf_paged.scheduling import UNKNOWN, StepPlan, TokenSequence
+from hf_paged.scheduling import UNKNOWN, Scheduler, StepPlan, TokenSequence
 
 
 def watch_plans(engine: Engine, see: Callable[[StepPlan], object]) -> None:
@@ -36,6 +36,11 @@ def job_of(handle: Handle) -> Job:
 def executor_of(engine: Engine) -> Executor:
     """The part of an engine that computes."""
     return engine.driver.loop.executor
+
+
+def scheduler_of(engine: Engine) -> Scheduler:
+    """The books of an engine."""
+    return engine.scheduler
 
 
 def new_tokens(handle: Handle) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "chunks_recomputation_and_hits", ()),
     (2, "swap", ()),
+    (2, "rows_that_advance_unequally", ()),
     (2, "steps_ahead_of_their_tokens", ()),
     (2, "tokens_that_a_broken_off_broadcast_leaves", ()),
     (2, "windows", ()),

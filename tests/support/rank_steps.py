@@ -30,6 +30,7 @@ from rank_support import (
 from tape import record
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
+from uneven_rows import PLAIN, advance
 
 from hf_paged.engine import Engine
 from hf_paged.engine.parallel import Ranks
@@ -52,6 +53,26 @@ def swap(rank: int) -> None:
     if rank == 0:
         assert stats["swapped_out"] > 0
         assert stats["swapped_in"] > 0
+
+
+def rows_that_advance_unequally(rank: int) -> None:
+    """No, one or several tokens of a row in a step, waiting, and preemption with tokens pending."""
+    asked_for = [
+        (PROMPTS[i % 6], {**PLAIN[i % len(PLAIN)], "max_new_tokens": NEW, "seed": i}) for i in range(8)
+    ]
+    with Engine(whole("llama"), block_size=4, num_blocks=200) as engine:
+        truths = [answers(engine.submit(prompt, **kind).result()) for prompt, kind in asked_for]
+
+    def act(engine: Engine) -> None:
+        for seed in range(2):
+            handles = [engine.submit(prompt, **kind) for prompt, kind in asked_for]
+            took = advance(engine, handles, truths, random.Random(seed))
+            assert [answers(handle.result()) for handle in handles] == truths
+            assert min(took[count] for count in range(4)), took
+
+    led(
+        rank, loaded("llama"), act, run_ahead=False, num_blocks=80, max_batch_tokens=20, max_batch_sequences=8
+    )
 
 
 def steps_ahead_of_their_tokens(rank: int) -> None:

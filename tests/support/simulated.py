@@ -6,6 +6,8 @@ back as something else, and every request has one right answer, whoever else is 
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -101,6 +103,10 @@ class Simulated:
     """How many times it is asked for an adapter before that is there."""
     checks: bool = True
     """Whether every step is followed by an audit of the books."""
+    advances: random.Random | None = None
+    """Chance, if rows take any number of tokens: several that are known, guesses, or none."""
+    advanced: Counter[int] = field(default_factory=Counter)
+    """How often a row that decodes has come forward by so many tokens."""
     tenants: tuple[str, ...] = ("",)
     """Those of requests that come at random."""
     groups: list[SequenceGroup] = field(default_factory=list)
@@ -171,6 +177,8 @@ class Simulated:
     def step(self) -> StepPlan:
         """One step: plan, copy, compute, commit, choose."""
         scheduler = self.scheduler
+        if self.advances is not None:
+            self.let_some_wait(self.advances)
         held = [kv_group.pool.held for kv_group in scheduler.kv_groups]
         plan = scheduler.schedule()
         assert plan.tokens <= self.limits.tokens
@@ -288,10 +296,61 @@ class Simulated:
 
     def choose(self, group: SequenceGroup, values: dict[TokenSequence, int]) -> None:
         for sequence, value in values.items():
+            if self.advances is not None:
+                value = self.settled(sequence, value)
             self.scheduler.extend([sequence], [next_token(value, sequence.index)])
-            if len(sequence.tokens) >= stop_at(group.request, sequence.index):
-                self.answers[group.request.number][sequence.index] = list(sequence.tokens)
+            if self.advances is not None:
+                self.go_on(sequence, self.advances)
+            known = len(sequence.tokens) - sequence.drafts
+            if known >= stop_at(group.request, sequence.index):
+                self.answers[group.request.number][sequence.index] = sequence.tokens[:known]
                 self.scheduler.finish(sequence)
+
+    # ---- rows that take any number of tokens
+
+    def let_some_wait(self, chance: random.Random) -> None:
+        """Some rows take no token in the next step, and those that waited go on; never does every row wait."""
+        running = [each for group in self.scheduler.running for each in group.sequences]
+        for group in self.scheduler.running:
+            waits = chance.random() < 0.2  # beams wait together
+            for sequence in group.sequences:
+                if group.request.number not in self.beams:
+                    waits = chance.random() < 0.2
+                self.advanced[0] += waits and sequence.computed > len(group.request.prompt)
+                self.scheduler.wait(sequence, waits)
+        if running and all(sequence.waits for sequence in running):
+            for sequence in running:
+                self.scheduler.wait(sequence, False)
+
+    def settled(self, sequence: TokenSequence, value: int) -> int:
+        """What was computed behind the last of a sequence's guesses that is right."""
+        known = len(sequence.tokens) - sequence.drafts
+        values = values_of(sequence.tokens, self.salt_of(sequence.group.request))
+        right = 0
+        while right < sequence.drafts:
+            if sequence.tokens[known + right] != next_token(values[known + right - 1], sequence.index):
+                break
+            right += 1
+        if sequence.drafts:
+            self.advanced[right + 1] += 1
+            value = values[known + right - 1]
+        self.scheduler.settle(sequence, right)
+        return value
+
+    def go_on(self, sequence: TokenSequence, chance: random.Random) -> None:
+        """Let the host have more tokens of a sequence, or guesses."""
+        group = sequence.group
+        end = stop_at(group.request, sequence.index)
+        tokens = list(sequence.tokens)
+        while len(tokens) < min(end, len(sequence.tokens) + 4):
+            tokens.append(next_token(value_of(tokens, self.salt_of(group.request)), sequence.index))
+        more = tokens[len(sequence.tokens) :][: chance.randrange(5)]
+        if chance.random() < 0.3:
+            self.scheduler.extend([sequence] * len(more), more)
+        elif chance.random() < 0.6:
+            more = more[: max(0, end - 1 - len(sequence.tokens))]  # behind them comes a token
+            guesses = [token if chance.random() < 0.7 else chance.randrange(VOCABULARY) for token in more]
+            self.scheduler.propose(sequence, guesses)
 
     def choose_beams(self, group: SequenceGroup, values: dict[TokenSequence, int]) -> None:
         sources, tokens = beam_step([values[sequence] for sequence in group.sequences])

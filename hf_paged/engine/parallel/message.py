@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from operator import is_
+from operator import add, is_
 from typing import NamedTuple, cast
 
 from ...blocks import BlockPool, BlockTable, BlockTableArray, Copy
@@ -102,8 +102,10 @@ class StepEncoder:
         self._cross: dict[int, tuple[int, list[int]]] = {}
         """By row the length and the blocks of the last table across that was written."""
         self._tables: tuple[BlockTableArray, ...] = ()
-        self._columns: tuple[array[int], ...] = ()
-        self._rows: tuple[TokenSequence, ...] = ()
+        self._rows: tuple[array[int], ...] = ()
+        """The rows of the last step, and the tokens that each took."""
+        self._ends = array("i")
+        """The length of each behind it."""
         self._adapters: tuple[int, ...] | None = None
 
     def encode(
@@ -112,20 +114,22 @@ class StepEncoder:
         """The numbers of a step, and whether the last tokens on the device must come along."""
         rows = batch.rows
         count = rows.decodes
-        columns = (rows.row_ids, rows.offsets, rows.counts)
-        known = len(columns) == len(self._columns) and all(map(is_, columns, self._columns))
+        columns = (rows.row_ids, rows.counts)
+        same = len(columns) == len(self._rows) and all(map(is_, columns, self._rows))
+        known = same and rows.starts == self._ends  # each goes on where it was
         unseen = bool(count) and rows.sequences[:count] == batch.unseen[:count]
         ids = array("i") if unseen else array("i", [_last(each) for each in rows.sequences[:count]])
         ids.extend(_ids_behind(batch))
         shares = unseen or UNSEEN in ids
-        out = array("i", [checks, shares, known, unseen, len(rows.sequences), count, rows.step, rows.longest])
+        out = array("i", [checks, shares, known, unseen, len(rows.sequences), count, rows.longest])
         out.append(len(preparations))
         for each in preparations:
             _write_preparation(out, each, self._groups)
         if not known:
-            for column in columns:
+            for column in (rows.row_ids, rows.starts, rows.counts):
                 out.extend(column)
-            self._columns = columns
+            self._rows = columns
+        self._ends = array("i", map(add, rows.starts, rows.counts))
         out.extend([bool(samples) for samples in rows.samples[count:]])
         out.extend([_scored(batch, i) for i in range(count, len(rows))])
         out.append(len(ids))
@@ -188,6 +192,7 @@ class StepDecoder:
         self._kinds = list(pools.own)
         self._tables = tuple(BlockTableArray() for _ in pools.own)
         self._columns = (array("i"), array("i"), array("i"))
+        """The rows of the last step, where each began and what it took."""
         self._sequences: dict[int, _RankRow] = {}
         self._members: tuple[TokenSequence, ...] = ()
         self._adapters: tuple[int, ...] | None = None
@@ -197,13 +202,16 @@ class StepDecoder:
     def decode(self, numbers: Sequence[int]) -> Received:
         """The step that numbers stand for."""
         read = iter(numbers)
-        checks, shares, known, unseen, many, decodes, step, longest = _take(read, 8)
+        checks, shares, known, unseen, many, decodes, longest = _take(read, 7)
         groups = len(self._pools.groups)
         preparations = [_read_preparation(read, groups) for _ in range(next(read))]
-        if not known:
-            row_ids, offsets, counts = (array("i", _take(read, many)) for _ in range(3))
-            self._columns = (row_ids, offsets, counts)
+        row_ids, starts, counts = self._columns
+        if known:
+            starts = array("i", map(add, starts, counts))
+        else:
+            row_ids, starts, counts = (array("i", _take(read, many)) for _ in range(3))
             self._members = tuple([self._row(row) for row in row_ids])
+        self._columns = (row_ids, starts, counts)
         samples = _take(read, many - decodes)
         scored = _take(read, many - decodes)
         ids = _take(read, next(read))
@@ -215,17 +223,15 @@ class StepDecoder:
         if not next(read):
             self._adapters = tuple(_take(read, next(read))) or None
         members = self._members
-        row_ids, offsets, counts = self._columns
         alone = tuple([(each,) for each in members[:decodes]])
         behind = zip(members[decodes:], samples, strict=True)
         rows = ScheduledBatch(
             sequences=members,
             row_ids=row_ids,
-            offsets=offsets,
+            starts=starts,
             counts=counts,
             samples=alone + tuple([(each,) * wanted for each, wanted in behind]),
             tables=self._tables,
-            step=step,
             longest=longest,
             tokens=decodes + sum(counts[decodes:]),
             decodes=decodes,
@@ -250,9 +256,9 @@ class StepDecoder:
         what they are beside ids, if any is.
         """
         own = cast(tuple[_RankRow, ...], rows.sequences)
-        for row, offset, count in zip(own, rows.offsets, rows.counts, strict=True):
-            row.start = offset + rows.step
-            row.end = row.start + count
+        for row, start, count in zip(own, rows.starts, rows.counts, strict=True):
+            row.start = start
+            row.end = start + count
         begin = 0
         inputs = {}
         for i, count in enumerate(scored, rows.decodes):

@@ -116,6 +116,36 @@ def test_a_walk_of_both_changes_no_answer(seed: int) -> None:
     world.assert_empty()
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_rows_advance_by_any_number_of_tokens(seed: int) -> None:
+    """Known tokens, guesses right and wrong, waiting, beams, aborts and preemptions with tokens pending: whoever has
+    which of these, every answer is right, and the books are recounted after every step.
+    """
+    rng = random.Random(seed)
+    world = Simulated.of(
+        total=rng.choice([75, 100]), size=rng.choice([1, 2, 4]), window=rng.choice([None, 3, 6]),
+        tokens=rng.choice([8, 12, 30]), sequences=8, host=rng.choice([None, 12]), advances=rng,
+        verify=rng.random() < 0.5, admission=rng.choice(["watermark", "future"]),
+    )  # fmt: skip
+    alive = []
+    for number in range(24):
+        tokens = prompt(rng.randrange(1, 9), rng.randrange(3))
+        most = len(tokens) + rng.randrange(1, 16)
+        width = rng.choice([1, 1, 2, 3])
+        asked = Request(number, tokens, most, width, batchable=rng.random() < 0.8)
+        alive.append(world.submit(asked, beams=width > 1 and rng.random() < 0.3))
+        for _ in range(rng.randrange(5)):
+            world.step()
+        if rng.random() < 0.2 and world.scheduler.running:
+            world.scheduler.preempt(rng.choice(world.scheduler.running), swap=rng.random() < 0.5)
+        if rng.random() < 0.1:
+            world.scheduler.abort(rng.choice(alive))
+    world.run()
+    world.assert_answered()
+    world.assert_empty()
+    assert world.advanced.total() > 9
+
+
 @pytest.mark.parametrize("swap", [False, True])
 def test_a_group_that_awaits_a_token_is_not_admitted_before_it_is_there(swap: bool) -> None:
     """C30: preempted while its step is in flight; the token is neither lost nor computed twice."""

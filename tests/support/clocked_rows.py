@@ -1,4 +1,6 @@
-"""Sequences that only decode: their columns are kept from step to step, and brought forward all at once."""
+"""The table of rows as it was with one clock for all: the oracle of what the table with a length for each row does
+when every row takes one token.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,9 @@ from array import array
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..blocks import BlockTable, BlockTableArray
-from ..blocks.pool import NOWHERE, expect
-from .limits import KVCacheGroup
-from .plan import ScheduledBatch
-from .request import SequenceGroup, TokenSequence
+from hf_paged.blocks import BlockTable, BlockTableArray
+from hf_paged.blocks.pool import NOWHERE, expect
+from hf_paged.scheduling import KVCacheGroup, ScheduledBatch, SequenceGroup, TokenSequence
 
 
 class _Columns(NamedTuple):
@@ -29,7 +29,7 @@ class _Columns(NamedTuple):
     most: int
 
 
-class DecodeBatch:
+class ClockedRows:
     """The sequences of running groups that take one token each in every step.
 
     A block is needed when the one before it is full, which is known beforehand for each member: the rest of a
@@ -120,7 +120,23 @@ class DecodeBatch:
 
     # ---- a step
 
-    def need(self) -> int:
+    uneven = ()
+
+    @property
+    def ending(self) -> bool:
+        return self.steps in self.ends
+
+    @property
+    def pending(self) -> int:
+        return len(self._offsets)
+
+    def limit(self, most: int) -> None:
+        """Every row takes one token."""
+
+    def note(self, sequence: TokenSequence) -> None:
+        raise AssertionError(f"{sequence!r} takes another number of tokens than one")
+
+    def need(self) -> list[int]:
         """The blocks of every pool that the next step takes; blocks behind a window go back first (C10)."""
         for i, kv_group in enumerate(self.kv_groups):
             if kv_group.kind.releases:
@@ -128,7 +144,7 @@ class DecodeBatch:
                     table = sequence.tables[i]
                     table.stamp = kv_group.pool.tick()
                     kv_group.kind.release(table)
-        return len(self.growing)
+        return [len(self.growing)] * len(self.kv_groups)
 
     def step(self) -> ScheduledBatch:
         """One token of every member; every pool has the blocks for it."""
@@ -142,11 +158,10 @@ class DecodeBatch:
         return ScheduledBatch(
             columns.sequences,
             columns.row_ids,
-            columns.offsets,
+            array("i", [offset + self.steps - 1 for offset in columns.offsets]),
             columns.counts,
             columns.samples,
             self.tables,
-            self.steps - 1,
             columns.most + self.steps,
             len(columns.sequences),
             len(columns.sequences),
