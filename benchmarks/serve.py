@@ -45,9 +45,10 @@ from tokenizer import BLANK, tokenizer_of
 from traces import TRACES, trace
 
 from hf_paged import Engine
-from hf_paged.serve.http.options import ServerLimits, ServerOptions
+from hf_paged.serve.http.options import ServerOptions
 from hf_paged.serve.http_process import HttpProcess, HttpSpec
 from hf_paged.serve.server import tuned
+from hf_paged_cli.limits import ServerLimits
 
 START_SECONDS = 180
 CLIENT = Path(__file__).with_name("serve_client.py")

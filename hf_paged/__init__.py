@@ -6,6 +6,8 @@
 Importing the package is enough: stock generate() then takes "paged" in every mode, with the same tokens.
 """
 
+from hf_paged_cli import __version__ as __version__
+
 from . import trace
 from .blocks import OutOfBlocks
 from .checking import LogprobGap, Mismatch, RowMismatch, check_mismatch
@@ -26,6 +28,5 @@ __all__ = [
     "Stats", "batch_invariant", "check_mismatch", "install", "installed", "invalidate", "release", "stats",
     "trace", "uninstall",
 ]  # fmt: skip
-__version__ = "0.2.0"
 
 install()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from .cli.main import main
+from hf_paged_cli.main import main
+
 from .continuous import transformers_main
 
 if __name__ == "__main__":

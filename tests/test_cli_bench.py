@@ -11,7 +11,7 @@ import pytest
 
 from hf_paged import Engine, demo
 from hf_paged.cli.bench import ROWS, Load, Speed, engine_times, quantiles, stock_times
-from hf_paged.cli.main import main
+from hf_paged_cli.main import main
 
 
 @pytest.mark.parametrize("who", ["stock", "engine"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_paged import demo
-from hf_paged.cli.main import main
+from hf_paged_cli.main import main
 
 
 def talk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: str, *flags: str) -> Any:

@@ -67,7 +67,11 @@ def test_python_m_hf_paged(tmp_path: Path) -> None:
         "TORCH_EXTENSIONS_DIR": str(tmp_path),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "hf_paged"], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-m", "hf_paged", "info"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     said = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines()}

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,20 +20,20 @@ from processes import LIMIT
 
 import hf_paged
 from hf_paged import demo
-from hf_paged.cli.flags import ABSENT
-from hf_paged.cli.main import (
+from hf_paged.cli.arguments import source_of
+from hf_paged.cli.serve import (
     adapter_sources,
     cache_shares,
     chat_template_of,
     engine_of,
     engine_options,
-    main,
-    parser,
     server_options,
-    source_of,
 )
 from hf_paged.engine import Handle
 from hf_paged.serve.http.options import ServerOptions
+from hf_paged_cli.flags import ABSENT
+from hf_paged_cli.main import main
+from hf_paged_cli.parser import parser
 
 ROOT = Path(__file__).parent.parent
 
@@ -69,7 +68,7 @@ def test_commands_need_no_extra() -> None:
     script = (
         "import sys\n"
         "for name in ('fastapi', 'starlette', 'uvicorn', 'pydantic'): sys.modules[name] = None\n"
-        "from hf_paged.cli.main import main\n"
+        "from hf_paged_cli.main import main\n"
         "sys.exit(main(['info', 'demo']))"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT)
@@ -471,23 +470,6 @@ def test_lines_are_printed_as_answers_end(
     monkeypatch.setattr(Handle, "result", result)
     assert main(asked) == 130
     assert json.loads(capsys.readouterr().out) == lines[0]
-
-
-def test_completion_knows_commands_and_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    bash = shutil.which("bash")
-    if bash is None:
-        pytest.skip("there is no bash")
-    assert main(["completion", "bash"]) == 0
-    script = tmp_path / "complete"
-    script.write_text(capsys.readouterr().out)
-
-    def completed(*words: str) -> list[str]:
-        line = f'source {script}; COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; _hf_paged; echo "${{COMPREPLY[@]}}"'
-        return subprocess.run([bash, "-c", line], capture_output=True, text=True, check=True).stdout.split()
-
-    assert completed("hf-paged", "tr") == ["trace"]
-    assert completed("hf-paged", "serve", "--lora") == ["--lora-modules"]
-    assert "--system" in completed("hf-paged", "chat", "demo", "--s")
 
 
 def test_a_reader_that_has_enough_is_no_error(

@@ -1,13 +1,27 @@
-"""What a fresh process imports with this package: nothing of extras that nobody asked for."""
+"""What a fresh process imports: nothing of extras that nobody asked for, and no torch for the help of a command."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parent.parent
+COMMAND_LINES = (
+    "--version",
+    "--help",
+    "",
+    "serve --help",
+    "generate --help",
+    "completion bash",
+    "completion zsh",
+)
+MOST_SECONDS = 1.0
+"""Of the processor for a command line that only prints; it takes 0.05 to 0.08, and the import of torch some 5."""
 STAGES = ["hf_paged", "hf_paged.serve.app, hf_paged.serve.server, hf_paged.serve.http_process"]
 
 
@@ -32,3 +46,22 @@ def test_the_server_imports_no_exporter_of_spans(imported: list[list[str]]) -> N
     assert not [
         name for name in imported[1] if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))
     ]
+
+
+@pytest.mark.parametrize("arguments", COMMAND_LINES)
+def test_the_command_line_starts_without_torch(arguments: str) -> None:
+    """By the entry point that pip installs."""
+    module, _, name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"][
+        "hf-paged"
+    ].partition(":")
+    code = (
+        f"import sys, time\nfrom {module} import {name}\n"
+        f"try:\n    code = {name}({arguments.split()})\n"
+        "except SystemExit as ended:\n    code = ended.code\n"
+        "print(time.process_time(), *sys.modules, file=sys.stderr)\nsys.exit(code)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, *modules = ran.stderr.split()
+    assert ran.stdout
+    assert not {"torch", "transformers", "numpy", "hf_paged"}.intersection(modules)
+    assert float(seconds) < MOST_SECONDS

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 
 from serving import serving
 
-from hf_paged.cli.main import parser
+from hf_paged_cli.parser import parser
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 

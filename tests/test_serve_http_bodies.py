@@ -19,7 +19,7 @@ from starlette.types import Message
 
 from hf_paged.serve.http.bodies import SMALL, Bodies, JsonCounts
 from hf_paged.serve.http.errors import ApiError
-from hf_paged.serve.http.options import ServerLimits
+from hf_paged_cli.limits import ServerLimits
 
 TEXTS = st.text(st.sampled_from('ab\\",:[]{}\n\u20ac'), max_size=8)
 JSON = st.recursive(

@@ -27,7 +27,6 @@ from processes import LIMIT
 from serving import GUARD, Served, connected, serving, tokenizer, until
 
 from hf_paged import Engine, demo, trace
-from hf_paged.cli.main import main
 from hf_paged.serve.http.keys import Tenant
 from hf_paged.serve.http.metrics import Metrics
 from hf_paged.serve.link import engine_host
@@ -35,6 +34,7 @@ from hf_paged.serve.map.html import page
 from hf_paged.serve.map.live import BEHIND, LiveMap, Viewer
 from hf_paged.serve.map.map_view import Owner, Owners, Sight, moves
 from hf_paged.trace import MapState, Step
+from hf_paged_cli.main import main
 
 SMALL = {"block_size": 4, "num_blocks": 90, "max_batch_sequences": 8, "preemption": "swap"}
 SHARED = "The fox and the owl went to the river and looked for the moon in the water. "

@@ -27,10 +27,10 @@ from serving import Served, events, serving
 from words_and_pictures import llava, picture
 
 from hf_paged.serve.http.errors import ApiError
-from hf_paged.serve.http.options import ServerLimits
 from hf_paged.serve.link.loading import Source
 from hf_paged.serve.openai import images
 from hf_paged.serve.openai.images import ChatPrompt, Images
+from hf_paged_cli.limits import ServerLimits
 
 LIMITS = {"images": 3, "image_pixels": 10_000}
 CHAT = "/v1/chat/completions"

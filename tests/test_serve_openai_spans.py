@@ -17,8 +17,8 @@ pytest.importorskip("fastapi")
 
 from serving import serving
 
-from hf_paged import serve
-from hf_paged.cli import main as cli
+from hf_paged.serve import openai
+from hf_paged_cli.main import main
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
@@ -31,8 +31,8 @@ def test_without_the_packages_the_error_names_the_extra(
     """Before the model is loaded."""
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "hf_paged.serve.openai.spans", raising=False)
-    monkeypatch.delattr(serve, "spans", raising=False)
-    assert cli.main(["serve", "demo", "--otlp-traces-endpoint", "http://127.0.0.1:4318/v1/traces"]) == 1
+    monkeypatch.delattr(openai, "spans", raising=False)
+    assert main(["serve", "demo", "--otlp-traces-endpoint", "http://127.0.0.1:4318/v1/traces"]) == 1
     assert "pip install 'hf_paged[otel]'" in capsys.readouterr().err
 
 

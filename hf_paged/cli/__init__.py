@@ -1,1 +1,1 @@
-"""The command `hf-paged`. `serve` needs the extra `serve`; the other commands do not."""
+"""The commands of `hf-paged`, each a module with `run()`; `serve` alone needs an extra."""

@@ -7,6 +7,7 @@ import json
 import platform
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
@@ -24,6 +25,7 @@ import hf_paged
 from ..engine import Engine
 from ..engine.support import longest
 from ..serve.link.loading import Source
+from .arguments import source_of
 
 NO_END = 2**31 - 1
 """An end of sequence that no model has: answers have the lengths that are asked for."""
@@ -154,8 +156,11 @@ def measure(model: Any, load: Load, options: dict[str, Any]) -> list[Speed]:
     return [stock, ours]
 
 
-def run(source: Source, load: Load, options: dict[str, Any], picture: str | None, as_json: bool) -> int:
+def run(given: Namespace) -> int:
     """Measure, print and draw. The answer is the exit code."""
+    load = Load(given.num_prompts, given.input_len, given.output_len, given.batch_size, given.seed)
+    options = {} if given.max_num_seqs is None else {"max_batch_sequences": given.max_num_seqs}
+    source = source_of(given)
     model = source.load()
     most, need = longest(model), load.input + load.output + load.output // 2
     if most is not None and need > most:
@@ -165,15 +170,15 @@ def run(source: Source, load: Load, options: dict[str, Any], picture: str | None
         )
     found = measure(model, load, options)
     facts = described(source, model, load)
-    if as_json:
+    if given.json:
         print(
             json.dumps({"facts": facts, "load": asdict(load), "speeds": [each._asdict() for each in found]})
         )
     else:
         print("\n".join([*facts, "", *table(found)]))
-    if picture is not None:
-        Path(picture).write_text(draw(found, facts), encoding="utf-8")
-        print(picture, file=sys.stderr)
+    if given.out is not None:
+        Path(given.out).write_text(draw(found, facts), encoding="utf-8")
+        print(given.out, file=sys.stderr)
     return 0
 
 

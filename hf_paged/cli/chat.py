@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from hf_paged_cli.flags import is_utf8
+
 from ..engine import Engine
-from ..serve.link.loading import Source
-from .flags import is_utf8
+from .arguments import sampling_of, source_of
 
 Message = dict[str, str]
 HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C breaks an answer off"
 
 
-def run(source: Source, system: str | None, most: int, options: dict[str, Any]) -> int:
+def run(given: Namespace) -> int:
     """Answer line by line until the input ends. The answer is the exit code."""
+    source = source_of(given)
+    options = sampling_of(given)
     tokenizer = source.load_tokenizer()
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{source.name} has no chat template; use hf-paged generate")
@@ -29,8 +33,8 @@ def run(source: Source, system: str | None, most: int, options: dict[str, Any]) 
     with Engine(source.load(), tokenizer) as engine:
         converse(
             lambda: input("> " if terminal else "").strip(),
-            partial(answered, engine, tokenizer, most, options),
-            [] if system is None else [{"role": "system", "content": system}],
+            partial(answered, engine, tokenizer, given.max_tokens, options),
+            [] if given.system is None else [{"role": "system", "content": given.system}],
         )
     return 0
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from typing import Any
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
+from hf_paged_cli.flags import content_of, is_utf8
+
 from ..engine import Engine
-from ..serve.link.loading import Source
-from .flags import content_of, is_utf8
+from .arguments import sampling_of, source_of
 
 
 def prompts_of(prompt: str | None, file: str | None, lines: bool) -> list[str]:
@@ -29,12 +31,23 @@ def prompts_of(prompt: str | None, file: str | None, lines: bool) -> list[str]:
     return found
 
 
-def run(source: Source, prompts: list[str], chat: bool, as_json: bool, options: dict[str, Any]) -> int:
+def run(given: Namespace) -> int:
     """Print the answers: one as it grows, several as lines of JSON. The answer is the exit code."""
+    if given.prompt is not None and given.file is not None:
+        raise ValueError("--prompt and --file are both the prompt; give one of them")
+    options = {"max_new_tokens": given.max_tokens, **sampling_of(given)}
+    if given.num_beams is not None:
+        options["num_beams"] = given.num_beams
+    if given.stop:
+        options["stop_strings"] = given.stop
+    prompts = prompts_of(given.prompt, given.file, given.lines)
+    asked: list[Any] = list(prompts)
+    if given.chat:
+        asked = [[{"role": "user", "content": each}] for each in prompts]
+    source = source_of(given)
     tokenizer = source.load_tokenizer()
-    asked: list[Any] = [[{"role": "user", "content": each}] for each in prompts] if chat else list(prompts)
     with Engine(source.load(), tokenizer, fuse_projections=True) as engine:
-        if len(asked) == 1 and not as_json:
+        if len(asked) == 1 and not (given.json or given.lines):
             return _stream(engine, asked[0], options)
         return _print_lines(engine, asked, prompts, options)
 

@@ -1,7 +1,8 @@
-"""The parts of a model for pages, and why not others; no weights are loaded."""
+"""The command `hf-paged info`: the installation, and a model's parts for pages; no weights are loaded."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
 from typing import Any
 
@@ -9,18 +10,28 @@ from ..engine.support import Unservable, check_architecture, longest
 from ..model.slots import slots_of
 from ..model.support import why_not
 from ..serve.link.loading import Source
+from .arguments import source_of
+from .environment import facts
+
+
+def run(given: Namespace) -> int:
+    """Print the installation, for a user or an issue, and a model where one is named."""
+    print("\n".join(facts().lines()))
+    if given.model:
+        print("\n".join(["", *model_lines(source_of(given))]))
+    return 0
 
 
 def model_lines(source: Source) -> list[str]:
     """A model's layers, and whether generate() and the engine take it, one fact a line."""
     model = source.outline()
-    facts = {"model": type(model).__name__, "layers": _layers(model)}
-    facts["longest sequence"] = str(longest(model) or "not named by its config")
+    found = {"model": type(model).__name__, "layers": _layers(model)}
+    found["longest sequence"] = str(longest(model) or "not named by its config")
     reason = why_not(model, model.generation_config)
-    facts["generate()"] = "on pages" if reason is None else f"on transformers' own cache: {reason}"
-    facts["engine, serve"] = _engine(model)
-    width = max(map(len, facts))
-    return [f"{name:{width}}  {value}" for name, value in facts.items()]
+    found["generate()"] = "on pages" if reason is None else f"on transformers' own cache: {reason}"
+    found["engine, serve"] = _engine(model)
+    width = max(map(len, found))
+    return [f"{name:{width}}  {value}" for name, value in found.items()]
 
 
 def _layers(model: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from ..cli import main as cli
+from ..cli import serve as cli
 from .flags import namespace
 from .gateway import Gateway
 from .replica import Replica

@@ -16,7 +16,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..cli import main as cli
+from ..cli import serve as cli
+from ..cli.arguments import source_of
 from ..serve.http import logs
 from ..serve.http.keys import Keys
 from ..serve.link import ranks
@@ -59,7 +60,7 @@ def main(descriptor: int) -> int:
     wanted = first_message(connection)
     given = namespace(wanted)
     logs.set_up(given.log_level, given.log_format)
-    source = cli.source_of(given)
+    source = source_of(given)
     options = cli.server_options(given, source.name)
     keys = Keys(options.api_keys, admin_keys=options.admin_api_keys)
     shares = cli.cache_shares(given.prefix_cache_share, keys.names)

@@ -8,7 +8,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from ..cli.main import parser
+from hf_paged_cli.parser import parser
 
 OF_RAY = {
     "port": "set http_options.port of Ray Serve",

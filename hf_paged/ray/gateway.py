@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from ..blocks import extra_key
 from ..blocks.prefix_lookup import Prompt
-from ..cli import main as cli
+from ..cli import serve as cli
+from ..cli.arguments import source_of
 from ..serve.guard import REQUEST_ID
 from ..serve.http import logs
 from ..serve.http.bodies import Bodies
@@ -71,7 +72,7 @@ class Gateway:
         """replicas: the handle of the Replica deployment. options: what the replicas are made with."""
         given = namespace(options)
         logs.set_up(given.log_level, given.log_format)
-        source = cli.source_of(given)
+        source = source_of(given)
         self._options = cli.server_options(given, source.name)
         self._replicas = replicas.options(stream=True).answer
         self._keys = Keys(self._options.api_keys, self._options.share_prefixes, self._options.admin_api_keys)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from starlette.types import Message, Scope
 
-from ..cli import main as cli
+from ..cli import serve as cli
+from ..cli.arguments import source_of
 from ..serve import dev
 from ..serve.app import make_app
 from ..serve.http import logs
@@ -229,7 +230,7 @@ class _Exchange:
 
 def _service(options: Mapping[str, Any], given: Any) -> Service:
     """The service of a new engine."""
-    source = cli.source_of(given)
+    source = source_of(given)
     tokenizer = source.load_processor()
     template = cli.chat_template_of(given, tokenizer)
     response_template = cli.response_template_of(given)

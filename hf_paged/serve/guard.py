@@ -90,7 +90,11 @@ class Guard:
         return tenant
 
     def _check_host(self, headers: Headers) -> None:
-        """A page that has its own name point here must not be answered (DNS rebinding)."""
+        """A page that has its own name point here must not be answered (DNS rebinding).
+
+        Starlette's TrustedHostMiddleware also checks health checks, refuses HTTP/1.0 without a Host and hosts
+        such as `a.b:`, redirects to www, and answers 400 in plain text instead of an error of OpenAI's form.
+        """
         given = headers.get("host")
         if given is None or not self._hosts or self._options.uds is not None:
             return  # a browser always sends one

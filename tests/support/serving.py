@@ -16,11 +16,12 @@ import httpx
 from processes import LIMIT
 
 from hf_paged import Engine, demo
-from hf_paged.serve.http.options import ServerLimits, ServerOptions
+from hf_paged.serve.http.options import ServerOptions
 from hf_paged.serve.link.engine_client import EngineClient
 from hf_paged.serve.link.engine_host import EngineHost
 from hf_paged.serve.openai.service import Service
 from hf_paged.serve.server import Server
+from hf_paged_cli.limits import ServerLimits
 
 GUARD = LIMIT
 """Seconds after which something hangs."""

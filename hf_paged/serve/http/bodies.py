@@ -6,9 +6,10 @@ import asyncio
 
 from starlette.requests import ClientDisconnect, Request
 
+from hf_paged_cli.limits import ServerLimits
+
 from .admission import ByteBudget
 from .errors import ApiError, invalid, too_large
-from .options import ServerLimits
 from .throttle import Turns
 
 SMALL = 65536

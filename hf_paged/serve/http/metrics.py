@@ -1,4 +1,9 @@
-"""Counters and histograms in Prometheus' text format, by the names that dashboards for vLLM know."""
+"""Counters and histograms in Prometheus' text format, by the names that dashboards for vLLM know.
+
+Not by prometheus_client 0.26: in the event loop its scrape takes 0.71 ms and this one 0.18, with 128 adapters
+100 ms and 23. It has no weight of an observation (5.9 us for the times of 8 tokens, 1.0 here), no public sum
+of a family, and sorts labels.
+"""
 
 from __future__ import annotations
 

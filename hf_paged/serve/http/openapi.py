@@ -1,5 +1,9 @@
 """Schemas of bodies and answers for /openapi.json. Nothing is checked by them while the server runs; tests
 hold answers to them, and so does schemathesis.
+
+FastAPI writes the page from these forms. Routes read their bodies themselves, because FastAPI reads a body
+whole, before any limit. As its parameter, with a `response_model`, a chat takes 66 us of HTTP and 50 so, one
+with logprobs of 128 tokens 690 and 800; of this file that would delete `body_of` and parts of `describe`.
 """
 
 from __future__ import annotations

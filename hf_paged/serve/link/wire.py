@@ -117,7 +117,12 @@ class News(NamedTuple):
 
 
 def frame(message: Any) -> bytes:
-    """A message as it is sent. Both ends are processes of one command, so it is pickled."""
+    """A message as it is sent. Both ends are processes of one command, so it is pickled.
+
+    News of 64 rows take 10 us so, both ends, and 1.5 by msgspec, which has no form for tokenizers, media and
+    stats: two formats for 9 us of a step. multiprocessing.connection sends the same pickle in 21 us instead
+    of 12, socket included, and no event loop can read it.
+    """
     body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return len(body).to_bytes(HEAD, "big") + body
 

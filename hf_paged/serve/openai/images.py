@@ -18,9 +18,10 @@ from io import BytesIO
 from typing import Any, NamedTuple, TypeVar
 from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, build_opener
 
+from hf_paged_cli.limits import ServerLimits
+
 from ..http.admission import ByteBudget
 from ..http.errors import invalid, too_large
-from ..http.options import ServerLimits
 from ..http.throttle import aside
 
 T = TypeVar("T")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from hf_paged_cli.limits import ServerLimits
+
 from ..http.errors import invalid
-from ..http.options import ServerLimits
 from .protocol import Generating
 
 GREEDY_BELOW = 1e-5

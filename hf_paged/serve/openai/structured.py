@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
+from hf_paged_cli.limits import ServerLimits
+
 from ...engine.sampling.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
 from ..http.errors import ApiError, invalid, too_large
-from ..http.options import ServerLimits
 from ..http.throttle import aside
 from ..link.engine_client import CallError, EngineClient
 from .protocol import ChatRequest, Generating, NamedTool, StructuredOutputs
