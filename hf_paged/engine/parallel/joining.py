@@ -136,7 +136,7 @@ def tried_alike(ranks: Ranks, runner: Runner) -> Iterator[None]:
         group.kept = bool(group.kept)  # whether pools fit beside training is a question of each rank's memory
     yield
     if runner.captured is not None:
-        runner.captured.captures.join(ranks.least, ranks.same, ranks.model_group)
+        runner.captured.captures.join(ranks)
     reasons = ranks.gather((runner.why_rows, runner.why_no_embeddings))
     runner.why_rows = next((rows for rows, _ in reasons if rows is not None), None)
     runner.why_no_embeddings = next((why for _, why in reasons if why is not None), None)
