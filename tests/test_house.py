@@ -83,13 +83,12 @@ MOST_INNER = 140
 """Places in tests that reach for an engine's inner objects; to come down to 80."""
 MOST_PUBLIC = 24
 """Names in `hf_paged.__all__`."""
-MOST_CLASSES = 320
+MOST_CLASSES = 321
 """Classes of the code, as `scripts/figures` counts them."""
 
 MOST_METHODS, MOST_ATTRIBUTES = 40, 20
 STILL_LARGE = {
-    "EngineAdapters", "SamplingColumns", "StaticBatch", "EngineBatchingManager", "Recorder",
-    "Scheduler", "BlockPool",
+    "SamplingColumns", "StaticBatch", "EngineBatchingManager", "Recorder", "Scheduler", "BlockPool",
 }  # fmt: skip
 """Classes with more; each is to be divided, and none is to be added."""
 FOLDERS_IN_CIRCLES = {

@@ -216,7 +216,7 @@ class Engine:
         self._bounds.require_computable(params)
         job = Job(params, None, self.tokenizer)
         if not self.scheduler.unfinished:  # a look takes milliseconds, and the next step takes another
-            self._adapters.look_again()
+            self._adapters.contents.look_again()
         job.adapter = self._adapters.resolve(adapter)
         job.active = self._adapters.active
         self._queue(job, priority, extra_key(None if salt is None else check_salt(salt)), tenant)
