@@ -266,7 +266,7 @@ def test_the_oldest_transformers_is_the_same_everywhere() -> None:
     )[2]
     readme = (ROOT / "README.md").read_text()
     assert f"transformers {oldest}+" in readme
-    assert f"a transformers release from {oldest} on" in (PACKAGE / "generate" / "install.py").read_text()
+    assert f"a transformers release from {oldest} on" in (PACKAGE / "model" / "methods.py").read_text()
     newest = next(
         line
         for line in (ROOT / "constraints.txt").read_text().splitlines()

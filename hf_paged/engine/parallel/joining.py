@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 from zlib import crc32
 
@@ -41,7 +41,9 @@ def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
         raise RankError(str(error)) from error
     with made_alike(ranks):
         # Rank 0 alone has books; the names of its tenants are secrets of its process.
-        own = {**vars(replace(config, cache_shares={})), "model": _described(model)}
+        options = replace(config, cache_shares={})
+        own = {each.name: getattr(options, each.name) for each in fields(options)}
+        own["model"] = _described(model)
         texts = {name: repr(value) for name, value in own.items()}, _digest_of_norms(model)
         everywhere, norms = zip(*ranks.gather(texts), strict=True)
         for name in own:
