@@ -150,6 +150,12 @@ class Watermark:
             reserve=reserve,
         )
 
+    def exceeds(self, candidate: Candidate) -> bool:
+        """True if the group would bring its tenant above its share of a pool (C43)."""
+        tenant = candidate.group.request.tenant
+        pools = zip(self.kv_groups, candidate.needs, candidate.blocks, strict=True)
+        return any(each.pool.shares(tenant).over(tenant, need - len(hits)) for each, need, hits in pools)
+
     @staticmethod
     def _read(i: int, candidate: Candidate) -> list[int]:
         """The blocks of a pool that the group is going to hold or to copy from."""

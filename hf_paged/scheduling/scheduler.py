@@ -473,10 +473,11 @@ class Scheduler:
             return "stop"
         if group.request.tenant in builder.held_back:
             return "pass"
-        adapter = group.request.adapter
-        if adapter and (pinned is None or not self._has_adapter(adapter, pinned)):
-            group.passed_over += 1
-            return "pass, impatient" if group.passed_over > PATIENCE else "pass"
+        if group.request.adapter:
+            assert self.adapters is not None
+            if pinned is None or not self.adapters.reserve(group.request.adapter, pinned):
+                group.passed_over += 1
+                return "pass, impatient" if group.passed_over > PATIENCE else "pass"
         if group.swapped and self.swapping.stale(group):
             self.begin_again(group)
         found = self._find(group)
@@ -499,7 +500,7 @@ class Scheduler:
         if not fits and not self._fits_but_for_shares(candidate, state):
             return "stop"  # no request overtakes another for memory (C12)
         late = not fits and self.running  # where nothing runs it takes the blocks
-        if late or (builder.held_back and self._exceeds(candidate)):
+        if late or (builder.held_back and self.admission.exceeds(candidate)):
             self.counts["held_back"] += 1
             builder.held_back.add(group.request.tenant)
             return "pass"  # tenants within their shares do not wait
@@ -513,20 +514,6 @@ class Scheduler:
         group = candidate.group
         group.passed_over += all(other.request.tenant != group.request.tenant for other in self.running)
         return not self.running or group.passed_over <= PATIENCE
-
-    def _exceeds(self, candidate: Candidate) -> bool:
-        """True if a group would bring its tenant above its share of a pool."""
-        tenant = candidate.group.request.tenant
-        pools = zip(self.kv_groups, candidate.needs, candidate.blocks, strict=True)
-        return any(each.pool.shares(tenant).over(tenant, need - len(hits)) for each, need, hits in pools)
-
-    def _has_adapter(self, adapter: AdapterNames, pinned: set[AdapterNames]) -> bool:
-        """True if a group can run with an adapter now. A slot that it may have is for no later group."""
-        assert self.adapters is not None
-        there = self.adapters.acquire(adapter, pinned)
-        if there or adapter in self.adapters:
-            pinned.add(adapter)
-        return there
 
     def _find(self, group: SequenceGroup, whole: bool = False) -> list[Match] | None:
         """The cached beginning of a group in every pool, to the token or in whole blocks; None if a twin is

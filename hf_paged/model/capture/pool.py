@@ -55,7 +55,7 @@ MOST_REASONS = 1000
 
 
 _joined: weakref.WeakSet[CapturePool] = weakref.WeakSet()
-"""Those whose captured steps have collectives."""
+"""Pools with votes of their own: captured steps of several ranks have collectives."""
 
 
 class _Key(NamedTuple):

@@ -168,7 +168,7 @@ class RankVotes(Votes):
         return found
 
     def smallest(self, numbers: Sequence[int], place: str = "") -> list[int]:
-        """All of up to three numbers: a rank at another place reads this one's as its own."""
+        """Messages of up to three numbers have one length: ranks at different places read each other's."""
         if self.reason is not None:
             raise RuntimeError(self.reason)
         digest = crc32(place.encode())
