@@ -18,7 +18,7 @@ from ..snapshot import StateKey
 from .loading import HostAdapter
 
 
-class _Seen(NamedTuple):
+class _AdapterLook(NamedTuple):
     """An adapter of the peft model when it was looked at."""
 
     number: int
@@ -39,7 +39,7 @@ class AdapterContents:
         """Peft's notes on the model when it was looked at."""
         self._followed = self._noted()
         """The same when `own` followed it."""
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _AdapterLook] = {}
         self._stale: set[str] = set()
         """Those to be read again, whatever torch has counted: fused optimizers write without that."""
 
@@ -116,7 +116,7 @@ class AdapterContents:
             adapter = self.in_model.read(name)
             number = identity_of(self._model).of_adapter(name).prefix_key(adapter)
             ids = frozenset(map(id, adapter.tensors))
-            self._seen[name] = _Seen(number, StateKey(adapter.versions, adapter.tensors), ids)
+            self._seen[name] = _AdapterLook(number, StateKey(adapter.versions, adapter.tensors), ids)
             self._stale.discard(name)
         return self._seen[name].number
 
