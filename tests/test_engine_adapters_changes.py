@@ -255,7 +255,7 @@ def test_a_sum_that_cannot_be_made_anew(model: Any, monkeypatch: pytest.MonkeyPa
             raise torch.OutOfMemoryError("on purpose")
 
         with monkeypatch.context() as patch:
-            patch.setattr("hf_paged.engine.adapters.combine", out_of_memory)
+            patch.setattr("hf_paged.model.adapters.content.combine", out_of_memory)
             fails = engine.submit(prompt(1), **GREEDY, adapter=["one", "two"])
             base = engine.submit(prompt(1), **GREEDY, adapter=None)
             assert error_of(fails) == "on purpose"

@@ -420,6 +420,7 @@ def test_the_engine_chooses_well_alone(model: Any) -> None:
         assert 0 < engine.stats()["blocks"]["full"]["total"] < 256
     with hf_paged.Engine(model, config=EngineConfig(max_batch_tokens=9)) as engine:
         assert engine.config.limits().sequences == 9
+        assert engine.config.limits() is engine.config.limits(), "requests and steps ask for them"
 
 
 def test_pools_are_given_back(model: Any) -> None:

@@ -85,13 +85,12 @@ MOST_INNER = 140
 """Places in tests that reach for an engine's inner objects; to come down to 80."""
 MOST_PUBLIC = 24
 """Names in `hf_paged.__all__`."""
-MOST_CLASSES = 317
+MOST_CLASSES = 321
 """Classes of the code, as `scripts/figures` counts them."""
 
 MOST_METHODS, MOST_ATTRIBUTES = 40, 20
 STILL_LARGE = {
-    "EngineAdapters", "SamplingColumns", "StaticBatch", "EngineBatchingManager", "Recorder", "Ranks",
-    "Scheduler", "BlockPool",
+    "SamplingColumns", "StaticBatch", "EngineBatchingManager", "Recorder", "Scheduler", "BlockPool",
 }  # fmt: skip
 """Classes with more; each is to be divided, and none is to be added."""
 FOLDERS_IN_CIRCLES = {
@@ -280,7 +279,7 @@ def test_the_oldest_transformers_is_the_same_everywhere() -> None:
     )[2]
     readme = (ROOT / "README.md").read_text()
     assert f"transformers {oldest}+" in readme
-    assert f"a transformers release from {oldest} on" in (PACKAGE / "generate" / "install.py").read_text()
+    assert f"a transformers release from {oldest} on" in (PACKAGE / "model" / "methods.py").read_text()
     newest = next(
         line
         for line in (ROOT / "constraints.txt").read_text().splitlines()

@@ -27,10 +27,10 @@ from transformers.modeling_outputs import BaseModelOutput
 import hf_paged
 from hf_paged.kv import Memory
 from hf_paged.model.capture.graph import Graph
-from hf_paged.model.capture.pool import DIFFERS, DONE, CapturePool, Unsteady, outcome_of
+from hf_paged.model.capture.pool import CapturePool, Outcome, Unsteady, outcome_of
 from hf_paged.model.capture.step import CapturedStep, Size
 from hf_paged.model.lazy import NotCapturable
-from hf_paged.model.ranks.votes import before_groups_end
+from hf_paged.model.ranks.votes import Votes, before_groups_end
 from hf_paged.model.registry import memory_of
 from hf_paged.model.rehearsal import RECORDERS
 
@@ -685,8 +685,8 @@ class _Source:
         self.recomputed = 0
 
     @property
-    def outcome(self) -> int:
-        return DIFFERS if self.differs else outcome_of(self.trouble)
+    def outcome(self) -> Outcome:
+        return Outcome.DIFFERS if self.differs else outcome_of(self.trouble)
 
     def load(self, step: CapturedStep) -> None:
         if self.trouble is not None:
@@ -712,12 +712,28 @@ class _Captured(CapturePool):
         return step
 
 
+class _Votes(Votes):
+    """Votes of two ranks in one process. others: the numbers of the other one; group: the model's."""
+
+    alone = False
+
+    def __init__(self, others: list[Outcome], group: Any) -> None:
+        self.others = others
+        self.group = group
+
+    def model_group(self) -> Any:
+        return self.group
+
+    def least(self, number: int, computed: bool = True, place: str = "") -> int:
+        return min(number, *self.others)
+
+
 def test_captured_steps_end_before_their_process_group() -> None:
     """NCCL would wait for them for ever; those of other groups stay."""
     groups: list[Any] = [Memory(), Memory()]
     pools = [_Captured(Memory()) for _ in groups]
     for pool, group in zip(pools, groups, strict=True):
-        pool.join(lambda number, computed: number, lambda value, place: True, group)
+        pool.join(_Votes([], group))
     for ends, drops in ((groups[1], [0, 1]), (groups[0], [1, 1])):
         for act in before_groups_end:
             act(ends)
@@ -729,14 +745,13 @@ def test_ranks_trust_a_size_together() -> None:
     compare the next size, and wait for the answers of ranks that replay it already.
     """
     pools = [_Captured(Memory()) for _ in range(2)]
-    votes: list[int] = []
-    group: Any = Memory()
+    votes: list[Outcome] = []
     for pool in pools:
-        pool.join(lambda number, computed: min(number, *votes), lambda value, place: True, group)
+        pool.join(_Votes(votes, Memory()))
     state: Any = object()
 
     def step(*sources: _Source) -> list[bool]:
-        votes[:] = [DONE]  # what they launch is compiled on all
+        votes[:] = [Outcome.DONE]  # what they launch is compiled on all
         due = [pool.is_due(state, source) for pool, source in zip(pools, sources, strict=True)]
         votes[:] = [source.outcome for source in sources]
         for pool, source in zip(pools, sources, strict=True):

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from .evictor import Evictor
+from .options import check_int
 from .partial_index import PartialBlockIndex
 from .shares import Shares, TenantBooks, recount
 
@@ -22,10 +23,9 @@ class OutOfBlocks(RuntimeError):
     """More blocks are needed than the pool can give."""
 
 
-def check_block_size(block_size: object) -> int:
+def check_block_size(block_size: int) -> int:
     """Return `block_size` if it is a power of two from 1 to 256."""
-    if isinstance(block_size, bool) or not isinstance(block_size, int):
-        raise TypeError(f"block_size must be an int, got {block_size!r}")
+    check_int("block_size", block_size)
     if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
         raise ValueError(
             f"block_size={block_size} is not a power of two from 1 to {MAX_BLOCK_SIZE}; 16 is a good choice"

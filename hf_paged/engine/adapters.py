@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import difflib
-import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from ..blocks import extra_key
 from ..kv.ops import triton_package
 from ..kv.upload import upload
 from ..kv.warmup import Warming
-from ..model.adapters import Adapter, AdapterBatch, AdapterTable, LoraLayers, applied, combine
+from ..model.adapters import Adapter, AdapterBatch, AdapterTable, applied
+from ..model.adapters.content import AdapterContents
 from ..model.adapters.joint import note_places
 from ..model.adapters.loading import HostAdapter, load_adapter
 from ..model.adapters.warmup import compiling
 from ..model.device_map import is_spread
-from ..model.identity import identity_of
 from ..model.lora import LowRank
-from ..model.peft_layers import BASE, unmerge_disabled
-from ..model.shards import local_part
-from ..model.snapshot import StateKey
+from ..model.peft_layers import BASE
 from ..scheduling import AdapterNames, AdapterSlots, Scheduler, SequenceGroup, TokenSequence
 from .forward_batch import ForwardBatch
 from .model_check import when_stepped
@@ -44,15 +40,6 @@ class AdapterInfo(NamedTuple):
     on_device: bool
     requests: int
     """Unfinished requests that have it."""
-
-
-class _Known(NamedTuple):
-    """The state of an adapter in the peft model when it was looked at."""
-
-    number: int
-    versions: StateKey
-    ids: frozenset[int]
-    """Its tensors."""
 
 
 class EngineAdapters:
@@ -79,43 +66,31 @@ class EngineAdapters:
         """Why adapters could not be loaded."""
         self.leaving: set[str] = set()
         """Those that go when their last request has ended."""
-        self._own: dict[str, HostAdapter] = {}
+        self.contents = AdapterContents(model)
+        when_stepped(self.contents)
         self.numbers: dict[str, int] = {}
         """Numbers of the engine's own adapters among ranks. No number is given twice."""
         self._next_number = 0
-        self._known: dict[str, _Known] = {}
-        self._contents: dict[str, tuple[str, bytes | int]] = {}
-        """Of the peft model's what this rank had at its last look, where rank 0 looks after requests."""
-        self._stepped: set[str] = set()
-        """Those that an optimizer has taken a step on since: fused ones write without torch's counting."""
-        when_stepped(self)
         self._loading: dict[AdapterNames, tuple[Adapter, int, torch.cuda.Event]] = {}
         self.fresh = False
         """True if requests have come whose adapters have not been looked at."""
-        self._in_model: LoraLayers | None = None
-        self._configs: Any = None
-        """Peft's notes on the model when it was looked at."""
-        self._followed = self._noted()
-        """The same when the layers of the engine's own adapters were found."""
         self._entered: dict[AdapterNames, bytes] = {}
         """The content of what lies in slots."""
         self._kept: dict[bytes, bytes] = {}
         """The content of adapters that groups go on with, by the key that they began with."""
         self.layers: list[nn.Module] = []
         """The layers whose forward is ours while a step runs; none if no adapter is known."""
-        self._last: tuple[tuple[TokenSequence, ...], tuple[int, ...]] | None = None
+        self._last: tuple[int, tuple[TokenSequence, ...], tuple[int, ...]] | None = None
+        """The slots of the last batch's rows, after so many changes."""
         self._indexed: tuple[Sequence[int], torch.Tensor] | None = None
         """The last slots that were brought to the device."""
         self.changes = 0
         """How often a slot was given to another adapter, or an adapter came or went."""
-        self._seen_changes = 0
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._compiling: Warming | None = None
         """Compiles the kernels that steps with adapters need."""
         self._note_layers()
-        self._expect(
-            [in_model.read(name) for name in in_model.names] if (in_model := self.in_model).apart else []
-        )
+        self._expect([self.contents.in_model.read(name) for name in self.contents.names])
 
     def _expect(self, adapters: Iterable[Adapter]) -> None:
         """Adapters that requests may come to name: make room in the tables, and compile the kernels."""
@@ -125,60 +100,33 @@ class EngineAdapters:
             self._compiling = compiling(self.table, next(self.model.parameters()).dtype)
 
     @property
-    def in_model(self) -> LoraLayers:
-        """Those of the peft model, as its modules were when it was looked at."""
-        found = self._in_model  # any thread may ask for another look
-        if found is None:
-            self._configs = self._noted()
-            unmerge_disabled(self.model)
-            found = self._in_model = LoraLayers.of(self.model)
-        return found
-
-    def _noted(self) -> Any:
-        """Peft's notes on a model: which adapters there are."""
-        configs = self.model.__dict__.get("peft_config")
-        return configs, None if configs is None else tuple(configs)
-
-    @property
     def why_not(self) -> str | None:
         """Why requests cannot choose among the peft model's adapters."""
-        return self.in_model.why_not
+        return self.contents.in_model.why_not
 
     @property
     def active(self) -> AdapterNames | None:
         """Adapters of all requests where none can choose; None where each has its own."""
-        return None if self.why_not is None else self.in_model.active
-
-    def look_again(self) -> None:
-        """No request runs: modules with adapters may have come or gone, if peft is there to make them."""
-        if "peft" in sys.modules:
-            self._in_model = None
+        return None if self.why_not is None else self.contents.in_model.active
 
     def refresh(self) -> None:
         """No request runs, and anything may have happened to the peft model: look at it again."""
-        self._in_model = None
-        self._known.clear()
-        if self._followed != self._noted():
-            self._followed = self._noted()
+        if self.contents.refresh():
             self.changes += 1
-            for name, own in self._own.items():
+            for name, own in self.contents.own.items():
                 own.follow(self.model)
                 self._release(name)
-        self._stepped.clear()
         self._note_layers()
 
     def follow_model(self) -> None:
         """Requests run, and adapters have come to layers of the peft model, or left them: look at it again.
         What runs keeps what is known of its adapters.
         """
-        self._in_model = None
+        self.contents.look_again()
         self._note_layers()
 
     def _note_layers(self) -> None:
-        in_model = self.in_model
-        found = dict.fromkeys(in_model.layers if in_model.apart else [])
-        found |= dict.fromkeys(module for own in self._own.values() for module in own.host.layers)
-        layers = list(found)
+        layers = self.contents.layers
         if layers != self.layers:
             self.table.renew_layout()  # a captured step adds to the layers that it was captured with
         self.layers = layers
@@ -192,17 +140,15 @@ class EngineAdapters:
         has.
         """
         there = list(self.slots)
-        held = [self.table.slots[self.slots.slot(names)] for names in there if self._own.keys() & set(names)]
+        own = self.contents.own.keys()
+        held = [self.table.slots[self.slots.slot(names)] for names in there if own & set(names)]
         total = sum(adapter.bytes for adapter in held if adapter is not None) + self.table.bytes
         return {"on_device": len(there), "slots": self.slots.count, "bytes": total}
 
     def close(self) -> None:
         """Forget all that lies on the device."""
         for names in list(self.slots):
-            slot = self.slots.release(names)
-            assert slot is not None
-            self.table.clear(slot)
-        self._loading.clear()
+            self._free(names)
         self._last = None
         self._indexed = None
         self._over = True
@@ -215,11 +161,10 @@ class EngineAdapters:
         """Adapters that can be named."""
         there = {name for names in self.slots for name in names}
         found: dict[str, AdapterInfo] = {}
-        in_model = self.in_model
-        for name in in_model.names if in_model.apart else ():
-            adapter = in_model.read(name)
+        for name in self.contents.names:
+            adapter = self.contents.in_model.read(name)
             found[name] = AdapterInfo("model", adapter.rank, adapter.bytes, name in there, users(name))
-        for name, own in self._own.items():
+        for name, own in self.contents.own.items():
             found[name] = AdapterInfo("engine", own.rank, own.bytes, name in there, users(name))
         return found
 
@@ -237,7 +182,7 @@ class EngineAdapters:
     def add(self, name: str, loaded: HostAdapter, number: int | None = None) -> None:
         """Let requests name it. number: what rank 0 has called it, on others."""
         self.require_new(name)
-        self._own[name] = loaded
+        self.contents.own[name] = loaded
         self.numbers[name] = self._next_number if number is None else number
         self._next_number += 1
         self.changes += 1
@@ -245,20 +190,20 @@ class EngineAdapters:
         self._expect([loaded.host])
 
     def require_new(self, name: str) -> None:
-        if self._has(name):
+        if self.contents.has(name):
             raise ValueError(f"there is an adapter {name!r} already; remove it first, or take another name")
 
     def leave(self, name: str) -> None:
         """Let no further request name an adapter of the engine's own."""
-        if name not in self._own:
-            if self.in_model.has(name):
+        if name not in self.contents.own:
+            if self.contents.has(name):
                 raise ValueError(f"{name!r} is the peft model's; delete it there, with model.delete_adapter")
             raise ValueError(self._unknown(name))
         self.leaving.add(name)
 
     def remove(self, name: str) -> None:
         """Forget an adapter of the engine's own, which no request has."""
-        del self._own[name]
+        del self.contents.own[name]
         del self.numbers[name]
         self.changes += 1
         self.leaving.discard(name)
@@ -268,17 +213,19 @@ class EngineAdapters:
     def _release(self, name: str) -> None:
         """Give back the slots in which an adapter is."""
         for names in [each for each in self.slots if name in each]:
-            self._loading.pop(names, None)
-            slot = self.slots.release(names)
-            if slot is not None:
-                self.table.clear(slot)
+            self._free(names)
+
+    def _free(self, names: AdapterNames) -> None:
+        """Give back the slot of adapters, if they have one."""
+        self._loading.pop(names, None)
+        slot = self.slots.release(names)
+        if slot is not None:
+            self.table.clear(slot)
 
     def resolve(self, wanted: Any) -> AdapterNames:
         """The adapters of a request, from what its caller wrote; raises ValueError for what is not there."""
-        in_model = self._in_model
-        if in_model is not None and (self._noted() != self._configs or in_model.merged_since()):
-            self._in_model = None  # nothing has run since
-        in_model = self.in_model
+        self.contents.look_if_moved()  # nothing has run since
+        in_model = self.contents.in_model
         if isinstance(wanted, str) and wanted == ACTIVE:
             if in_model.apart:
                 return in_model.active
@@ -298,77 +245,30 @@ class EngineAdapters:
                 f"{why_not}; leave adapter out for what is active, or use generate()"
             )
         for name in names:
-            if not self._has(name):
+            if not self.contents.has(name):
                 raise ValueError(self._unknown(name))
             if name in self.leaving:
                 raise ValueError(f"the adapter {name!r} is being removed")
         return tuple(dict.fromkeys(names))
-
-    def _has(self, name: str) -> bool:
-        return name in self._own or self.in_model.has(name)
 
     def why_lost(self, names: AdapterNames, active: AdapterNames | None) -> str | None:
         """Why a request that waits cannot run any more with what it was given. active: as it was then."""
         if self.active != active:
             reason = f": {self.why_not}" if self.why_not is not None else ""
             return f"the model's adapters were changed while a request waited{reason}; submit it again"
-        gone = [name for name in names if not self._has(name)]
+        gone = [name for name in names if not self.contents.has(name)]
         if gone:
             return f"the adapter {gone[0]!r} was deleted while a request waited for it"
         return None
 
     def _unknown(self, name: object) -> str:
-        known = sorted({*self._own, *self.in_model.names})
+        known = sorted({*self.contents.own, *self.contents.in_model.names})
         close = difflib.get_close_matches(str(name), known, 1)
         others = f"there are {known}" if known else "give it to the engine by add_adapter()"
         hint = f"did you mean {close[0]!r}?" if close else others
         return f"there is no adapter {name!r}; {hint}"
 
     # ---- content
-
-    def _key(self, names: AdapterNames, running: Collection[str], again: bool) -> bytes:
-        """The key of a request's keys and values beside the model.
-
-        again: whether adapters that do not run are looked at, all of their weights in turns.
-        """
-        return extra_key(*[self._content(name, again and name not in running) for name in names])
-
-    def _content(self, name: str, again: bool) -> tuple[str, bytes | int]:
-        if name in self._own:
-            return "", self._own[name].key
-        if again or name not in self._known:
-            adapter = self.in_model.read(name)
-            number = identity_of(self.model).of_adapter(name).prefix_key(adapter)
-            ids = frozenset(map(id, adapter.tensors))
-            self._known[name] = _Known(number, StateKey(adapter.versions, adapter.tensors), ids)
-            self._stepped.discard(name)
-        return name, self._known[name].number
-
-    def changed(self, names: Iterable[str]) -> set[str]:
-        """Which of these were written to since they were looked at, as far as the host sees it."""
-        found = set()
-        in_model: LoraLayers | None = None
-        for name in names:
-            known = self._known.get(name)
-            if known is None or name in self._own:
-                continue
-            in_model = self.in_model if in_model is None else in_model
-            try:
-                stepped = name in self._stepped or not in_model.has(name)
-                if stepped or not known.versions.fits(in_model.read(name).versions):
-                    found.add(name)
-            except (KeyError, RuntimeError):  # another thread takes it away at this moment
-                found.add(name)
-        return found
-
-    def rewritten(self, groups: Iterable[SequenceGroup]) -> bool:
-        """True if adapters of groups were written to since they were looked at, in whatever way."""
-        names = {name for group in groups for name in group.request.adapter if name in self._known}
-        own = identity_of(self.model)
-        return bool(self.changed(names)) or any(
-            own.of_adapter(name).prefix_key(self.in_model.read(name), whole=True) != self._known[name].number
-            for name in names
-        )
 
     def keep(self, groups: Iterable[SequenceGroup]) -> None:
         """Let groups that have begun go on with their adapters as these are now, on the blocks that they
@@ -378,20 +278,13 @@ class EngineAdapters:
         self._kept = {}
         for group in groups:
             names = group.request.adapter
-            if not names or not all(map(self._has, names)):
+            if not names or not all(map(self.contents.has, names)):
                 continue
             if names not in keys:
-                keys[names] = self._key(names, (), again=True)
+                keys[names] = self.contents.key(names, again=True)
                 if names in self.slots and names not in self._loading:
                     self._enter(names, self.slots.slot(names))
             self._kept[group.request.adapter_key] = keys[names]
-
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has taken a step, on this model or another."""
-        groups = optimizer.param_groups
-        params = (each for group in groups for each in group["params"] if each.grad is not None)
-        written = {id(local_part(each)) for each in params}
-        self._stepped |= {name for name, known in list(self._known.items()) if written & known.ids}
 
     def renew(self, scheduler: Scheduler) -> list[SequenceGroup]:
         """Look at the adapters of groups that wait: those of another content than their group's key begin
@@ -403,7 +296,8 @@ class EngineAdapters:
         running = {name for names in sets for name in names}
         waiting = [group for group in (*scheduler.preempted, *scheduler.waiting) if group.request.adapter]
         new = {group.request.adapter for group in waiting if not group.request.adapter_key}
-        touched = self.changed({name for group in waiting for name in group.request.adapter} - running)
+        wanted = {name for group in waiting for name in group.request.adapter}
+        touched = self.contents.changed(wanted - running)
         keys: dict[AdapterNames, bytes] = {}
         rekeyed = []
         for group in waiting:
@@ -411,7 +305,7 @@ class EngineAdapters:
             if names not in keys:
                 again = names in new or bool(touched.intersection(names))
                 try:
-                    keys[names] = self._key(names, running, again)
+                    keys[names] = self.contents.key(names, again, running)
                     if names in self.slots and names not in sets and self._entered.get(names) != keys[names]:
                         self._enter(names, self.slots.slot(names))
                 except Exception as error:
@@ -429,30 +323,21 @@ class EngineAdapters:
         """Begin to bring adapters into a slot."""
         self.changes += 1
         try:
-            if self._side is None or not any(name in self._own for name in names):
+            if self._side is None or not any(name in self.contents.own for name in names):
                 self._enter(names, slot)
                 return
             with torch.cuda.stream(self._side):
-                adapter = self._on_device(names)
+                adapter = self.contents.on_device(names, self.device)
                 event = torch.cuda.Event()
                 event.record(self._side)
             self._loading[names] = adapter, slot, event
-            self._entered[names] = self._key(names, (), again=False)
+            self._entered[names] = self.contents.key(names)
         except Exception as error:
             self.failed[names] = error
 
     def _enter(self, names: AdapterNames, slot: int) -> None:
-        self.table.put(slot, self._on_device(names))
-        self._entered[names] = self._key(names, (), again=False)
-
-    def _on_device(self, names: AdapterNames) -> Adapter:
-        in_model = self.in_model
-        return combine(
-            [
-                self._own[name].copy_to(self.device) if name in self._own else in_model.read(name)
-                for name in names
-            ]
-        )
+        self.table.put(slot, self.contents.on_device(names, self.device))
+        self._entered[names] = self.contents.key(names)
 
     def _is_ready(self, names: AdapterNames) -> bool:
         """True if adapters are in their slot."""
@@ -486,9 +371,7 @@ class EngineAdapters:
         failed = self.failed
         self.failed = {}
         for names in failed:
-            slot = self.slots.release(names)
-            if slot is not None:
-                self.table.clear(slot)
+            self._free(names)
         return failed
 
     # ---- several ranks
@@ -496,7 +379,7 @@ class EngineAdapters:
     def places(self) -> dict[int, AdapterNames]:
         """By slot the adapters that have come there."""
         there = [names for names in self.slots if names not in self._loading and names not in self.failed]
-        return {self.slots.slot(names): names for names in there if all(map(self._has, names))}
+        return {self.slots.slot(names): names for names in there if all(map(self.contents.has, names))}
 
     def place(self, slot: int, names: AdapterNames) -> None:
         """Let a slot hold what it holds on rank 0."""
@@ -508,12 +391,12 @@ class EngineAdapters:
 
     def numbered(self) -> dict[str, int]:
         """Numbers of adapters among ranks: those of the peft model by their order."""
-        names = sorted(self.in_model.names) if self.in_model.apart else []
-        return {**{name: -1 - i for i, name in enumerate(names)}, **self.numbers}
+        in_model = {name: -1 - i for i, name in enumerate(sorted(self.contents.names))}
+        return {**in_model, **self.numbers}
 
     def agreement(self) -> object:
         """Facts that all ranks must share."""
-        in_model = self.in_model
+        in_model = self.contents.in_model
         return sorted(in_model.names), in_model.why_not, self.active
 
     def look_as_follower(self) -> bool:
@@ -521,28 +404,22 @@ class EngineAdapters:
         hold what there is now.
         """
         self.refresh()
-        names = self.in_model.names if self.in_model.apart else []
-        now = {name: self._content(name, again=True) for name in names}
-        before = self._contents
-        self._contents = {**before, **now}
+        differ = self.contents.differ()
         for held in list(self.slots):
-            if not all(map(self._has, held)):
-                slot = self.slots.release(held)
-                assert slot is not None
-                self.table.clear(slot)
-            elif self._entered[held] != self._key(held, (), again=False):
+            if not all(map(self.contents.has, held)):
+                self._free(held)
+            elif self._entered[held] != self.contents.key(held):
                 self._enter(held, self.slots.slot(held))
-        return any(before.get(name, content) != content for name, content in now.items())
+        return differ
 
     # ---- a step
 
     def of_rows(self, sequences: tuple[TokenSequence, ...]) -> tuple[int, ...] | None:
         """The slot of each row's adapter; None if all are the model alone."""
-        if self._last is None or self._last[0] != sequences or self._seen_changes != self.changes:
+        if self._last is None or self._last[:2] != (self.changes, sequences):
             slots = tuple([self.slots.slot(sequence.group.request.adapter) for sequence in sequences])
-            self._last = sequences, slots
-            self._seen_changes = self.changes
-        slots = self._last[1]
+            self._last = self.changes, sequences, slots
+        slots = self._last[2]
         if max(slots, default=-1) < 0:
             return None
         self.wait_for_kernels()

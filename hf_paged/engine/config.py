@@ -6,12 +6,19 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal, TypedDict
 
+from ..blocks.options import check_flag, check_int, check_number, is_number
 from ..kv.config import CacheConfig, check_keep_pools
 from ..scheduling import ADMISSIONS, POLICIES, Limits
 
 MOST_SEQUENCES = 256
+FLAGS = (
+    "prefix_caching", "check_hits", "compile", "fuse_projections", "graphs", "batch_invariant",
+    "lm_head_fp32",
+)  # fmt: skip
+"""Options that are True or False."""
 MODELS_OWN = "type, device and ranks are those of the loaded model"
 Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
@@ -106,24 +113,19 @@ class EngineConfig:
         if not isinstance(self.admission, str) or self.admission not in ADMISSIONS:
             raise ValueError(f"admission={self.admission!r} is not one of {sorted(ADMISSIONS)}")
         self._check_host_blocks()
-        for name in (
-            "prefix_caching", "check_hits", "compile", "fuse_projections", "graphs", "run_ahead",
-            "batch_invariant", "lm_head_fp32",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "run_ahead" and value is None):
-                raise TypeError(f"{name} must be True or False, got {value!r}")
+        for name in FLAGS:
+            check_flag(name, getattr(self, name))
+        if self.run_ahead is not None:
+            check_flag("run_ahead", self.run_ahead)
         check_keep_pools(self.keep_pools)
-        seconds = self.rank_timeout
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-            raise TypeError(f"rank_timeout must be a number of seconds, got {seconds!r}")
-        if not seconds > 0:
-            raise ValueError(f"rank_timeout={seconds} leaves a step no time; give more than 0 seconds")
-        most = self.max_adapters
-        if isinstance(most, bool) or not isinstance(most, int):
-            raise TypeError(f"max_adapters must be an int, got {most!r}")
-        if most < 1:
-            raise ValueError(f"max_adapters={most} is not a number of adapters; give 1 or more")
+        check_number("rank_timeout", self.rank_timeout, "a number of seconds")
+        if not self.rank_timeout > 0:
+            raise ValueError(
+                f"rank_timeout={self.rank_timeout} leaves a step no time; give more than 0 seconds"
+            )
+        check_int("max_adapters", self.max_adapters)
+        if self.max_adapters < 1:
+            raise ValueError(f"max_adapters={self.max_adapters} is not a number of adapters; give 1 or more")
         self._check_shares()
         if self.compile and not self.graphs:
             raise ValueError(
@@ -134,7 +136,7 @@ class EngineConfig:
         if not isinstance(self.cache_shares, Mapping):
             raise TypeError(f"cache_shares must be a dict of numbers by tenant, got {self.cache_shares!r}")
         for tenant, share in self.cache_shares.items():
-            if not isinstance(tenant, str) or isinstance(share, bool) or not isinstance(share, int | float):
+            if not isinstance(tenant, str) or not is_number(share):
                 raise TypeError(f"cache_shares has {tenant!r}: {share!r}, expected a name and a number")
             if not 0 < share < math.inf:
                 raise ValueError(f"cache_shares has {share} for {tenant!r}; give a number above 0")
@@ -143,8 +145,7 @@ class EngineConfig:
         blocks = self.host_blocks
         if blocks is None:
             return
-        if isinstance(blocks, bool) or not isinstance(blocks, int):
-            raise TypeError(f"host_blocks must be an int, got {blocks!r}")
+        check_int("host_blocks", blocks)
         if blocks < 0:
             raise ValueError(
                 f"host_blocks={blocks} is not a number of blocks; give 0 or more, or leave it out"
@@ -166,15 +167,18 @@ class EngineConfig:
 
     def limits(self) -> Limits:
         """The budgets of a step, checked."""
+        return self._limits
+
+    @cached_property
+    def _limits(self) -> Limits:
         for name in ("max_batch_tokens", "max_batch_sequences"):
             value = getattr(self, name)
-            left_out = name == "max_batch_sequences" and value is None
-            if isinstance(value, bool) or not (isinstance(value, int) or left_out):
-                raise TypeError(f"{name} must be an int, got {value!r}")
-            if value is not None and value < 1:
+            if name == "max_batch_sequences" and value is None:
+                continue
+            check_int(name, value)
+            if value < 1:
                 raise ValueError(f"{name}={value} leaves a step nothing to compute; give 1 or more")
-        if isinstance(self.watermark, bool) or not isinstance(self.watermark, int | float):
-            raise TypeError(f"watermark must be a number, got {self.watermark!r}")
+        check_number("watermark", self.watermark)
         sequences = self.max_batch_sequences
         if sequences is not None and sequences > self.max_batch_tokens:
             raise ValueError(

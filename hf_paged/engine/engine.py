@@ -18,6 +18,7 @@ from ..model.adapters.loading import HostAdapter
 from ..model.adapters.peft_changes import let_changes_wait
 from ..model.invariant.mode import batch_invariant, require_invariant
 from ..model.lora import LowRank
+from ..model.methods import check_methods
 from ..model.patches import note_self_written
 from ..model.registry import base_model
 from ..model.snapshot import ModelSnapshot
@@ -41,7 +42,7 @@ from .preemption import Preemption
 from .recorder import Recorder
 from .requests.keywords import GenerateKeywords, RequestKeywords, spell_out
 from .requests.options import Options
-from .requests.params import check_model, check_transformers, read_request
+from .requests.params import METHODS, check_model, read_request
 from .requests.prompts import words_of
 from .runner import Runner
 from .state import Phase, in_turn
@@ -80,7 +81,7 @@ class Engine:
 
         The options come by name or as `config`; help(hf_paged.EngineConfig) explains each.
         """
-        check_transformers()
+        check_methods(METHODS)
         let_changes_wait()
         self.config = EngineConfig.of(config, options)
         self.model: Any = base_model(model)
@@ -216,7 +217,7 @@ class Engine:
         self._bounds.require_computable(params)
         job = Job(params, None, self.tokenizer)
         if not self.scheduler.unfinished:  # a look takes milliseconds, and the next step takes another
-            self._adapters.look_again()
+            self._adapters.contents.look_again()
         job.adapter = self._adapters.resolve(adapter)
         job.active = self._adapters.active
         self._queue(job, priority, extra_key(None if salt is None else check_salt(salt)), tenant)

@@ -109,7 +109,8 @@ class Lifecycle:
         driver, loop = self.driver, self.driver.loop
         if self.state.mode == "keep":
             with driver.books.memory.lock:
-                rewritten = loop.model_check.rewritten() or loop.adapters.rewritten(driver.books.jobs)
+                names = {name for group in driver.books.jobs for name in group.request.adapter}
+                rewritten = loop.model_check.rewritten() or loop.adapters.contents.rewritten(names)
                 if loop.scheduler.begun and rewritten:
                     driver.books.atomically(self._preempt_all)
         self.state.phase = Phase.OPEN

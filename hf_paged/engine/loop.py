@@ -267,7 +267,7 @@ class StepLoop:
         if not self.adapters.layers:
             return set()
         groups = self.scheduler.begun
-        return self.adapters.changed({name for group in groups for name in group.request.adapter})
+        return self.adapters.contents.changed({name for group in groups for name in group.request.adapter})
 
     def end_changed_adapters(self) -> list[Output]:
         """End requests whose adapters were written to after they had begun: their latest tokens may mix old

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
@@ -19,6 +18,7 @@ from ..model.attention import NAME, paged_attention, paged_mask
 from ..model.cache_name import CACHE
 from ..model.capture.replay import drop_captures
 from ..model.invariant.mode import require_same_in_pieces, require_whole_sequences
+from ..model.methods import check_methods
 from ..model.mla import restore_expansion
 from ..model.slots import Slot
 from ..model.snapshot import CallSnapshots, runs_foreign_code
@@ -103,15 +103,7 @@ def install_cache() -> None:
     patch = _patch()
     if installed() and patch is not None and patch.complete:
         return
-    for name, expected in EXPECTED.items():
-        method = getattr(GenerationMixin, name, None)
-        found = [] if method is None else list(inspect.signature(method).parameters)[1:]
-        if found[: len(expected)] != expected:
-            raise ImportError(
-                f"hf_paged plugs into GenerationMixin.{name}{tuple(expected)} and found {tuple(found)} in "
-                f"transformers {transformers.__version__}; use a transformers release from 5.14 on that "
-                "hf_paged was tested with"
-            )
+    check_methods(EXPECTED)
     patch = _patch()
     if patch is not None and not installed():  # of a module that was imported before, under the same name
         patch.take_out()

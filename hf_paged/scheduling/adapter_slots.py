@@ -55,6 +55,13 @@ class AdapterSlots:
         self._slots.move_to_end(adapter)
         return self._ready(adapter)
 
+    def reserve(self, adapter: AdapterNames, pinned: set[AdapterNames]) -> bool:
+        """The same for a request that waits, whose slot no later one gets."""
+        there = self.acquire(adapter, pinned)
+        if there or adapter in self:
+            pinned.add(adapter)
+        return there
+
     def _take(self, pinned: Collection[AdapterNames]) -> int | None:
         taken = set(self._slots.values())
         if len(taken) < self.count:

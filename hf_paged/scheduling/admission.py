@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..blocks import Match
 from ..blocks.pool import expect
 from .limits import KVCacheGroup, Limits
 from .request import Request, SequenceGroup, Status, TokenSequence
@@ -78,6 +79,7 @@ class Candidate(NamedTuple):
 
     sources: for every pool a block of which it copies a part, if there is one. cached: the tokens that it
     need not compute. takes: whether cached blocks within the shares of other tenants are there for it (C43).
+    found: for every pool the cached beginning itself.
     """
 
     group: SequenceGroup
@@ -86,6 +88,7 @@ class Candidate(NamedTuple):
     sources: Sequence[int | None] = ()
     cached: int = 0
     takes: bool = False
+    found: Sequence[Match] = ()
 
 
 class SchedulerState(NamedTuple):
@@ -146,6 +149,12 @@ class Watermark:
             cached_hits=sum(1 for block in read if not pool.references(block)),
             reserve=reserve,
         )
+
+    def exceeds(self, candidate: Candidate) -> bool:
+        """True if the group would bring its tenant above its share of a pool (C43)."""
+        tenant = candidate.group.request.tenant
+        pools = zip(self.kv_groups, candidate.needs, candidate.blocks, strict=True)
+        return any(each.pool.shares(tenant).over(tenant, need - len(hits)) for each, need, hits in pools)
 
     @staticmethod
     def _read(i: int, candidate: Candidate) -> list[int]:

@@ -42,6 +42,12 @@ that travelled. held_back: how often a step left a group waiting for its tenant'
 """
 
 
+Verdict = Literal["stop", "pass", "pass, impatient", "pass, behind a twin"]
+"""How a group is not admitted in a step. stop: no group behind it is, either. pass: it keeps its place, and
+groups behind it may pass it; impatient, only those without adapters; behind a twin, which computes its prefix
+now, only those of its queue.
+"""
+
 PATIENCE = 1000
 """For so many steps later groups with adapters pass a group whose adapter has no slot, and groups of other
 tenants one that its own tenant's share holds back while that tenant runs nothing; then they wait for it.
@@ -482,61 +488,68 @@ class Scheduler:
             self._admit_from(self.waiting, builder, pinned)
 
     def _admit_from(
-        self, queue: list[SequenceGroup], builder: PlanBuilder, pinned: set[AdapterNames]
+        self, queue: list[SequenceGroup], builder: PlanBuilder, pinned: set[AdapterNames] | None
     ) -> bool:
-        """Admit groups of a queue: whether later queues may go on. pinned: the adapters that keep their
-        slots.
+        """Admit groups of a queue: True if later queues may go on. pinned: the adapters that keep their
+        slots; None where no group may have a slot before one that waits.
         """
-        passed = 0
+        place = 0
         others_may = True
-        waited = False
-        while passed < len(queue):
-            if builder.room <= 0 or self._taken >= self.limits.sequences:
+        while place < len(queue):
+            verdict = self._verdict(queue[place], builder, pinned)
+            if verdict == "stop":
                 return False
-            group = queue[passed]
-            if group.awaits_tokens:
-                return False
-            tenant = group.request.tenant
-            if tenant in builder.held_back:
-                passed += 1
+            if isinstance(verdict, Candidate):
+                del queue[place]
+                self.admission.enter(verdict, self._state(builder.room))
+                self._start(builder, verdict)
                 continue
-            adapter = group.request.adapter
-            if adapter and (waited or not self._has_adapter(adapter, pinned)):
-                passed += 1  # it keeps its place, and later groups do not wait
-                group.passed_over += 1
-                waited |= group.passed_over > PATIENCE
-                continue
-            if group.swapped and self.swapping.stale(group):
-                self.begin_again(group)
-            found = self._find(group)
-            if found is None:
-                # Another group computes its prefix now: it keeps its place, and later groups do not wait.
-                passed += 1
-                others_may = False
-                continue
-            state = self._state(builder.room)
-            candidate = self._candidate(group, found)
-            if state.taken + len(group.sequences) > self.limits.sequences:
-                return False
-            fits = self.admission.fits(candidate, state)
-            if not fits and any(each.partial for each in found):
-                # The source of a copy is referenced while it is copied: a group that needs every block does
-                # without the copy.
-                found = self._find(group, whole=True) or found
-                candidate = self._candidate(group, found)
-                fits = self.admission.fits(candidate, state)
-            if not fits and not self._fits_but_for_shares(candidate, state):
-                return False  # no request overtakes another for memory (C12)
-            late = not fits and self.running  # where nothing runs it takes the blocks
-            if late or (builder.held_back and self._exceeds(candidate)):
-                self.counts["held_back"] += 1
-                builder.held_back.add(tenant)
-                passed += 1  # it keeps its place, and tenants within their shares do not wait
-                continue
-            del queue[passed]
-            self.admission.enter(candidate, state)
-            self._start(builder, group, found)
+            place += 1
+            if verdict == "pass, impatient":
+                pinned = None
+            others_may &= verdict != "pass, behind a twin"
         return others_may
+
+    def _verdict(
+        self, group: SequenceGroup, builder: PlanBuilder, pinned: set[AdapterNames] | None
+    ) -> Candidate | Verdict:
+        """The verdict on the next group of a queue; as a candidate it is admitted."""
+        if builder.room <= 0 or self._taken >= self.limits.sequences or group.awaits_tokens:
+            return "stop"
+        if group.request.tenant in builder.held_back:
+            return "pass"
+        if group.request.adapter:
+            assert self.adapters is not None
+            if pinned is None or not self.adapters.reserve(group.request.adapter, pinned):
+                group.passed_over += 1
+                return "pass, impatient" if group.passed_over > PATIENCE else "pass"
+        if group.swapped and self.swapping.stale(group):
+            self.begin_again(group)
+        found = self._find(group)
+        if found is None:
+            return "pass, behind a twin"
+        if self._taken + len(group.sequences) > self.limits.sequences:
+            return "stop"
+        return self._fitting(group, found, builder)
+
+    def _fitting(self, group: SequenceGroup, found: list[Match], builder: PlanBuilder) -> Candidate | Verdict:
+        """The verdict of the pools and of tenants' shares of them."""
+        state = self._state(builder.room)
+        candidate = self._candidate(group, found)
+        fits = self.admission.fits(candidate, state)
+        if not fits and any(each.partial for each in found):
+            # The source of a copy is referenced while it is copied: a group that needs every block does
+            # without the copy.
+            candidate = self._candidate(group, self._find(group, whole=True) or found)
+            fits = self.admission.fits(candidate, state)
+        if not fits and not self._fits_but_for_shares(candidate, state):
+            return "stop"  # no request overtakes another for memory (C12)
+        late = not fits and self.running  # where nothing runs it takes the blocks
+        if late or (builder.held_back and self.admission.exceeds(candidate)):
+            self.counts["held_back"] += 1
+            builder.held_back.add(group.request.tenant)
+            return "pass"  # tenants within their shares do not wait
+        return candidate
 
     def _fits_but_for_shares(self, candidate: Candidate, state: SchedulerState) -> bool:
         """True if only the shares of other tenants are in a group's way, and others may pass it."""
@@ -546,20 +559,6 @@ class Scheduler:
         group = candidate.group
         group.passed_over += all(other.request.tenant != group.request.tenant for other in self.running)
         return not self.running or group.passed_over <= PATIENCE
-
-    def _exceeds(self, candidate: Candidate) -> bool:
-        """True if a group would bring its tenant above its share of a pool."""
-        tenant = candidate.group.request.tenant
-        pools = zip(self.kv_groups, candidate.needs, candidate.blocks, strict=True)
-        return any(each.pool.shares(tenant).over(tenant, need - len(hits)) for each, need, hits in pools)
-
-    def _has_adapter(self, adapter: AdapterNames, pinned: set[AdapterNames]) -> bool:
-        """True if a group can run with an adapter now. A slot that it may have is for no later group."""
-        assert self.adapters is not None
-        there = self.adapters.acquire(adapter, pinned)
-        if there or adapter in self.adapters:
-            pinned.add(adapter)
-        return there
 
     def _find(self, group: SequenceGroup, whole: bool = False) -> list[Match] | None:
         """The cached beginning of a group in every pool, to the token or in whole blocks; None if a twin is
@@ -617,15 +616,17 @@ class Scheduler:
             needs,
             sources,
             found[0].tokens(self.kv_groups[0].pool.block_size),
+            found=found,
         )
 
-    def _start(self, builder: PlanBuilder, group: SequenceGroup, found: list[Match]) -> None:
+    def _start(self, builder: PlanBuilder, candidate: Candidate) -> None:
+        group = candidate.group
         if group.swapped:
             self.counts["swapped_in"] += 1
             self.counts["blocks_in"] += self.swapping.bring_back(group)
             computed = len(group.leader.tables[0].digests) if group.leader.computed < group.common else None
         else:
-            computed = self._adopt(builder, group, found)
+            computed = self._adopt(builder, group, candidate.found)
         if self._shares(group) and computed is not None:
             group.in_flight = group.names()[computed:]
             self._in_flight.update(group.in_flight)
@@ -643,7 +644,7 @@ class Scheduler:
             raise AssertionError(f"{group!r} was let in and its first step does not fit")
         self._take(builder, steps)
 
-    def _adopt(self, builder: PlanBuilder, group: SequenceGroup, found: list[Match]) -> int:
+    def _adopt(self, builder: PlanBuilder, group: SequenceGroup, found: Sequence[Match]) -> int:
         """Let a group begin with what was found: how many of its full blocks that is."""
         leader = group.leader
         for i, (table, each) in enumerate(zip(leader.tables, found, strict=True)):

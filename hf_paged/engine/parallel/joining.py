@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 from zlib import crc32
 
@@ -41,7 +41,9 @@ def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
         raise RankError(str(error)) from error
     with made_alike(ranks):
         # Rank 0 alone has books; the names of its tenants are secrets of its process.
-        own = {**vars(replace(config, cache_shares={})), "model": _described(model)}
+        options = replace(config, cache_shares={})
+        own = {each.name: getattr(options, each.name) for each in fields(options)}
+        own["model"] = _described(model)
         texts = {name: repr(value) for name, value in own.items()}, _digest_of_norms(model)
         everywhere, norms = zip(*ranks.gather(texts), strict=True)
         for name in own:
@@ -136,7 +138,7 @@ def tried_alike(ranks: Ranks, runner: Runner) -> Iterator[None]:
         group.kept = bool(group.kept)  # whether pools fit beside training is a question of each rank's memory
     yield
     if runner.captured is not None:
-        runner.captured.captures.join(ranks.least, ranks.same, ranks.model_group)
+        runner.captured.captures.join(ranks)
     reasons = ranks.gather((runner.why_rows, runner.why_no_embeddings))
     runner.why_rows = next((rows for rows, _ in reasons if rows is not None), None)
     runner.why_no_embeddings = next((why for _, why in reasons if why is not None), None)

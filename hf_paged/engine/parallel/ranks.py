@@ -21,10 +21,9 @@ from torch import nn
 from ...kv import is_out_of_memory
 from ...kv.budget import free_bytes
 from ...model.offloaded import input_device
-from ...model.ranks.connections import Connections
 from ...model.ranks.symmetric_memory import end_waits
 from ...model.ranks.tensor_parallel import mesh_of
-from ...model.ranks.votes import before_groups, collectives_begun, differing, host_group, smallest
+from ...model.ranks.votes import FORKED, RankVotes, before_groups, collectives_begun, smallest
 from .message import MessageKind
 from .packed import Packed, unpack
 
@@ -50,28 +49,26 @@ class RankError(RuntimeError):
     """A rank has failed, or does not answer: the engine cannot go on, on any rank."""
 
 
-class Ranks:
-    """The ranks of a tensor-parallel engine. Numbers travel over the host, so that no device waits.
+class Ranks(RankVotes):
+    """The ranks of a tensor-parallel engine: their votes, rank 0's messages, and the failure of one.
 
     A rank that fails notes it in the store of the process group. A thread of each rank reads the store, and
     breaks off whatever its rank waits for; so it does where a step takes more than `timeout` seconds.
     """
 
+    each_decides = False
+
     def __init__(self, model: nn.Module, timeout: float) -> None:
         mesh = mesh_of(model)
         assert mesh is not None
+        self._device_group: dist.ProcessGroup = mesh.get_group()
+        """The group of the model's own collectives."""
+        super().__init__(self._device_group, timeout, None)
         self.timeout = timeout
-        self.model_group: dist.ProcessGroup = mesh.get_group()
         self._device = input_device(model)
-        members = dist.get_process_group_ranks(self.model_group)
-        self._group = host_group(self.model_group, timeout)
-        self._first = members[0]
-        self.rank = dist.get_rank(self._group)
-        self.size = dist.get_world_size(self._group)
+        self._first = dist.get_process_group_ranks(self._device_group)[0]
         base: Any = dist.distributed_c10d._get_default_store()
         self._store = dist.distributed_c10d.PrefixStore(f"{self._group.group_name}/faults", base.clone())
-        self.reason: str | None = None
-        """Why the engine has ended, if a rank has failed."""
         self._since: float | None = None
         self._point = 0
         """How often the ranks have met: they do so in one order, so equal numbers are one meeting."""
@@ -80,11 +77,8 @@ class Ranks:
         self._sending: list[Any] = []
         """The message before, if it may be on its way."""
         self._head = torch.zeros(HEAD, dtype=torch.int32, device="cpu")
-        self._met = 0
-        """The model's collectives that this rank had begun when the ranks last met."""
         self._messages = 0
         """How many rank 0 has sent, or this rank has received or waits for."""
-        self._connections = Connections(self.rank, self.gather)
         dist.distributed_c10d._set_pg_timeout(EVER, self._group)
         self._left_early: dict[int, str] = {}
         """The ranks that have closed their engine before rank 0 has, and why."""
@@ -173,33 +167,15 @@ class Ranks:
     def broadcast_on_device(self, tensor: torch.Tensor) -> None:
         """Copy rank 0's tensor to all ranks, in the order of the device's work."""
         self.require_whole()
-        dist.broadcast(tensor, self._first, group=self.model_group)
+        dist.broadcast(tensor, self._first, group=self._device_group)
 
-    def smallest(self, numbers: Sequence[int]) -> list[int]:
-        """For each number the smallest of all ranks'."""
+    def smallest(self, numbers: Sequence[int], place: str = "") -> list[int]:
+        """For each number the smallest of all ranks', by gloo: rank 0's messages lie on the connections."""
         return smallest(numbers, self._group)
 
-    def same(self, value: object, place: str) -> bool:
-        """True if all ranks, which are at one place, have this value."""
-        digest = crc32(f"{place}: {value!r}".encode())
-        least, most = self.smallest([digest, -digest])
-        return least == -most
-
-    def least(self, number: int, computed: bool = True) -> int:
-        """The smallest of a number on all ranks. computed: whether all have computed the same since they last
-        met; if they have not, later sums would be of different things, so the engine ends.
-        """
-        begun = self._begun()
-        least, fewest, most = self.smallest([number, begun, -begun])
-        self._met += begun
-        if computed and fewest != -most:
-            self.fail(f"{differing(fewest, -most)}; else report this")
-            raise RankError(self.reason)
-        return least
-
-    def _begun(self) -> int:
-        """The model's collectives that this rank has begun since the ranks last met."""
-        return collectives_begun(self.model_group) - self._met
+    def _ended(self, why: str) -> RankError:
+        self.fail(f"{why}; else report this")
+        return RankError(self.reason)
 
     def attempt(self, act: Callable[[], object], kind: type[Exception]) -> None:
         """Do on every rank what takes memory and meets no other. If it fails on one, it does on all: with a
@@ -230,12 +206,6 @@ class Ranks:
                 "load, activate or delete the same on all ranks, then resume()"
             )
         return [*(not each for each in none), low != -high]
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks; for what is rare."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._group)
-        return found
 
     # ---- faults
 
@@ -357,7 +327,7 @@ class Ranks:
 
     def _note_collectives(self) -> None:
         """Let the others know how many collectives this rank has begun."""
-        count = collectives_begun(self.model_group) + collectives_begun(self._group) + self._messages
+        count = collectives_begun(self._device_group) + collectives_begun(self._group) + self._messages
         if count != self._noted:
             self._noted = count
             self._store.set(f"collectives/{self.rank}", str(count))
@@ -380,7 +350,7 @@ class Ranks:
         self.reason = reason
         breaking = threading.Thread(target=self._break_waits, daemon=True)
         try:
-            threading.Thread(target=end_waits, args=(self.model_group,), daemon=False).start()
+            threading.Thread(target=end_waits, args=(self._device_group,), daemon=False).start()
             breaking.start()
             self._breaking = breaking
         except RuntimeError:  # an interpreter that ends starts no thread
@@ -388,7 +358,7 @@ class Ranks:
 
     def _break_waits(self) -> None:
         """Let no thread wait for a collective. For NCCL this takes until no captured step has collectives."""
-        for group in (self.model_group, self._group):
+        for group in (self._device_group, self._group):
             break_waits(group, self.rank, self.size)
 
     def _end_breaking(self) -> None:
@@ -419,7 +389,7 @@ class Ranks:
 
     def forget(self) -> None:
         """This process is a fork of the rank's: it meets no other one, and ends none."""
-        self.reason = "this process was forked from one of the ranks, which alone computes with the others"
+        self.reason = FORKED
         self._over.set()
 
     def abandon(self) -> None:

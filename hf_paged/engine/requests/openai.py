@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import SequenceBiasLogitsProcessor
 
+from ...blocks.options import is_number
 from .prompts import short
 
 
@@ -49,7 +50,7 @@ def _number(name: str, value: Any) -> float:
     """An option that is a number; None is 0."""
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_number(value, Real):
         raise TypeError(f"{name} is a number, got {short(value)}; give one as 0.5, or leave it out")
     if not isfinite(value):
         raise ValueError(f"{name}={value!r} is not finite; give a number as 0.5, or leave it out")
@@ -63,7 +64,7 @@ def _biases(biases: Any, vocabulary: int) -> dict[int, float]:
         )
     found = {}
     for token, bias in biases.items():
-        if isinstance(token, bool) or not isinstance(token, Integral):
+        if not is_number(token, Integral):
             raise TypeError(f"logit_bias has the key {short(token)}, expected a token id; give int(key)")
         if not 0 <= int(token) < vocabulary:
             raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,10 +10,11 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+from transformers import LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from ...blocks.options import is_number
 from ...model.offloaded import input_device
 from ...model.slots import cross_layers
 from ..forward_batch import PromptInputs
@@ -32,7 +32,7 @@ from .options import Options, ends_of
 from .prompts import checked_ids, prompt_tokens, short, tokenize_prompt, words_of
 from .stops import Stop
 
-EXPECTED = {
+METHODS = {
     "_prepare_generation_config": ["generation_config"],
     "_prepare_special_tokens": ["generation_config", "kwargs_has_attention_mask", "device"],
     "_prepare_generated_length": [
@@ -178,18 +178,6 @@ class RequestParams:
     def mends(self) -> bool:
         """True if a processor replaces logits that are no numbers."""
         return any(isinstance(processor, InfNanRemoveLogitsProcessor) for processor in self.processors)
-
-
-def check_transformers() -> None:
-    """Raise if GenerationMixin's methods are not as they are known here."""
-    for name, expected in EXPECTED.items():
-        method = getattr(GenerationMixin, name, None)
-        found = [] if method is None else list(inspect.signature(method).parameters)[1:]
-        if found[: len(expected)] != expected:
-            raise ImportError(
-                f"the engine calls GenerationMixin.{name}{tuple(expected)} and found {tuple(found)}; use a "
-                "tested transformers"
-            )
 
 
 def check_model(model: Any) -> None:
@@ -455,7 +443,7 @@ def _seed(seed: int | None, drawn: bool) -> int:
     """
     if seed is None:
         return int(torch.randint(2**62, (), device="cpu")) if drawn else 0
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**63:
+    if not is_number(seed, Integral) or not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed!r} is not an int from 0 to 2**63 - 1")
     return int(seed)
 

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from ..dispatch import runs_unknown_code
 from ..lazy import NotCapturable
 from ..lengths import LengthsOnDevice, lengths_on_device
 from ..ranks.symmetric_memory import meet, symmetric_memories
-from ..ranks.votes import before_groups_end
+from ..ranks.votes import Votes, before_groups_end
 from ..rehearsal import RECORDERS, Rehearsal, graph_memory
 from ..snapshot import StateKey
 from ..weights_digest import PLAIN_TENSORS, memory_of_parts, wraps
@@ -53,8 +54,8 @@ MOST_STATES = 8
 MOST_REASONS = 1000
 
 
-_joined: weakref.WeakKeyDictionary[CapturePool, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-"""Those whose captured steps have collectives, and of which group."""
+_joined: weakref.WeakSet[CapturePool] = weakref.WeakSet()
+"""Pools with votes of their own: captured steps of several ranks have collectives."""
 
 
 class _Key(NamedTuple):
@@ -77,30 +78,43 @@ class _OtherState(RuntimeError):
     """The model has changed since its state was read."""
 
 
-class _OfAnotherRank(NotCapturable):
-    """A capture that another rank could not make; how it ended there is how it ends here."""
-
-    def __init__(self, outcome: int) -> None:
-        super().__init__("another rank could not capture it")
-        self.outcome = outcome
-
-
 class Unsteady(NotCapturable):
     """The model's forward changes the model, so that no captured step would stay right."""
 
 
-UNSTEADY, FAILED, NO_MEMORY, OTHER_STATE, DIFFERS, DONE = range(6)
-"""How a capture ended; what was worst on any rank counts for all."""
+class Outcome(IntEnum):
+    """How a capture or a comparison ended, the worst first: the worst of any rank counts for all."""
+
+    UNSTEADY = 0
+    FAILED = 1
+    NO_MEMORY = 2
+    OTHER_STATE = 3
+    DIFFERS = 4
+    DONE = 5
 
 
-def outcome_of(trouble: Exception | None) -> int:
+class _OfAnotherRank(NotCapturable):
+    """A capture that another rank could not make; how it ended there is how it ends here."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__("another rank could not capture it")
+        self.outcome = outcome
+
+
+class _Stretch:
+    """A part of a capture, or a comparison, that comes to the same end on all ranks."""
+
+    outcome = Outcome.DONE
+
+
+def outcome_of(trouble: Exception | None) -> Outcome:
     """The outcome of an error in a capture, or of none."""
     if isinstance(trouble, _OfAnotherRank):
         return trouble.outcome
     if trouble is not None and is_out_of_memory(trouble):
-        return NO_MEMORY
-    kinds = {type(None): DONE, Unsteady: UNSTEADY, _OtherState: OTHER_STATE}
-    return kinds.get(type(trouble), FAILED)
+        return Outcome.NO_MEMORY
+    kinds = {type(None): Outcome.DONE, Unsteady: Outcome.UNSTEADY, _OtherState: Outcome.OTHER_STATE}
+    return kinds.get(type(trouble), Outcome.FAILED)
 
 
 class CapturePool:
@@ -134,16 +148,10 @@ class CapturePool:
         self.compilation = compilation
         self._most_bytes = most_bytes
         self._ready = ready
-        self._least: Callable[[int, bool], int] | None = None
-        """The smallest of a number on all ranks, if several compute the model: all or none capture a step.
-        The flag says whether all have computed the same before.
-        """
-        self._same: Callable[[object, str], bool] | None = None
-        """The check that all ranks have a value at a place."""
+        self.votes = Votes()
+        """Those of the ranks that compute the model: all or none capture a step."""
         self.drops = 0
         """How often steps were dropped: equally often on ranks that have the same ones."""
-        self._each_decides = False
-        """True if each rank decides by itself what it captures and replays, so that they ask in each step."""
         self._steps: OrderedDict[_Key, CapturedStep] = OrderedDict()
         self._seen: Counter[_Key] = Counter()
         self._states: list[StateKey] = []
@@ -272,14 +280,14 @@ class CapturePool:
     def _is_ready_everywhere(self, size: Size) -> bool:
         """True if kernels for steps of a size are compiled, on all ranks if these capture the same steps."""
         ready = self.is_ready(size)
-        return ready if self._each_decides else self.worst(ready) > 0
+        return ready if self.votes.each_decides else self.worst(ready) > 0
 
     def may_come_first(self, state: StateKey, source: StepSource[Any]) -> bool:
         """True if a size may be captured before any step has it: its code is known, its kernels compiled, and
         no other has to go for it.
         """
         known = (state, source.code) in self._rehearsed
-        return self._least is None and known and self.is_ready(source.size) and self.lacks(state, source)
+        return self.votes.alone and known and self.is_ready(source.size) and self.lacks(state, source)
 
     def is_ready(self, size: Size) -> bool:
         """True if the kernels for steps of a size are compiled."""
@@ -313,17 +321,15 @@ class CapturePool:
         steady: whether the model may be captured.
         """
         due = steady and self.is_due(state, source, stand_in)
-        if self._each_decides:
-            step = self._doubtful(state, source)
-            due &= self.on_all_ranks((due, None if step is None else step.size.rows), "the end of a step")
-        if due:
+        step = self._doubtful(state, source)
+        if self.on_all_ranks((due, None if step is None else step.size.rows), "the end of a step") and due:
             self.capture_or_compare(state, source, answer, stand_in)
 
     def on_all_ranks(self, choice: object, place: str) -> bool:
         """True if all ranks do the same with a step, if each decides by itself. If not, all drop their
         captured steps: a capture on one of them alone would compute sums that the others do not.
         """
-        same = not self._each_decides or self._same is None or self._same(choice, place)
+        same = not self.votes.each_decides or self.votes.same(choice, place)
         if not same:
             self.drop()
         return same
@@ -332,8 +338,7 @@ class CapturePool:
         """The known state, on all ranks together. Where it has changed on some of them only, all drop their
         captured steps: those would compute sums that the others do not.
         """
-        assert self._same is not None
-        if not self._same(self._states.index(state), "a look at the model"):
+        if not self.votes.same(self._states.index(state), "a look at the model"):
             self.drop()
             self.reasons.clear()
             self._states = [state]
@@ -365,42 +370,29 @@ class CapturePool:
             trouble = error
         finally:
             self.seconds += time.perf_counter() - begin
-        worst = self.worst(outcome_of(trouble))
-        if worst != DONE:
-            if self in _joined:
-                meet(_joined[self]())
+        worst = Outcome(self.worst(outcome_of(trouble)))
+        if worst != Outcome.DONE:
+            meet(self.votes.model_group())
             self._drop_failed(key, worst, trouble or _OfAnotherRank(worst))
         elif step is not None and agreed:
             self._note_agreement(step, source, state)
         del trouble  # its traceback holds this frame, and with it the step's cache
 
-    def _drop_failed(self, key: _Key, outcome: int, error: Exception) -> None:
+    def _drop_failed(self, key: _Key, outcome: Outcome, error: Exception) -> None:
         """Drop a step whose capture, or first comparison, has failed."""
         self._steps.pop(key, None)
-        self.unsteady |= outcome == UNSTEADY
-        if outcome == NO_MEMORY:
+        self.unsteady |= outcome == Outcome.UNSTEADY
+        if outcome == Outcome.NO_MEMORY:
             self._seen[key] = -LATER
-        elif outcome != OTHER_STATE:
+        elif outcome != Outcome.OTHER_STATE:
             self._refuse(key, f"{type(error).__name__}: {error}".split("\n")[0])
 
-    def join(
-        self,
-        least: Callable[[int, bool], int],
-        same: Callable[[object, str], bool],
-        group: dist.ProcessGroup,
-        each_decides: bool = False,
-    ) -> None:
-        """Capture the same steps as the pools of other ranks. least: the smallest of a number on all, and
-        whether all have computed the same before. same: whether a value is the same on all. group: of which
-        captured steps have collectives.
-        each_decides: whether each rank decides by itself what is captured and replayed; else rank 0 does.
-        """
-        _joined[self] = weakref.ref(group)
-        self._least = least
-        self._same = same
-        self._each_decides = each_decides
+    def join(self, votes: Votes) -> None:
+        """Capture the same steps as the pools of other ranks."""
+        self.votes = votes
+        _joined.add(self)
         if self._most_bytes is not None:
-            self._most_bytes = least(self._most_bytes, True)
+            self._most_bytes = votes.least(self._most_bytes)
 
     def _refuse(self, key: Hashable, reason: str) -> None:
         if len(self.reasons) > MOST_REASONS:
@@ -411,13 +403,12 @@ class CapturePool:
 
     def _agrees(self, step: CapturedStep, source: StepSource[Any], answer: Any) -> bool:
         """Replay a step whose answer is known. If compiled layers differ, none are used any more."""
-
-        def compare() -> int:
+        with self._alike() as replay:
             source.load(step)
             step.replay()
-            return DONE if source.agrees(step, answer) else DIFFERS
-
-        if self._alike(compare) == DONE:
+            if not source.agrees(step, answer):
+                replay.outcome = Outcome.DIFFERS
+        if replay.outcome == Outcome.DONE:
             return True
         source.recompute()  # on all ranks, if it differs on one
         if not step.compiled:
@@ -434,61 +425,49 @@ class CapturePool:
         step.trusted = step.agreed >= AGREE or code in self._proven
         if step.agreed < AGREE:
             return
-        outcome = DIFFERS if runs_unknown_code(source.model) else DONE
-        if self.worst(outcome, computed=False) == DONE:
+        outcome = Outcome.DIFFERS if runs_unknown_code(source.model) else Outcome.DONE
+        if self.worst(outcome, computed=False) == Outcome.DONE:
             if len(self._proven) > MOST_REASONS:
                 self._proven.clear()
             self._proven.add(code)
 
     def worst(self, outcome: int, computed: bool = True) -> int:
-        """The worst outcome of all ranks, if there are several."""
-        return outcome if self._least is None else int(self._least(outcome, computed))
-
-    def _alike(self, act: Callable[[], int], computed: bool = True) -> int:
-        """How `act` ends, at worst, if it raises on no rank. computed: whether it computes; a recording does
+        """The worst outcome of all ranks. computed: whether the model computes before it; a recording does
         not.
         """
+        return self.votes.least(outcome, computed)
+
+    @contextmanager
+    def _alike(self, computed: bool = True) -> Iterator[_Stretch]:
+        """A stretch that raises on all ranks if it does on one; behind it its outcome is the worst of all."""
+        stretch = _Stretch()
         try:
-            outcome = act()
+            yield stretch
         except Exception as error:
             self.worst(outcome_of(error), computed)
             raise
-        worst = self.worst(outcome, computed)
-        if worst < DIFFERS:
-            raise _OfAnotherRank(worst)
-        return worst
+        stretch.outcome = Outcome(self.worst(stretch.outcome, computed))
+        if stretch.outcome < Outcome.DIFFERS:
+            raise _OfAnotherRank(stretch.outcome)
 
     def _capture(self, key: _Key, source: StepSource[Any]) -> CapturedStep:
         """Capture a step that has its answer already, on all ranks: none replays what another lacks."""
-        found: list[Any] = []
-
-        def replace() -> int:
-            if not source.snapshot().steady:  # on this rank: no other begins to compute, either
-                raise NotCapturable(
-                    "hooks that are not transformers' own, or active dropout, run in the model"
-                )
-            fusion = Fusion(source.model, source.groups[0].captured_ops.kernels)
-            found.append((fusion, fusion.digest(source.model)))
-            return DONE
-
-        def prepare() -> int:
-            found.append(self._prepare(key, source, found[0][0]))
-            return DONE
-
-        def record() -> int:
-            found.append(self._record_prepared(key, source, found[1]))
-            return DONE
-
         with self._in_turn():
-            self._alike(replace, computed=False)
-            if self._same is not None and not self._same(found[0][1], "a capture"):
-                # They would meet in other sums.
+            with self._alike(computed=False):
+                if not source.snapshot().steady:  # on this rank: no other begins to compute, either
+                    raise NotCapturable(
+                        "hooks that are not transformers' own, or active dropout, run in the model"
+                    )
+                fusion = Fusion(source.model, source.groups[0].captured_ops.kernels)
+                digest = fusion.digest(source.model)
+            if not self.votes.same(digest, "a capture"):  # they would meet in other sums
                 raise NotCapturable(
                     "a forward was replaced on some of the ranks, or other ones than on others"
                 )
-            self._alike(prepare)
-            self._alike(record, computed=False)
-        step: CapturedStep = found[2]
+            with self._alike():
+                prepared = self._prepare(key, source, fusion)
+            with self._alike(computed=False):
+                step = self._record_prepared(key, source, prepared)
         return step
 
     @contextmanager
@@ -496,10 +475,10 @@ class CapturePool:
         """Let no other thread capture meanwhile. Ranks have their turn together, or try again after the next
         step: a rank that waited here for another thread would keep the ranks waiting that this one needs.
         """
-        taken = changing.acquire(blocking=self._least is None)
+        taken = changing.acquire(blocking=self.votes.alone)
         try:
-            if self.worst(DONE if taken else OTHER_STATE) != DONE:
-                raise _OfAnotherRank(OTHER_STATE)
+            if self.worst(Outcome.DONE if taken else Outcome.OTHER_STATE) != Outcome.DONE:
+                raise _OfAnotherRank(Outcome.OTHER_STATE)
             yield
         finally:
             if taken:
@@ -530,7 +509,7 @@ class CapturePool:
             raise _OtherState
         layers = compiled or fusion
         lengths = self._rehearsed[code]
-        if known and self._least is not None:
+        if known and not self.votes.alone:
             _forward(source, step, layers, lengths)  # not all ranks would fail where one does
         return _Prepared(step, layers, lengths, known, compiled is not None)
 
@@ -540,7 +519,7 @@ class CapturePool:
         try:
             step.replay, answer = self._record(source, step, layers, lengths)
         except Exception as error:
-            if not known or self._least is not None or is_out_of_memory(error):
+            if not known or not self.votes.alone or is_out_of_memory(error):
                 raise
             # A kernel that no other size has launched cannot be loaded in a capture. What the broken one
             # has put into its step (plans, workspaces) was recorded and never computed.
@@ -623,8 +602,8 @@ class CapturePool:
 
 
 def _drop_joined(ends: dist.ProcessGroup) -> None:
-    for pool, group in list(_joined.items()):
-        if group() is ends:
+    for pool in list(_joined):
+        if pool.votes.model_group() is ends:
             pool.drop()
 
 

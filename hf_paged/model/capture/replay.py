@@ -15,7 +15,7 @@ from ...kv.ops import triton_package
 from ..adapters.rows import RowAdapters
 from ..device_map import devices_of, is_spread
 from ..ranks.tensor_parallel import mesh_of
-from ..ranks.votes import RankVotes, votes_of
+from ..ranks.votes import Votes, votes_of
 from ..registry import memory_of
 from ..rehearsal import RECORDERS
 from ..snapshot import CallSnapshots, ModelSnapshot, StateKey, call_snapshots
@@ -45,13 +45,11 @@ Run = Callable[[dict[str, Any]], Any]
 class GenerateSteps:
     """The captured steps of one model in generate()."""
 
-    def __init__(self, memory: Memory, votes: RankVotes | None = None) -> None:
-        """votes: the other ranks that compute the model, if there are any."""
+    def __init__(self, memory: Memory, votes: Votes) -> None:
+        """votes: those of the processes that compute the model."""
         self.pool = CapturePool(memory)
         self.adapters = RowAdapters()
-        group = None if votes is None else votes.model_group()
-        if votes is not None and group is not None:
-            self.pool.join(votes.least, votes.same, group, each_decides=True)
+        self.pool.join(votes)
 
     def run(self, model: nn.Module, step: ReplayableStep, forward: Run) -> Any:
         """The answer of `forward` to the step, from a captured one if there is any that is trusted."""
@@ -241,7 +239,7 @@ def captures_of(model: nn.Module) -> GenerateSteps:
     """The model's captured steps in generate(); they live as long as the model."""
     if model not in _steps:
         mesh = mesh_of(model)
-        votes = None if mesh is None else votes_of(mesh.get_group())
+        votes = Votes() if mesh is None else votes_of(mesh.get_group())
         _steps[model] = GenerateSteps(memory_of(model), votes)
     return _steps[model]
 

@@ -20,6 +20,7 @@ from .symmetric_memory import sums_of
 MEETING = 60.0
 """Seconds that ranks wait for each other at least."""
 AGAIN = "look for the first error of another rank, and start all of them again"
+FORKED = "this process was forked from one of the ranks, which alone computes with the others"
 TOGETHER = "each of them has to make the engine, or to call generate(), of a divided model"
 before_groups: list[Callable[[], None]] = []
 """Calls before a process group is made: that waits for other ranks, and no thread of this process runs
@@ -104,60 +105,115 @@ def _patience(group: Any) -> float:
     return seconds
 
 
-class RankVotes:
-    """The ranks of a divided model, each of which runs all of generate()."""
+class Votes:
+    """Decisions that all processes of a model make together. Here one process has all of the model, and its
+    own values decide.
+    """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.model_group = weakref.ref(group)
-        self._group = host_group(group, _patience(group))
-        self._connections = Connections(dist.get_rank(self._group), self._gather, _patience(group))
-        self._met = collectives_begun(group)
-        self._over: str | None = None
-        """Why the ranks cannot go on together: a capture that fails says it again outside."""
+    alone = True
+    """True if no other process computes the model."""
+    each_decides = False
+    """True if each rank decides by itself what it captures and replays, so that all ask in each step."""
+
+    def model_group(self) -> dist.ProcessGroup | None:
+        """The process group of the model's own collectives, if there are any."""
+        return None
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks; for what is rare."""
+        return [value]
+
+    def smallest(self, numbers: Sequence[int], place: str = "") -> list[int]:
+        """For each number the smallest of all ranks'. They are at one place."""
+        return list(numbers)
 
     def same(self, value: object, place: str) -> bool:
-        """True if all ranks have this value. They are at one place, or all of them raise."""
-        digest = crc32(repr(value).encode())
-        least, most, _ = self._smallest([digest, -digest, 0], place)
-        return least == -most
+        """True if all ranks, which are at one place, have this value."""
+        return True
 
     def least(self, number: int, computed: bool = True, place: str = "a capture") -> int:
         """The smallest of a number on all ranks, which are at one place. computed: whether all have computed
-        the same since they last met; if they have not, later sums would be of different things.
+        the same since they last met; if they have not, later sums would be of different things, so the ranks
+        end.
         """
-        begun = collectives_begun(self.model_group())
-        least, fewest, most = self._smallest([number, begun - self._met, self._met - begun], place)
-        self._met = begun
-        if computed and fewest != -most:
-            self._over = f"{differing(fewest, -most)}; {AGAIN}"
-            raise RuntimeError(self._over)
-        return least
+        return number
 
-    def _gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size(self._group)
+
+class RankVotes(Votes):
+    """Decisions of the ranks of a divided model, each of which runs all of generate(). Numbers travel over
+    the host, so that no device waits.
+    """
+
+    alone = False
+    each_decides = True
+
+    def __init__(self, group: dist.ProcessGroup, seconds: float, patience: float | None) -> None:
+        """All ranks make theirs together. seconds: the time in which they do. patience: that of a vote."""
+        self._model_group = weakref.ref(group)
+        self._group = host_group(group, seconds)
+        self.rank = dist.get_rank(self._group)
+        self.size = dist.get_world_size(self._group)
+        self._connections = Connections(self.rank, self.gather, patience)
+        self._met = collectives_begun(group)
+        """The model's collectives that this rank had begun when the ranks last met."""
+        self.reason: str | None = None
+        """Why the ranks cannot go on together: a capture that fails says it again outside."""
+
+    def model_group(self) -> dist.ProcessGroup | None:
+        return self._model_group()
+
+    def gather(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
         return found
 
-    def _smallest(self, numbers: Sequence[int], place: str) -> list[int]:
-        if self._over is not None:
-            raise RuntimeError(self._over)
+    def smallest(self, numbers: Sequence[int], place: str = "") -> list[int]:
+        """Messages of up to three numbers have one length: ranks at different places read each other's."""
+        if self.reason is not None:
+            raise RuntimeError(self.reason)
         digest = crc32(place.encode())
-        asked = [*numbers, digest, -digest]
+        asked = [*numbers, *[0] * (3 - len(numbers)), digest, -digest]
         try:
             if self._connections.complete:  # faster than gloo's ring
                 *found, least, most = self._connections.smallest(asked)
             else:
                 *found, least, most = smallest(asked, self._group)
         except BaseException as error:  # also an interrupt, which leaves an answer unread
-            self._over = f"another rank does not answer, or has ended; {AGAIN}"
+            lost = self._ended("another rank does not answer, or has ended")
             self._connections.shut()  # no other rank needs to wait for this one
             if not isinstance(error, (OSError, RuntimeError)):
                 raise
-            raise RuntimeError(self._over) from error
+            raise lost from error
         if least != -most:
-            self._over = f"ranks are at different places, this one at {place}; {AGAIN}"
-            raise RuntimeError(self._over)
-        return found
+            raise self._ended(f"ranks are at different places, this one at {place}")
+        return found[: len(numbers)]
+
+    def same(self, value: object, place: str) -> bool:
+        digest = crc32(f"{place}: {value!r}".encode())
+        least, most = self.smallest([digest, -digest], place)
+        return least == -most
+
+    def least(self, number: int, computed: bool = True, place: str = "a capture") -> int:
+        begun = self._begun()
+        least, fewest, most = self.smallest([number, begun, -begun], place)
+        self._met += begun
+        if computed and fewest != -most:
+            raise self._ended(differing(fewest, -most))
+        return least
+
+    def _begun(self) -> int:
+        """The model's collectives that this rank has begun since the ranks last met."""
+        return collectives_begun(self.model_group()) - self._met
+
+    def _ended(self, why: str) -> Exception:
+        """The ranks cannot go on together: the error to raise."""
+        self.reason = f"{why}; {AGAIN}"
+        return RuntimeError(self.reason)
+
+    def forget(self) -> None:
+        """This process is a fork of the rank's: it has its connections, and would answer for it."""
+        self._connections.close()
+        self.reason = FORKED
 
 
 _votes: weakref.WeakKeyDictionary[dist.ProcessGroup, RankVotes] = weakref.WeakKeyDictionary()
@@ -166,15 +222,13 @@ _votes: weakref.WeakKeyDictionary[dist.ProcessGroup, RankVotes] = weakref.WeakKe
 def votes_of(group: dist.ProcessGroup) -> RankVotes:
     """Those of the ranks of a group. All ranks ask together."""
     if group not in _votes:
-        _votes[group] = RankVotes(group)
+        _votes[group] = RankVotes(group, _patience(group), _patience(group))
     return _votes[group]
 
 
 def _forget() -> None:
-    """A fork of a rank has its connections, and would answer for it."""
     for votes in _votes.values():
-        votes._connections.close()
-        votes._over = "this process was forked from one of the ranks, which alone computes with the others"
+        votes.forget()
 
 
 in_forked_process(_forget)

@@ -1,0 +1,155 @@
+"""The content of adapters by name, and whether it has changed since it was looked at (contract C24)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...blocks import extra_key
+from ..identity import identity_of
+from ..lora import Adapter, combine
+from ..peft_layers import LoraLayers, unmerge_disabled
+from ..shards import local_part
+from ..snapshot import StateKey
+from .loading import HostAdapter
+
+
+class _AdapterLook(NamedTuple):
+    """An adapter of the peft model when it was looked at."""
+
+    number: int
+    versions: StateKey
+    ids: frozenset[int]
+    """Its tensors."""
+
+
+class AdapterContents:
+    """Adapters by name: those of a peft model, which lie there and may change, and others, which never do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.own: dict[str, HostAdapter] = {}
+        """Those that no module holds."""
+        self._model = model
+        self._in_model: LoraLayers | None = None
+        self._configs: Any = None
+        """Peft's notes on the model when it was looked at."""
+        self._followed = self._noted()
+        """The same when `own` followed it."""
+        self._seen: dict[str, _AdapterLook] = {}
+        self._stale: set[str] = set()
+        """Those to be read again, whatever torch has counted: fused optimizers write without that."""
+
+    # ---- which there are
+
+    @property
+    def in_model(self) -> LoraLayers:
+        """Those of the peft model, as its modules were when it was looked at."""
+        found = self._in_model  # any thread may ask for another look
+        if found is None:
+            self._configs = self._noted()
+            unmerge_disabled(self._model)
+            found = self._in_model = LoraLayers.of(self._model)
+        return found
+
+    def _noted(self) -> Any:
+        """Peft's notes on a model: which adapters there are."""
+        configs = self._model.__dict__.get("peft_config")
+        return configs, None if configs is None else tuple(configs)
+
+    def look_again(self) -> None:
+        """Modules with adapters may have come or gone, if peft is there to make them."""
+        if "peft" in sys.modules:
+            self._in_model = None
+
+    def look_if_moved(self) -> None:
+        """Look again if peft's notes, or merged weights, show that adapters have come or gone."""
+        known = self._in_model
+        if known is not None and (self._noted() != self._configs or known.merged_since()):
+            self._in_model = None
+
+    def refresh(self) -> bool:
+        """Anything may have happened to the peft model: read all again. True if `own` have to follow it."""
+        self._in_model = None
+        self._stale |= self._seen.keys()
+        before = self._followed
+        self._followed = self._noted()
+        return bool(before != self._followed)
+
+    def has(self, name: str) -> bool:
+        """True if there is an adapter of this name."""
+        return name in self.own or self.in_model.has(name)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of those in the peft model, if they are apart from it."""
+        return self.in_model.names if self.in_model.apart else []
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers that any of them adds to."""
+        found = dict.fromkeys(self.in_model.layers if self.in_model.apart else [])
+        return list(found | dict.fromkeys(layer for own in self.own.values() for layer in own.host.layers))
+
+    def on_device(self, names: Iterable[str], device: torch.device) -> Adapter:
+        """One adapter that adds what several add: copies of `own`, of the others the weights themselves."""
+        own, in_model = self.own, self.in_model
+        return combine([own[name].copy_to(device) if name in own else in_model.read(name) for name in names])
+
+    # ---- what they are
+
+    def key(self, names: Iterable[str], again: bool = False, running: Collection[str] = ()) -> bytes:
+        """The part of adapters in the key of a request's keys and values. again: whether those that do not
+        run are looked at, all of their weights in turns.
+        """
+        return extra_key(*[self._content(name, again and name not in running) for name in names])
+
+    def _content(self, name: str, again: bool) -> tuple[str, bytes | int]:
+        return ("", self.own[name].key) if name in self.own else (name, self._number(name, again))
+
+    def _number(self, name: str, again: bool) -> int:
+        """The number of the content of one in the peft model. Raises Unreadable."""
+        if again or name in self._stale or name not in self._seen:
+            adapter = self.in_model.read(name)
+            number = identity_of(self._model).of_adapter(name).prefix_key(adapter)
+            ids = frozenset(map(id, adapter.tensors))
+            self._seen[name] = _AdapterLook(number, StateKey(adapter.versions, adapter.tensors), ids)
+            self._stale.discard(name)
+        return self._seen[name].number
+
+    def differ(self) -> bool:
+        """True if any has another content than when it was last looked at; all are read again."""
+        before = {name: seen.number for name, seen in self._seen.items()}
+        now = {name: self._number(name, again=True) for name in self.names if name not in self.own}
+        return any(before.get(name, number) != number for name, number in now.items())
+
+    def changed(self, names: Iterable[str]) -> set[str]:
+        """Which of these were written to since they were looked at, as far as the host sees it."""
+        seen = [name for name in names if name in self._seen and name not in self.own]
+        return {name for name in seen if name in self._stale or self._is_written(name)}
+
+    def _is_written(self, name: str) -> bool:
+        in_model = self.in_model
+        try:
+            return not in_model.has(name) or not self._seen[name].versions.fits(in_model.read(name).versions)
+        except (KeyError, RuntimeError):  # another thread takes it away at this moment
+            return True
+
+    def rewritten(self, names: Iterable[str]) -> bool:
+        """True if any was written to since it was looked at, in whatever way."""
+        seen = [name for name in names if name in self._seen]
+        own = identity_of(self._model)
+        return bool(self.changed(seen)) or any(
+            own.of_adapter(name).prefix_key(self.in_model.read(name), whole=True) != self._seen[name].number
+            for name in seen
+        )
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has taken a step, on this model or another."""
+        groups = optimizer.param_groups
+        params = (each for group in groups for each in group["params"] if each.grad is not None)
+        written = {id(local_part(each)) for each in params}
+        self._stale |= {name for name, seen in list(self._seen.items()) if written & seen.ids}
