@@ -188,11 +188,11 @@ class RowTable:
         """One token of every row that takes one, and behind them the rows that take several; every pool has
         the blocks for it.
         """
+        limits = None if self._columns is None else self._columns.limits
         for sequence, place in self.growing.items():
-            self._add_blocks(sequence)
-            self._limits[sequence] = limit = self._limit_of(sequence)
-            if self._columns is not None:
-                self._columns.limits[place] = limit
+            self._limits[sequence] = limit = self._grow(sequence)
+            if limits is not None:
+                limits[place] = limit
         self.growing = {}
         columns = self._columns = self._columns or self._made_columns()
         sequences, starts = columns.sequences, self._lengths
@@ -205,9 +205,11 @@ class RowTable:
             if length >= sequence.group.request.most_tokens - 1:
                 last.append(place)
                 self.ending[sequence] = None
-            if any(not length % size for size in self._sizes):
-                full.append((sequence, length))
-                self.growing[sequence] = place
+            for size in self._sizes:
+                if not length % size:
+                    full.append((sequence, length))
+                    self.growing[sequence] = place
+                    break
         batch = ScheduledBatch(
             sequences,
             columns.row_ids,
@@ -248,14 +250,19 @@ class RowTable:
             [table for sequence in sequences for table in self._tables_of(sequence)],
         )
 
-    def _add_blocks(self, sequence: TokenSequence) -> None:
-        """New blocks for what a sequence takes."""
-        length = sequence.computed + self._takes(sequence)
-        for tables, table in zip(self.tables, self._tables_of(sequence), strict=True):
-            for _ in range(table.pool.blocks_for(length) - table.end):
-                near = table.blocks[-1] + 1 if table.blocks else NOWHERE
-                table.blocks.append(table.pool.take(near, table.tenant))
+    def _grow(self, sequence: TokenSequence) -> int:
+        """Give a sequence the blocks of what it takes: its limit then."""
+        length = sequence.computed + self.uneven.get(sequence, 1)
+        limit = sequence.group.request.most_tokens - 1
+        for tables, table in zip(self.tables, sequence.tables, strict=False):
+            pool, blocks = table.pool, table.blocks
+            room = (table.released + len(blocks)) * pool.block_size
+            while room < length:
+                blocks.append(pool.take(blocks[-1] + 1 if blocks else NOWHERE, table.tenant))
                 tables.add(sequence.row, table)
+                room += pool.block_size
+            limit = min(limit, room)
+        return limit
 
     def renamed(self, sequence: TokenSequence, first: int) -> None:
         """The tables of a sequence name other blocks from their block `first` on."""
