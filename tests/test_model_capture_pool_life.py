@@ -674,6 +674,7 @@ class _Source:
     """A step of some size of one code. trouble: what its comparison raises; differs: what it shows."""
 
     comparable = True
+    repeatable = True
     holders = ("single",)
     code = "single"
     model = nn.Linear(1, 1)

@@ -33,6 +33,7 @@ from ..model.dispatch import runs_unknown_code
 from ..model.lazy import NotCapturable
 from ..model.rehearsal import RECORDERS
 from ..model.snapshot import ModelSnapshot, StateKey
+from ..model.state_slots import StateRow, states_of
 from ..scheduling import ScheduledBatch
 from .eager import EagerModel
 from .forward_batch import Answer, ForwardBatch
@@ -114,6 +115,8 @@ class CapturedRunner:
 
     def __init__(self, eager: EagerModel, is_ready: Callable[[Size], bool]) -> None:
         self.eager = eager
+        self.states = states_of(eager.cache.layers)
+        """The recurrent states that layers keep in slots; None if none does."""
         self.compilation = Compilation() if eager.pools.config.compile else None
         self.has_rope_deltas = False
         """True if tokens may have a RoPE delta, which captured steps are then given."""
@@ -185,7 +188,9 @@ class CapturedRunner:
             return None
         checks = not self.eager.checks.unseen
         state = self._state
-        if state is None or (checks and self.eager.checks.looks_together):
+        states = self.states
+        once = checks and states is not None and not states.slots_of(state_rows(batch)).repeatable
+        if state is None or once or (checks and self.eager.checks.looks_together):
             state = self._check()
             checks = False
         step = self.captures.find(state, size, HOLDERS[size.form])
@@ -193,7 +198,8 @@ class CapturedRunner:
             return None
         self._load(step, batch)
         step.replay()
-        # Where the model must be checked in this step, it is checked while the device works.
+        # Where the model must be checked in this step, it is checked while the device works, as the step may
+        # run again.
         if checks and self._check() is not state:
             return None
         self.captures.counts["replayed"] += 1
@@ -383,6 +389,8 @@ class CapturedRunner:
         """Enter a batch in a captured step's tensors; the tables have taken its tokens already."""
         if step.places is not None:
             batch = self._load_chunks(step, step.places, batch)
+        if self.states is not None:
+            self.states.begin(state_rows(batch))
         rows = batch.rows
         for tables, static in zip(rows.tables, step.batches.values(), strict=True):
             static.load_array(tables, rows.row_ids, rows.starts, rows.counts)
@@ -487,6 +495,11 @@ class CapturedRunner:
         return adapters.applied(None if step.slots is None else AdapterBatch(adapters.table, step.slots))
 
 
+def state_rows(batch: ForwardBatch) -> list[StateRow]:
+    """The rows of a batch by the tokens before them."""
+    return [StateRow(sequence, start, count) for sequence, start, count, _ in batch.rows.rows]
+
+
 class _EngineSource(StepSource[_DecodeStep]):
     """A step of an engine."""
 
@@ -514,6 +527,8 @@ class _EngineSource(StepSource[_DecodeStep]):
         if self._batch is not None:
             self._captured._load(step, self._batch)
             return
+        if self._captured.states is not None:
+            self._captured.states.begin()
         for batch in step.batches.values():
             batch.load_nothing()
 
@@ -524,6 +539,11 @@ class _EngineSource(StepSource[_DecodeStep]):
     def comparable(self) -> bool:
         return self._batch is not None and bool(self._batch.wanted)
 
+    @property
+    def repeatable(self) -> bool:
+        states = self._captured.states
+        return states is None or self._batch is None or states.may_run(state_rows(self._batch))
+
     def agrees(self, step: _DecodeStep, answer: Any) -> bool:
         logits = answer.logits
         dtype = self._captured.eager.dtype
@@ -532,6 +552,8 @@ class _EngineSource(StepSource[_DecodeStep]):
     def recompute(self) -> None:
         batch = self._batch
         assert batch is not None
+        if self._captured.states is not None:
+            self._captured.states.begin(state_rows(batch))
         self._captured.eager.plugged(lambda: self._captured.eager.flat(batch))
 
     def compile(self, fusion: Fusion) -> CompiledFusion | None:

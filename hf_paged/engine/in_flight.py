@@ -54,10 +54,12 @@ class InFlightStep:
 
     plan: StepPlan
     batch: ScheduledBatch
-    """The rows of the plan without those of `failed` groups."""
+    """The rows of the plan without those of `failed` and `lost` groups."""
     answer: Answer
     """The logits behind the rows that are sampled from."""
     failed: Mapping[SequenceGroup, Exception]
+    lost: Sequence[SequenceGroup]
+    """Groups that begin again, as the step broke off after it may have advanced their states."""
     begin: float
     """When the host began to launch it, or had the tokens of the step before it: its own time begins then."""
     _sampling: SamplingState
@@ -173,7 +175,8 @@ class InFlightStep:
             streams = [streams[place] for place in here]
             tokens = [tokens[place] for place in here]
         # All that is done for a sequence that continues: its token is appended.
-        scheduler.confirm(self.plan, self.failed, sequences, tokens)
+        without = {*self.failed, *self.lost} if self.lost else self.failed
+        scheduler.confirm(self.plan, without, sequences, tokens)
         if self._logprobs and columns is not None:
             writers = zip(columns.logprobs, columns.writers, self._logprobs, strict=True)
             for place, write, row in writers:

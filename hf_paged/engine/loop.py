@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..model.state_slots import StatesAdvanced
 from ..scheduling import Request, ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan, TokenSequence
 from ..trace import Step, Trace, Writer
 from .adapters import EngineAdapters
@@ -31,6 +32,18 @@ from .sampling.sampler import HostSampler
 
 SLACK = 0.02
 """Seconds that the host waits for a step, if it has time to capture another beside one like it."""
+
+
+class RunsApart(NamedTuple):
+    """The requests of a step, each run by itself."""
+
+    batch: ScheduledBatch
+    """The computed rows."""
+    answer: Answer
+    """Their logits."""
+    failed: dict[SequenceGroup, Exception]
+    lost: list[SequenceGroup]
+    """Groups whose states a run that broke off may have advanced: they are computed again."""
 
 
 class StepLoop:
@@ -66,6 +79,10 @@ class StepLoop:
         """Requests that have ended with an exception that their driver must raise."""
         self.recorders: list[Recorder] = []
         """Recorders that write a trace, or report to a map of the blocks."""
+        self._suspects: set[SequenceGroup] = set()
+        """Groups that are computed again since a step with them broke off: each runs by itself until it has
+        got further.
+        """
         self._sampling = SamplingState(self.jobs, LastTokens(scheduler.limits.sequences, runner.eager.device))
         self.with_inputs: dict[SequenceGroup, RequestParams] = {}
         """Requests whose rows are more than token ids, or are scored."""
@@ -115,15 +132,21 @@ class StepLoop:
         begin = time.perf_counter()
         batch = plan.batch
         failed: dict[SequenceGroup, Exception] = {}
-        try:
-            answer = self._run(batch)
-        except RankError:  # there is no rank to try requests with
-            raise
-        except Exception as error:
-            batch, answer, failed = self._run_apart(plan, error)
-        self.scheduler.launch(plan, failed)
+        lost: list[SequenceGroup] = []
+        if self._suspects and not self._suspects.isdisjoint(plan.groups):
+            batch, answer, failed, lost = self._run_apart(plan)
+        else:
+            try:
+                answer = self._run(batch)
+            except RankError:  # there is no rank to try requests with
+                raise
+            except Exception as error:
+                batch, answer, failed, lost = self._run_apart(plan, error)
+        self.scheduler.launch(plan, {*failed, *lost} if lost else failed)
+        for group in lost:
+            self.scheduler.preempt(group, swap=False)
         previous = self.in_flight
-        step = self.in_flight = InFlightStep(plan, batch, answer, failed, begin, self._sampling)
+        step = self.in_flight = InFlightStep(plan, batch, answer, failed, lost, begin, self._sampling)
         step.sample()
         tokens, waited = self._wait
         # Who samples on the host may read its logits later, where a capture that fails would write.
@@ -158,17 +181,19 @@ class StepLoop:
             if job.prompt_scores is not None:
                 job.prompt_scores.recall(self.scheduler.prompt_scores, group.prompt, group.leader.computed)
 
-    def _run_apart(
-        self, plan: StepPlan, error: Exception
-    ) -> tuple[ScheduledBatch, Answer, dict[SequenceGroup, Exception]]:
-        """Run each request of a failed step by itself, on the same blocks: the computed rows, their logits,
-        and the requests that failed.
+    def _run_apart(self, plan: StepPlan, error: Exception | None = None) -> RunsApart:
+        """Run each request of a step by itself, on the same blocks. error: why the step has failed; None if
+        it has not run.
+
+        A request whose states the failed run may have advanced cannot run again: it begins again, and runs by
+        itself until it is where the step failed.
         """
         done: list[int] = []
         logits: list[torch.Tensor] = []
         scores: dict[TokenSequence, torch.Tensor] = {}
         failed: dict[SequenceGroup, Exception] = {}
-        if len(plan.groups) == 1:
+        lost: list[SequenceGroup] = []
+        if error is not None and len(plan.groups) == 1 and not isinstance(error, StatesAdvanced):
             failed[plan.groups[0]] = error
         for group in plan.groups if not failed else ():
             own = [i for i, sequence in enumerate(plan.batch.sequences) if sequence.group is group]
@@ -177,13 +202,20 @@ class StepLoop:
                 logits.append(answer.logits.clone())  # the next run may overwrite it
                 scores |= answer.scores
                 done += own
+                if any(plan.batch.samples[i] for i in own):
+                    self._suspects.discard(group)
             except RankError:
                 raise
             except Exception as trouble:
-                failed[group] = trouble
+                if isinstance(trouble, StatesAdvanced) and group not in self._suspects:
+                    lost.append(group)
+                else:
+                    failed[group] = trouble
+        self._suspects.update(lost)
         rows = [each for each in logits if len(each)]
         empty = torch.empty(0, 0, dtype=torch.float32, device="cpu")
-        return plan.batch.select(done), Answer(torch.cat(rows) if rows else empty, scores=scores), failed
+        answer = Answer(torch.cat(rows) if rows else empty, scores=scores)
+        return RunsApart(plan.batch.select(done), answer, failed, lost)
 
     def _run(self, batch: ScheduledBatch) -> Answer:
         """The logits behind the rows that are sampled from."""
@@ -398,6 +430,7 @@ class StepLoop:
         """Release a request that has its output. Twice is once."""
         self.jobs.pop(group, None)
         self.with_inputs.pop(group, None)
+        self._suspects.discard(group)
         self._sampling.histories.drop(group)
         group.sequences = []  # breaks the reference cycle: both are freed now, not by the collector
         if job.params.source is not None:

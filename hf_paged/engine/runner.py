@@ -14,8 +14,9 @@ from ..model.adapters import Inapplicable
 from ..model.capture.step import Size
 from ..model.offloaded import input_device
 from ..model.rehearsal import RECORDERS
+from ..model.state_slots import states_of
 from ..scheduling import AdapterNames, TokenSequence
-from .captured import CapturedRunner
+from .captured import CapturedRunner, state_rows
 from .eager import EagerModel, Form
 from .forward_batch import Answer, ForwardBatch
 from .multimodal.media import Media
@@ -36,6 +37,8 @@ class Runner:
     def __init__(self, model: nn.Module, pools: Pools) -> None:
         self.eager = EagerModel(model, pools)
         """The model over pages, operation by operation."""
+        self.states = states_of(self.eager.cache.layers)
+        """The recurrent states that layers keep in slots; None if none does."""
         self.captured = CapturedRunner(self.eager, weakly(self.is_ready)) if pools.config.graphs else None
         """The captured steps, where they are wanted."""
         self.why_no_embeddings: str | None = None
@@ -108,7 +111,7 @@ class Runner:
                     return replayed
                 return self.eager.plugged(lambda: self._compute(batch, captured))
         except Inapplicable:  # the table notes it: from now on each adapter's tokens run by themselves
-            return self.run(batch)
+            return self.run(batch)  # raises StatesAdvanced where the batch may run once
 
     def _parts(self, batch: ForwardBatch) -> list[tuple[list[int], Callable[[ForwardBatch], Answer]]]:
         """Rows that must be run apart from each other, and how; none if all go together."""
@@ -128,7 +131,7 @@ class Runner:
 
     def _one_by_one(self, batch: ForwardBatch) -> Answer:
         with self.eager.pools.memory.lock, torch.no_grad():
-            return self.eager.plugged(lambda: self.eager.run(batch, "rows"))
+            return self.eager.plugged(lambda: self.forward(batch, "rows"))
 
     def _join(
         self, batch: ForwardBatch, parts: list[tuple[list[int], Callable[[ForwardBatch], Answer]]]
@@ -150,8 +153,14 @@ class Runner:
         places = upload([order.index(i) for i in wanted], found[0].device)
         return Answer(torch.cat(found)[places], scores=scores)
 
+    def forward(self, batch: ForwardBatch, form: Form) -> Answer:
+        """One run of a batch, operation by operation."""
+        if self.states is not None:
+            self.states.begin(state_rows(batch))
+        return self.eager.run(batch, form)
+
     def _compute(self, batch: ForwardBatch, captured: CapturedRunner | None) -> Answer:
-        answer = self.eager.run(batch, self.form)
+        answer = self.forward(batch, self.form)
         if captured is not None:
             captured.learn(batch, answer.logits)
         return answer

@@ -239,7 +239,7 @@ class Trial:
                 inputs = {i: self._inputs(row, cross) for i, row in enumerate(made)}
                 batch = ForwardBatch(ScheduledBatch().followed_by(made), last_tokens, inputs)
                 with self._eager.pools.memory.lock, torch.no_grad():
-                    logits = self._eager.plugged(partial(self._eager.run, batch, form)).logits
+                    logits = self._eager.plugged(partial(self.runner.forward, batch, form)).logits
                 for row in made:
                     row.sequence.computed += row.count
         finally:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,11 @@ from ..model.lazy import Path
 from ..model.offloaded import input_device
 from ..model.registry import base_model, memory_of
 from ..model.slots import CROSS, NO_CONTENT, Slot, beside, slots_of
+from ..model.state_slots import rows_at, states_of
 from .prefix_reuse import Reuse
+
+OutsideContent = list[tuple[Any, dict[str, Any]]]
+"""Layers, or a cache itself, and what each keeps outside the pages, by name."""
 
 
 class Mark(NamedTuple):
@@ -29,6 +35,8 @@ class Mark(NamedTuple):
     """Which paged layers were initialized; None where all rows held something."""
     starts: list[int] | None
     """The column at which each row begins."""
+    outside: OutsideContent | None
+    """The content outside the pages; None where a step that fails loses it, as saving it takes a copy."""
 
 
 class PagedCache(DynamicCache):
@@ -125,6 +133,11 @@ class PagedCache(DynamicCache):
         """True once the running call has read its attention mask on the host."""
         self.prompt_in_chunks = False
         """True if the running call feeds its prompt in several forwards."""
+        self.states = states_of(layers)
+        """The recurrent states that layers keep in slots; None if none does."""
+        self.torn = False
+        """True if a step broke off after it may have advanced states: their content is not known."""
+        self._has_beside = not self.complete
         self._names = frozenset(vars(self)) | {"_names"}
         """The attributes of a cache to which no model has bound anything."""
         weakref.finalize(self, sequences.memory.abandon, sequences).atexit = False
@@ -141,7 +154,7 @@ class PagedCache(DynamicCache):
         """True if pages hold everything the cache keeps: no layer has another state."""
         return all(map(_is_complete, self.layers))
 
-    def outside(self) -> list[tuple[Any, dict[str, Any]]]:
+    def outside(self) -> OutsideContent:
         """Each layer with more than keys and values, and what it keeps outside the pages, by name; then the
         cache itself, and what a model has bound to it.
         """
@@ -249,6 +262,7 @@ class PagedCache(DynamicCache):
         with self.sequences.changing_all():
             for layer in self._layers_of_rows():
                 layer.reset()
+        self.torn = False
         if self.cross is not None:
             self.cross.reset()
         if self.reuse is not None:
@@ -273,17 +287,47 @@ class PagedCache(DynamicCache):
         for layer in self.own_layers:
             layer.follow()
 
-    def mark(self) -> Mark:
-        """The state of the cache before a step, for `roll_back`."""
+    def mark(self, repeats: bool = False) -> Mark:
+        """The state of the cache before a step, for `roll_back`. repeats: whether the step may run again, for
+        which states that layers hold in tensors of their own are copied.
+        """
+        if self.torn:
+            raise RuntimeError(
+                "a step of this cache failed after it may have advanced recurrent states, which cannot be "
+                "taken back; use a new cache, or reset() this one and begin with the whole prompt"
+            )
         columns = self.sequences.positions
         begins = not all(columns.values())
         initialized = [layer.is_initialized for layer in self.own_layers] if begins else None
-        return Mark(columns, initialized, self.sequences.starts)
+        return Mark(columns, initialized, self.sequences.starts, self._outside_before(repeats))
+
+    def _outside_before(self, repeats: bool) -> OutsideContent | None:
+        """The content outside the pages before a step; None if only a copy would keep it: stock's layers
+        write their states in place.
+        """
+        if not self._has_beside and len(vars(self)) == len(self._names):
+            return []
+        outside = self.outside()
+        if not repeats and any(has_tensors(kept) for owner, kept in outside if owner is not self):
+            return None
+        return [(owner, kept if owner is self else deepcopy(kept)) for owner, kept in outside]
+
+    def _put_back(self, outside: OutsideContent) -> None:
+        """Return to what was kept outside the pages; names that were added since are gone."""
+        for owner, kept in self.outside():
+            for name in kept:
+                del owner.__dict__[name]
+        for owner, kept in outside:
+            owner.__dict__.update(kept)
 
     def roll_back(self, mark: Mark) -> None:
-        """Undo a step that failed halfway: every group back to where it was. What layers keep outside the
-        pages stays.
+        """Undo a step that failed halfway: every group back to where it was, and content outside the pages. A
+        cache whose states the step has advanced in place is of no use any more.
         """
+        steps = rows_at(max(mark.columns.values(), default=0), self.sequences.count, 0)
+        self.torn |= mark.outside is None or (self.states is not None and not self.states.may_run(steps))
+        if mark.outside is not None:
+            self._put_back(mark.outside)
         for kind, rows in self.sequences.rows.items():
             if rows.columns > mark.columns[kind] and not rows.torn:
                 rows.crop(rows.columns - mark.columns[kind])
@@ -292,6 +336,14 @@ class PagedCache(DynamicCache):
         for layer, initialized in zip(layers, mark.initialized or [True] * len(layers), strict=True):
             layer.is_initialized &= initialized
             layer.follow()
+
+    def may_repeat(self, rows: int, new: int) -> bool:
+        """True if the next step may run twice: no row advances a state in the slot that it reads. States in
+        tensors of layers are copied for it.
+        """
+        if self.states is None:
+            return True
+        return self.states.slots_of(rows_at(self.sequences.columns, rows, new)).repeatable
 
     def begin_at(self, columns: int) -> None:
         """Notify the layers that their rows begin with `columns` cached columns."""
@@ -326,6 +378,7 @@ class PagedCache(DynamicCache):
         cross = None if self.cross is None else self.cross.__deepcopy__(memo)
         twin._adopt(self.sequences.fork(), slots, self._model, self.config, cross)
         twin.reuse = None if self.reuse is None else self.reuse.fork(twin.sequences)
+        twin.torn = self.torn
         for mine, theirs in zip(self.layers, twin.layers, strict=True):
             if isinstance(mine, PagedLayer) and isinstance(theirs, PagedLayer):
                 theirs.continue_from(mine)
@@ -345,6 +398,20 @@ class PagedCache(DynamicCache):
                 assert layer.keys is not None and layer.values is not None
                 stock.update(layer.keys.clone(), layer.values.clone(), i)
         return stock
+
+
+def leaves_of(kept: Any) -> Iterator[Any]:
+    """The values in what a layer keeps outside the pages."""
+    if isinstance(kept, (dict, list, tuple)) and not isinstance(kept, torch.Size):
+        for part in kept.values() if isinstance(kept, dict) else kept:
+            yield from leaves_of(part)
+    else:
+        yield kept
+
+
+def has_tensors(kept: Any) -> bool:
+    """True if a tensor is among what a layer keeps outside the pages."""
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(kept))
 
 
 def _is_complete(layer: Any) -> bool:

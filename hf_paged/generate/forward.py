@@ -23,11 +23,12 @@ from ..model.outputs import asked_fields, known_layout, layouts_of
 from ..model.random_states import has_drawn, random_states, take_back_draws
 from ..model.rehearsal import can_record
 from ..model.routers import routers_of
+from ..model.state_slots import rows_at
 from ..model.switch import setting_of
 from .cache import Mark, PagedCache, paged_parts
 from .dedupe import PromptRows, narrow_adapter_names, read_prompt, repeat_rows, select_rows
 from .padding import INPUTS, Padding, mask_name, new_of, note_padding, rows_of
-from .states import OutsideContent, follow_rows, put_back_outside, save_outside
+from .states import follow_rows
 
 DENSE_OUTPUTS = ("output_attentions", "output_hidden_states")
 """Outputs that only the model's own attention makes as stock does: at padded columns too."""
@@ -123,7 +124,8 @@ def _run(
         equal = prompt.equal
         index = torch.tensor(equal.sources, device=prompt.device)
         routers = routers_of(model, again=True)
-        if routers.known and routers.keep_rows_apart(len(equal.first), index, new_of(arguments)):
+        once = not all(part.may_repeat(len(equal.first), new_of(arguments)) for part in parts)
+        if not once and routers.known and routers.keep_rows_apart(len(equal.first), index, new_of(arguments)):
             return _unique(model, original, arguments, parts, masks_known, prompt, index)
     for part in parts:
         part.spread()
@@ -153,8 +155,7 @@ def _unique(
     states = random_states(device)
     few = None
     if layouts.get(asked) is not None:
-        before = [part.mark() for part in parts]
-        outside = save_outside(parts)
+        before = [part.mark(repeats=True) for part in parts]
         for part in parts:
             part.sequences.expect_rows(len(index))
         with narrow_adapter_names(model, len(index), first):
@@ -165,7 +166,7 @@ def _unique(
                 part.sequences.sources = prompt.equal.sources
             return repeat_rows(answer, len(first), index, layouts[asked])
         take_back_draws(states, device)
-        _drop_unique_rows(parts, before, outside, arguments.get(CACHE), drawn)
+        _drop_unique_rows(parts, before, arguments.get(CACHE), drawn)
     elif asked not in layouts and parts[0].sequences.columns == 0:
         with narrow_adapter_names(model, len(index), first):
             few = _without_cache(original, kept)
@@ -192,14 +193,11 @@ def _without_cache(original: Callable[..., Any], arguments: dict[str, Any]) -> A
         return None
 
 
-def _drop_unique_rows(
-    parts: list[PagedCache], before: list[Mark], outside: OutsideContent, cache: Any, drawn: bool
-) -> None:
+def _drop_unique_rows(parts: list[PagedCache], before: list[Mark], cache: Any, drawn: bool) -> None:
     """Forget the unique rows of a forward that has drawn random numbers, of which every row gets its own as
     with stock, or whose states cannot be forked.
     """
     _roll_back(parts, before, cache)
-    put_back_outside(outside, parts)
     for part in parts:
         if drawn and part.reuse is not None:
             part.reuse.disable("the forward draws random numbers")
@@ -220,6 +218,8 @@ def _paged(
 
     def run(given: dict[str, Any]) -> Any:
         captured = parts[0].sequences.static is not None
+        if not captured:
+            _begin_run(parts, given)
         outer = running.get()
         try:
             running.set(Forward(parts[0], dense and not captured))
@@ -248,17 +248,23 @@ def _with_adapters(
     device = input_device(model)
     if torch.is_grad_enabled() or not can_record([device]):
         return original(**given)
-    before = [part.mark() for part in parts]
-    outside: OutsideContent | None = None
+    before: list[Mark] = []
     try:
         with captures_of(model).with_adapters(model, parts[0], rows_of(given), device) as applied:
-            outside = save_outside(parts) if applied else None
+            before = [part.mark(repeats=applied) for part in parts]
             return original(**given)
     except Inapplicable:  # peft's own layers compute it from now on
-        _roll_back(parts, before, given.get(CACHE))
-        if outside is not None:
-            put_back_outside(outside, parts)
+        if before:
+            _roll_back(parts, before, given.get(CACHE))
+        _begin_run(parts, given)
         return original(**given)
+
+
+def _begin_run(parts: list[PagedCache], given: Mapping[str, Any]) -> None:
+    """Have the rows of a forward name the slots of their states; raises if it has run and may not again."""
+    for part in parts:
+        if part.states is not None:
+            part.states.begin(rows_at(part.sequences.columns, rows_of(given), new_of(given)))
 
 
 def _asks_for(model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...]) -> bool:

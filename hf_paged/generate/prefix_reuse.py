@@ -187,7 +187,8 @@ class Reuse:
         if self._origin is not None:
             return self._origin
         self._forward = forward
-        reason = why_never(cache.complete, model)
+        # A row that begins behind a prefix would need the states at its end.
+        reason = why_never(cache.complete and cache.states is None, model)
         if reason is not None:
             raise NotShareable(reason)
         identity = identity_of(model)

@@ -1,50 +1,27 @@
-"""Recurrent states, and whatever else a cache keeps outside its pages: saved, put back, and tried for whether
-they follow their rows when those are forked.
+"""Recurrent states, and whatever else a cache keeps outside its pages: tried for whether they follow their
+rows when those are forked.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..model.slots import STATE, Slot, beside
-from .cache import PagedCache
+from .cache import PagedCache, has_tensors, leaves_of
 
 logger = logging.getLogger("hf_paged")
 
-OutsideContent = list[tuple[Any, dict[str, Any]]]
-"""Layers, or a cache itself, and what each keeps outside the pages, by name."""
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
 """Values that are the same for every row."""
 
+
 _verdicts: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDictionary()
 """Of each model that was tried why its rows cannot be forked after a prompt; None if they can."""
-
-
-def save_outside(parts: Iterable[PagedCache]) -> OutsideContent:
-    """Copy what caches keep outside their pages: a step that is computed a second time begins with it."""
-    return [
-        (owner, kept if owner is part else deepcopy(kept)) for part in parts for owner, kept in part.outside()
-    ]
-
-
-def put_back_outside(saved: OutsideContent, parts: Iterable[PagedCache]) -> None:
-    """Return caches to what was saved; names that were added since are gone."""
-    for part in parts:
-        for owner, kept in part.outside():
-            for name in kept:
-                del vars(owner)[name]
-    for owner, kept in saved:
-        vars(owner).update(kept)
-
-
-# ---- whether rows can be forked after a prompt
 
 
 def computes_rows_apart(model: nn.Module, cache: PagedCache) -> bool:
@@ -54,7 +31,7 @@ def computes_rows_apart(model: nn.Module, cache: PagedCache) -> bool:
     if _verdicts.get(model) is not None:
         return True
     # Stock's reset() keeps the shape of a state: it goes on with the rows it had.
-    return not cache.sequences.columns and any(_has_tensors(kept) for _, kept in cache.outside())
+    return not cache.sequences.columns and any(has_tensors(kept) for _, kept in cache.outside())
 
 
 def follow_rows(model: nn.Module, parts: list[PagedCache], rows: int) -> bool:
@@ -84,11 +61,11 @@ def _why_rigid(cache: PagedCache, rows: int) -> str | None:
     states = []
     for owner, kept in cache.outside():
         if owner is cache:
-            if _has_tensors(kept):
+            if has_tensors(kept):
                 return f"its cache is given {', '.join(sorted(kept))}"
             continue
         if isinstance(owner, STATE):
-            states.append(_has_tensors(kept))
+            states.append(has_tensors(kept))
         if not _forks(cache, owner, rows):
             return f"a {type(owner).__name__} keeps {', '.join(sorted(kept))}"
     return "it keeps a state outside its cache" if states and not any(states) else None
@@ -119,21 +96,9 @@ def _has_grown(before: torch.Tensor, after: torch.Tensor, rows: int) -> bool:
 def _tensors(kept: Any) -> list[torch.Tensor] | None:
     """The tensors among what a layer keeps; None if it keeps objects that cannot be looked into."""
     found: list[torch.Tensor] = []
-    for leaf in _leaves(kept):
+    for leaf in leaves_of(kept):
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
         elif not isinstance(leaf, PLAIN):
             return None
     return found
-
-
-def _has_tensors(kept: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in _leaves(kept))
-
-
-def _leaves(kept: Any) -> Iterator[Any]:
-    if isinstance(kept, (dict, list, tuple)) and not isinstance(kept, torch.Size):
-        for part in kept.values() if isinstance(kept, dict) else kept:
-            yield from _leaves(part)
-    else:
-        yield kept

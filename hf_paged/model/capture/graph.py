@@ -18,6 +18,7 @@ from ...kv.config import CacheConfig
 from ...kv.ordinary import ordinary_tensors
 from ..adapters.rows import StepAdapters
 from ..cache_name import CACHE
+from ..state_slots import SlotStates, rows_at
 from .step import CapturedStep, Path, bucket_of, leaves, walk
 
 LENGTHS = (1024, 4096, 8192)
@@ -39,8 +40,12 @@ class CapturedCache(Protocol):
         """The options that its pools were made with."""
 
     @property
+    def states(self) -> SlotStates | None:
+        """The recurrent states that layers keep in slots."""
+
+    @property
     def complete(self) -> bool:
-        """True if pages hold all that the model keeps."""
+        """True if pages and slots hold all that the model keeps."""
 
     def mark(self) -> Any:
         """Where it is before a step."""
@@ -153,7 +158,10 @@ class Graph(CapturedStep):
                     rows.stage(0, batch)
 
     def feed(self, step: ReplayableStep) -> None:
-        """Give the graph the step's own arguments."""
+        """Give the graph the step's own arguments, for a run of it: a replay, or a forward in its place."""
+        for part in step.parts:
+            if part.states is not None:
+                part.states.begin(rows_at(part.sequences.columns - step.new, step.rows, step.new))
         slots = None if step.adapters is None else step.adapters.slots
         if self.slots is not None and slots is not None and slots is not self._slots_of:
             self.slots[: len(slots)].copy_(slots)

@@ -263,7 +263,7 @@ class CapturePool:
     def is_due(self, state: StateKey, source: StepSource[Any], stand_in: CapturedStep | None = None) -> bool:
         """True if a step that has its answer is to be captured, or compared with one of its size."""
         key = _Key(state, source.size)
-        if self.unsteady or key in self.reasons:
+        if self.unsteady or key in self.reasons or not source.repeatable:
             return False
         if self._doubtful(state, source) is not None:
             return True

@@ -19,6 +19,7 @@ from ..ranks.votes import Votes, votes_of
 from ..registry import memory_of
 from ..rehearsal import RECORDERS
 from ..snapshot import CallSnapshots, ModelSnapshot, StateKey, call_snapshots
+from ..state_slots import rows_at
 from .fusion import Fusion
 from .graph import (
     CapturedCache,
@@ -130,14 +131,18 @@ class GenerateSteps:
         """Take the step by a trusted graph, if there is one, and the pools need not move for it.
 
         Where the user's code runs between the steps of a call, the model is checked while the device
-        works, and the step taken back if it has changed.
+        works, and the step taken back if it has changed. Before a step that may not run again it is checked
+        first.
         """
         found = self.pool.find(state, source.size, source.holders)
         graph = found if isinstance(found, Graph) else None
         step = source.step
+        late = kept is not None and kept.foreign and source.may_repeat
         if graph is not None:
             graph.advance(step)
         valid = graph is not None and self.pool.holds(graph)
+        if kept is not None and kept.foreign and not late:
+            valid = valid and self._unchanged(state, source, kept)
         choice = valid, None if graph is None else graph.size.rows
         valid = self.pool.on_all_ranks(choice, "the beginning of a step") and valid
         if graph is None:
@@ -145,8 +150,8 @@ class GenerateSteps:
         if valid:
             graph.feed(step)
             graph.replay()
-            if kept is not None and kept.foreign:
-                valid = self.pool.known(kept.current(source.model).graph_key) is state
+            if late and kept is not None:
+                valid = self._unchanged(state, source, kept)
                 valid = self.pool.on_all_ranks(valid, "the end of a replay") and valid
         if not valid:
             source.take_back()
@@ -155,6 +160,10 @@ class GenerateSteps:
         for part in step.parts:
             part.follow()
         return graph
+
+    def _unchanged(self, state: StateKey, source: _GenerateSource, kept: CallSnapshots) -> bool:
+        """True if the model, as it is now, is in the state that a captured step is of."""
+        return self.pool.known(kept.current(source.model).graph_key) is state
 
 
 def _look(model: nn.Module, kept: CallSnapshots | None) -> ModelSnapshot:
@@ -175,6 +184,21 @@ class _GenerateSource(StepSource[Graph]):
         self.holders = (form,)
         self.groups = groups_of(step)
         self._before = [part.mark() for part in step.parts]
+        self._states = [
+            (part.states, rows_at(part.sequences.columns, step.rows, step.new))
+            for part in step.parts
+            if part.states is not None
+        ]
+        """The states of recurrent layers, and the rows that the step advances."""
+
+    @property
+    def may_repeat(self) -> bool:
+        """True if the step, before it has run, may run twice: no row advances a state where it reads it."""
+        return all(states.slots_of(rows).repeatable for states, rows in self._states)
+
+    @property
+    def repeatable(self) -> bool:
+        return all(states.may_run(rows) for states, rows in self._states)
 
     @property
     def code(self) -> Hashable:

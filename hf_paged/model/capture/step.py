@@ -96,6 +96,11 @@ class StepSource(ABC, Generic[S]):
         return True
 
     @property
+    def repeatable(self) -> bool:
+        """True if the step, which has run, may run again: captures are made of such steps alone."""
+        return True
+
+    @property
     def code(self) -> Hashable:
         """Steps of equal code do the same operations on tensors of other sizes."""
         return self.size.form
