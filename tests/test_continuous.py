@@ -20,6 +20,7 @@ import torch
 from dropout import train_with_dropout
 from engine_answers import PROMPTS
 from engine_logprobs import one_forward
+from engine_parts import layer_groups
 from families import BY_NAME, build
 from processes import LIMIT
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -659,7 +660,7 @@ def test_every_option_stands_in_the_docs() -> None:
 def test_no_more_waits_on_the_host_than_the_config_says(model: Any) -> None:
     """cpu_offload_space is in GiB; a block of the tiny model is some KiB."""
     engine = manager_of(model, cpu_offload_space=3.5 * 4 * 512 / 1024**3).engine
-    group = next(iter(engine.pools.groups.values()))
+    group = layer_groups(engine)[0]
     assert group.host is not None
     assert group.host.most == 3.5 * 4 * 512 // group.block_bytes
     assert 0 < group.host.most < group.pool.total
@@ -668,7 +669,7 @@ def test_no_more_waits_on_the_host_than_the_config_says(model: Any) -> None:
     assert not group.host.reserve(group.host.most + 1)
     for options in ({"cpu_offload_space": 0.0}, {"cpu_offload_space_safety_threshold": 0.0}):
         engine = manager_of(model, **{"cpu_offload_space": 1.0, **options}).engine
-        assert next(iter(engine.pools.groups.values())).host is None
+        assert engine.stats()["host"] == {}
 
 
 def test_timeouts_and_graphs_are_those_of_the_config(model: Any) -> None:

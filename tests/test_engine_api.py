@@ -445,7 +445,7 @@ def test_an_engine_that_is_dropped_gives_its_pools_back(model: Any) -> None:
     engine = Engine(model, num_blocks=30)
     handle = engine.submit(PROMPTS[0], **GREEDY)
     engine.step()
-    memory = engine.pools.memory
+    memory = memory_of(model)
     assert memory.held > 0
     del engine
     gc.collect()

@@ -14,6 +14,7 @@ import torch
 import transformers as tf
 from engine_answers import PROMPTS, alone, answers, checked_answers, small_engine
 from engine_answers import alone_with_media as right
+from engine_parts import preempt, running
 from tape import record
 from tiny import PROMPT_IDS, build, config_class, tiny
 
@@ -196,8 +197,8 @@ def test_preemption(model: Any, preemption: str, admission: str, way: str) -> No
         handles += [engine.submit(**each, **options) for each in given]
         for _ in range(7):
             engine.step()
-        for group in engine.scheduler.running[-1:]:  # under "future" nobody else would have to go
-            engine.scheduler.preempt(group)
+        for group in running(engine)[-1:]:  # under "future" nobody else would have to go
+            preempt(engine, group)
         assert checked_answers(engine, handles) == expected
         stats = engine.stats()
         assert stats["preemptions"] > 0

@@ -23,6 +23,7 @@ from tape import record
 from tiny import build, config_class
 
 from hf_paged.engine import Engine
+from hf_paged.engine.runner import Runner
 from hf_paged.model.rehearsal import RECORDERS
 
 GREEDY = {"max_new_tokens": 9, "do_sample": False}
@@ -469,12 +470,13 @@ def test_tokens_that_stand_elsewhere(name: str, way: str, monkeypatch: pytest.Mo
     ]
     texts = [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
     with small(model, num_blocks=120, max_batch_tokens=17, max_batch_sequences=16) as engine:
-        show = engine.runner.encode_media
-        monkeypatch.setattr(
-            engine.runner,
-            "encode_media",
-            lambda media, *adapters: seen.append(media) or show(media, *adapters),
-        )
+        show = Runner.encode_media
+
+        def watched(runner: Runner, media: Any, *adapters: Any) -> None:
+            seen.append(media)
+            show(runner, media, *adapters)
+
+        monkeypatch.setattr(Runner, "encode_media", watched)
         others = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:2]]
         handles = [engine.submit(**inputs, **WAYS[way])]
         for _ in range(3):

@@ -18,6 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_paged.engine import Engine
+from hf_paged.engine.check_policy import CheckPolicy
 from hf_paged.engine.sampling.penalties import AnswerPenalties, with_counts_off, with_penalties
 from hf_paged.model.rehearsal import RECORDERS
 
@@ -192,7 +193,7 @@ def test_requests_with_openais_options_are_on_the_fast_path(
         assert all(job_of(handle).params.batchable for handle in handles)
         own_steps(engine, 20)
         dirty: list[bool] = []
-        monkeypatch.setattr(engine.checks, "mark_dirty", lambda: dirty.append(True))
+        monkeypatch.setattr(CheckPolicy, "mark_dirty", lambda _: dirty.append(True))
         before = engine.stats()["graphs"]["replayed"]
         own_steps(engine, 20)
         assert engine.stats()["graphs"]["replayed"] == before + 20

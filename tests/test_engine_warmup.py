@@ -19,6 +19,7 @@ import torch
 from captures import counts, forms, policy, pool_of, reasons, sizes
 from compiling import MODELS, Compiler, Specialisation, make, noting_compiler  # noqa: F401  # a fixture
 from engine_answers import alone, answers
+from engine_parts import compiling_of, eager_of
 from kernel_cases import GPU
 from processes import LIMIT
 
@@ -60,7 +61,7 @@ def test_what_is_launched_first_is_compiled_before(
     engine.generate([[7, 6, 5]], max_new_tokens=1)  # a short one, with another beginning
     launched |= compiler.params
     compiler.params.clear()
-    for job in jobs(engine.runner.eager, captures=True):
+    for job in jobs(eager_of(engine), captures=True):
         job()
     foreseen = {(kernel, key) for kernel, key in compiler.params if kernel != "_digest"}
     assert {"_prefill", "_write", "_plan", "_decode"} <= {kernel for kernel, _ in launched}
@@ -74,8 +75,7 @@ def names() -> set[str]:
 
 def join(engine: Engine) -> None:
     """Until everything is compiled: no thread is left."""
-    assert engine.runner.warming is not None
-    engine.runner.warming.join()
+    compiling_of(engine).join()
     assert not names()
 
 
@@ -148,7 +148,7 @@ def test_an_engine_that_is_dropped_leaves_nothing(
 
     monkeypatch.setattr(warming, "later_jobs", lambda eager: [(label, [job]) for label in range(1000)])
     engine = Engine(make("Llama"), block_size=4, num_blocks=200)
-    thread, model = engine.runner.warming, weakref.ref(engine.model)
+    thread, model = compiling_of(engine), weakref.ref(engine.model)
     assert thread is not None
     del engine
     gc.collect()
