@@ -8,7 +8,6 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -24,8 +23,6 @@ from engine_parts import is_waited_for, thread_of
 from engine_threads import GREEDY, GUARD, Gate, in_threads, join, meanwhile
 
 from hf_paged.engine import Engine
-from hf_paged.engine.fair_lock import FairLock
-from hf_paged.engine.state import EngineState, in_turn
 from hf_paged.model.registry import memory_of
 from hf_paged.scheduling import SequenceGroup, TokenSequence
 
@@ -356,53 +353,6 @@ def test_the_interpreter_ends(end: str, ended: dict[str, tuple[int, str]]) -> No
     assert code == ("ValueError" in end), written
     assert ("mine" in written) == ("mine" in end)
     assert "Fatal" not in written
-
-
-def test_a_lock_that_goes_round() -> None:
-    """A thread that takes it again and again does not keep others out, and may take it twice."""
-
-    class Owner:
-        def __init__(self) -> None:
-            self.lock, self.state, self.taken = FairLock(), EngineState(), 0
-            self.state.torn = True
-
-        def settle(self) -> None:
-            assert self.lock.mine
-
-        @in_turn
-        def take(self) -> int:
-            return self.take_again()
-
-        @in_turn
-        def take_again(self) -> int:
-            self.taken += 1
-            time.sleep(0.002)
-            return self.taken
-
-        @in_turn
-        def look(self) -> None:
-            before = self.taken
-            time.sleep(0)
-            assert self.lock.mine
-            assert self.taken == before
-
-    owner, over, waits = Owner(), threading.Event(), []
-
-    def again() -> None:
-        while not over.is_set():
-            owner.lock.give_way()
-            owner.take()
-
-    threads = in_threads([again, again])
-    for _ in range(50):
-        begin = owner.taken
-        owner.look()
-        waits.append(owner.taken - begin)
-        assert not owner.lock.mine
-    over.set()
-    join(threads)
-    assert sorted(waits)[40] <= 4  # not by chance, many turns later
-    assert not owner.lock.waiting
 
 
 def test_a_forked_process_waits_for_no_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
