@@ -15,6 +15,8 @@ import transformers as tf
 from engine_answers import PROMPTS, alone, answers, checked_answers, small_engine
 from engine_answers import alone_with_media as right
 from engine_parts import preempt, running
+from engine_ways import GREEDY
+from engine_ways import WAYS as OF_EMBEDDINGS
 from tape import record
 from tiny import PROMPT_IDS, build, config_class, tiny
 
@@ -25,19 +27,9 @@ from hf_paged.model.rehearsal import RECORDERS
 
 TILES, PICTURE = 4, 68
 """Tiles of a picture, and the tokens that the tiny model makes of all of them."""
-GREEDY = {"max_new_tokens": 9, "do_sample": False}
 LONG = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
 WAYS: dict[str, dict[str, Any]] = {
-    "greedy": GREEDY,
-    "processed": {**GREEDY, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
-    "beams": {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2, "do_sample": False},
-    "early": {
-        "max_new_tokens": 9,
-        "num_beams": 3,
-        "early_stopping": "never",
-        "eos_token_id": [2, 9, 30, 41, 60, 77],
-        "do_sample": False,
-    },
+    **OF_EMBEDDINGS,
     "samples of one choice": {"max_new_tokens": 9, "num_return_sequences": 3, "do_sample": True, "top_k": 1},
 }
 Inputs = dict[str, torch.Tensor]

@@ -15,6 +15,7 @@ from engine_answers import PROMPTS, alone, answers
 from engine_answers import alone_with_media as right
 from engine_answers import small_engine as small
 from engine_steps import job_of
+from engine_ways import GREEDY, WAYS
 from families import BY_NAME
 from families import build as family
 from pictures import with_pictures, with_recordings
@@ -26,19 +27,6 @@ from hf_paged.engine import Engine
 from hf_paged.engine.runner import Runner
 from hf_paged.model.rehearsal import RECORDERS
 
-GREEDY = {"max_new_tokens": 9, "do_sample": False}
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": GREEDY,
-    "processed": {**GREEDY, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
-    "beams": {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2, "do_sample": False},
-    "early": {
-        "max_new_tokens": 9,
-        "num_beams": 3,
-        "early_stopping": "never",
-        "eos_token_id": [2, 9, 30, 41, 60, 77],
-        "do_sample": False,
-    },
-}
 FORMS = {
     "llava": "flat",
     "llava_next": "flat",

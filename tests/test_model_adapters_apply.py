@@ -1,4 +1,4 @@
-"""LoRA adapters: apart from the model, and each token's own in one forward."""
+"""LoRA adapters in one forward: each token has its own."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import peft
 import pytest
 import torch
+from adapter_tables import kernels, snapshot, table_of
 from adapters import adapted, lora
 from captures import counts, policy, reasons
 from families import BY_NAME, build
-from kernel_cases import DEVICE, load
+from kernel_cases import DEVICE
 from tape import record
 from transformers import GenerationMixin
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -27,30 +28,9 @@ from hf_paged.model.adapters import (
     LowRank,
     applied,
 )
-from hf_paged.model.adapters.joint import note_places, runs_of
+from hf_paged.model.adapters.joint import runs_of
 from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.model.snapshot import ModelSnapshot
-
-kernels = load()
-
-
-def snapshot(model: Any) -> ModelSnapshot:
-    return ModelSnapshot(model.get_base_model(), watch=True)
-
-
-def table_of(model: Any, names: list[str], by_kernels: bool) -> tuple[AdapterTable, list[Any]]:
-    lora_layers = snapshot(model).lora
-    note_places(model.get_base_model())
-    table = AdapterTable(len(names) + 1, torch.device(DEVICE), kernels if by_kernels else None)
-    for slot, name in enumerate(names):
-        table.put(slot, lora_layers.read(name))
-    return table, lora_layers.layers
-
-
-# ---- apart from the model
-
-
-# ---- each token its own
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernels"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from adapter_tables import kernels, snapshot, table_of
 from adapters import adapted, lora
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, load
+from kernel_cases import DEVICE
 
 from hf_paged.model.adapters import (
     AdapterBatch,
@@ -17,23 +16,6 @@ from hf_paged.model.adapters import (
     applied,
     combine,
 )
-from hf_paged.model.adapters.joint import note_places
-from hf_paged.model.snapshot import ModelSnapshot
-
-kernels = load()
-
-
-def snapshot(model: Any) -> ModelSnapshot:
-    return ModelSnapshot(model.get_base_model(), watch=True)
-
-
-def table_of(model: Any, names: list[str], by_kernels: bool) -> tuple[AdapterTable, list[Any]]:
-    lora_layers = snapshot(model).lora
-    note_places(model.get_base_model())
-    table = AdapterTable(len(names) + 1, torch.device(DEVICE), kernels if by_kernels else None)
-    for slot, name in enumerate(names):
-        table.put(slot, lora_layers.read(name))
-    return table, lora_layers.layers
 
 
 @settings(max_examples=8)

@@ -5,40 +5,22 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from typing import Any
 
 import pytest
 import torch
+from adapter_tables import kernels, snapshot, table_of
 from adapters import adapted, lora
-from kernel_cases import DEVICE, load
+from kernel_cases import DEVICE
 from tape import rerun
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_paged.model.adapters import (
     Adapter,
     AdapterBatch,
-    AdapterTable,
     applied,
 )
-from hf_paged.model.adapters.joint import note_places
 from hf_paged.model.capture.replay import captures_of
 from hf_paged.model.rehearsal import RECORDERS
-from hf_paged.model.snapshot import ModelSnapshot
-
-kernels = load()
-
-
-def snapshot(model: Any) -> ModelSnapshot:
-    return ModelSnapshot(model.get_base_model(), watch=True)
-
-
-def table_of(model: Any, names: list[str], by_kernels: bool) -> tuple[AdapterTable, list[Any]]:
-    lora_layers = snapshot(model).lora
-    note_places(model.get_base_model())
-    table = AdapterTable(len(names) + 1, torch.device(DEVICE), kernels if by_kernels else None)
-    for slot, name in enumerate(names):
-        table.put(slot, lora_layers.read(name))
-    return table, lora_layers.layers
 
 
 def test_a_table_follows_what_lies_elsewhere() -> None:

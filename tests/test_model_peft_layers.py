@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from adapter_tables import snapshot
 from adapters import adapted, lora
 
 from hf_paged.model.adapters.identity import AdapterStates
 from hf_paged.model.identity import identity_of
 from hf_paged.model.snapshot import ModelSnapshot
-
-
-def snapshot(model: Any) -> ModelSnapshot:
-    return ModelSnapshot(model.get_base_model(), watch=True)
 
 
 def test_switching_adding_and_disabling_leave_the_model_as_it_is() -> None:
