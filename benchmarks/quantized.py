@@ -6,7 +6,7 @@
 
 One line a format. A format whose library is not installed says so. Times are medians of a greedy step's, on the
 prompt's context of 384 tokens; stock's steps come from the same process. "tokens" is the verdict of
-`hf_paged.check_mismatch`: equal, or different only where the two best logits are closer than rounding explains.
+`hf_paged.check_mismatch`: equal, or different only where the top two tokens are closer than rounding error.
 """
 
 from __future__ import annotations

@@ -342,7 +342,7 @@ def _on_device(run: Row) -> str:
         "",
         f"`python scripts/sweep_device.py`, {run['date']}, {run.get('hardware', 'a CPU')}, torch "
         f"{run['torch']}, transformers {run['transformers']}, steps captured. Marks for {', '.join(calls)}:",
-        "= the same tokens, ~ tokens that part where the two best logits are closer than rounding explains, "
+        "= the same tokens, ~ tokens that part where the top two tokens are closer than rounding error, "
         "X different, . not compared",
         "(beams over experts that rounding exchanges). apart: the largest difference of two logits, relative "
         "to the largest logit.",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 TABLES = {"engine_models.md", "models.md"}
 """Pages that scripts write from measurements: mostly errors of models and of transformers."""
 RECORDS = {"CHANGELOG.md", "benchmarks.md"}

@@ -14,6 +14,7 @@ import torch
 from adapter_answers import NEW, alone, ask, first, prompt, tokens
 from adapters import adapted, lora
 from captures import counts, drop, policy, reasons
+from engine_parts import checks_of, count_steps_only, eager_of, preempt, preempted, running
 from families import BY_NAME, build
 from kernel_cases import load
 from processes import LIMIT
@@ -159,7 +160,7 @@ def test_a_pause_lets_adapters_change(model: Any, change: str) -> None:
         for _ in range(3):
             engine.step()
         engine.pause()
-        known = [list(group.leader.tokens) for group in engine.scheduler.preempted]
+        known = [list(group.leader.tokens) for group in preempted(engine)]
         each_layer(model, "two", act)
         engine.resume()
         for handle, each, ids in zip(handles, wanted, known, strict=True):
@@ -174,8 +175,7 @@ def test_a_preempted_request_mixes_no_weights(model: Any, mode: Any) -> None:
         other = engine.submit(prompt(2), **GREEDY, adapter="one")
         for _ in range(3):
             engine.step()
-        running = engine.scheduler.running
-        engine.scheduler.preempt(next(group for group in running if group.request.adapter == ("two",)))
+        preempt(engine, next(group for group in running(engine) if group.request.adapter == ("two",)))
         with torch.no_grad():
             each_layer(model, "two", lambda layer: layer.lora_B["two"].weight.mul_(-3))
         assert "'two' have changed" in error_of(handle)
@@ -201,7 +201,7 @@ def test_fused_optimizers_are_noticed(model: Any) -> None:
 def test_a_request_that_ends_unseen_is_looked_at(model: Any) -> None:
     """Another thread writes between two checks, and the request ends before the next one."""
     with Engine(model, block_size=4) as engine:
-        engine.checks.clock = lambda: 0.0
+        count_steps_only(engine)
         handle = engine.submit(prompt(1), **GREEDY, adapter="two")
         steps = 0
 
@@ -213,7 +213,7 @@ def test_a_request_that_ends_unseen_is_looked_at(model: Any) -> None:
                     each_layer(model, "two", lambda layer: layer.lora_B["two"].weight.mul_(-3))
 
         hook = model.get_base_model().model.norm.register_forward_hook(write)
-        engine.checks.mark_forward = lambda: None  # as if it were the thread's doing
+        checks_of(engine).mark_forward = lambda: None  # as if it were the thread's doing
         error = handle.result().error
         hook.remove()
         assert isinstance(error, WeightsChanged)
@@ -264,46 +264,6 @@ def test_a_sum_that_cannot_be_made_anew(model: Any, monkeypatch: pytest.MonkeyPa
 
 
 # ---- adapters of the engine's own
-
-
-def test_equal_weights_in_other_layers_are_another_adapter() -> None:
-    """No block of the one is found by the other."""
-    a, b = torch.randn(8, 32), torch.randn(32, 8)
-    path = "base_model.model.model.layers.0.self_attn"
-    with Engine(plain(), block_size=4) as engine:
-        for name in ("q_proj", "o_proj"):
-            state = {f"{path}.{name}.lora_A.weight": a, f"{path}.{name}.lora_B.weight": b}
-            engine.add_adapter(name, state, lora(target_modules=[name]))
-            output = engine.generate([prompt(2, 21)], **GREEDY, adapter=name)[0]
-            assert output.cached_tokens == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_in_half_precision_are_computed_as_peft_does(model: Any, dtype: torch.dtype) -> None:
-    """On a float32 model peft widens them when it loads them."""
-    state = {
-        key: value.to(dtype)
-        for key, value in peft.get_peft_model_state_dict(model, adapter_name="one").items()
-    }
-    wrapped = peft.get_peft_model(plain(), model.peft_config["one"], adapter_name="one").eval()
-    peft.set_peft_model_state_dict(wrapped, state, adapter_name="one")
-    with Engine(plain(), block_size=4) as engine:
-        engine.add_adapter("x", state, model.peft_config["one"])
-        found = engine.generate(
-            [prompt(i) for i in range(12)], max_new_tokens=24, do_sample=False, adapter="x"
-        )
-    assert [first(output) for output in found] == [
-        alone(wrapped, prompt(i), "one", max_new_tokens=24) for i in range(12)
-    ]
-
-
-def test_a_state_dict_of_several_adapters(model: Any) -> None:
-    """The one of that name is taken; the last one is no answer."""
-    with Engine(plain(), block_size=4) as engine:
-        engine.add_adapter("one", model.state_dict(), model.peft_config["one"])
-        assert ask(engine, prompt(1), adapter="one") == alone(model, prompt(1), "one")
-        with pytest.raises(ValueError, match=r"has the adapters \['one', 'three', 'two'\], and none is 'x'"):
-            engine.add_adapter("x", model.state_dict(), model.peft_config["one"])
 
 
 def test_they_follow_the_model(model: Any) -> None:
@@ -363,7 +323,7 @@ def test_captured_steps_know_the_layers_that_adapters_change(monkeypatch: pytest
     policy(monkeypatch, pairs=0)
     options = {"block_size": 4, "num_blocks": 200, "max_batch_tokens": 12, "max_batch_sequences": 2}
     with Engine(plain(), **options) as engine:
-        adapters = engine.runner.eager.adapters
+        adapters = eager_of(engine).adapters
         assert adapters is not None
 
         def record(step: Callable[[], Any], pools: Any, devices: Any) -> Any:

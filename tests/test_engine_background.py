@@ -8,7 +8,6 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -20,11 +19,11 @@ import torch
 from dropout import stop_dropout, train_with_dropout
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import Does
+from engine_parts import is_waited_for, thread_of
 from engine_threads import GREEDY, GUARD, Gate, in_threads, join, meanwhile
 
 from hf_paged.engine import Engine
-from hf_paged.engine.fair_lock import FairLock
-from hf_paged.engine.state import EngineState, in_turn
+from hf_paged.model.registry import memory_of
 from hf_paged.scheduling import SequenceGroup, TokenSequence
 
 
@@ -162,7 +161,7 @@ def test_after_trouble_it_is_started_again(model: Any, engine: Engine) -> None:
 def test_pausing(engine: Engine) -> None:
     """The thread sleeps meanwhile; who is cancelled ends all the same."""
     gate, handle = held(engine)
-    pausing = meanwhile(engine.pause, lambda: bool(engine.lock.waiting))
+    pausing = meanwhile(engine.pause, lambda: is_waited_for(engine))
     gate.open.set()
     join(pausing)
     assert engine.stats()["blocks"]["full"]["held"] == 0
@@ -202,7 +201,7 @@ def test_another_thread_changes_the_weights(model: Any, ahead: bool) -> None:
         handle = engine.submit(held_up, **GREEDY, stopping_criteria=[gate.criterion])
         gate.wait()
         other = engine.submit(waits, **GREEDY)
-        changing = meanwhile(change, lambda: bool(engine.lock.waiting))
+        changing = meanwhile(change, lambda: is_waited_for(engine))
         gate.open.set()
         join(changing)
         assert len(changed) == 1
@@ -220,7 +219,7 @@ def test_stopping_leaves_the_requests(engine: Engine) -> None:
     """Whoever waits for one drives the engine from then on."""
     gate, handle = held(engine)
     found: list[Any] = []
-    thread = engine.background
+    thread = thread_of(engine)
     waiting = meanwhile(lambda: found.append(answers(handle.result(GUARD))), lambda: bool(thread.listeners))
     stopping = meanwhile(engine.stop, lambda: thread.halted)
     gate.open.set()
@@ -233,7 +232,7 @@ def test_stopping_leaves_the_requests(engine: Engine) -> None:
 
 def test_stopping_ends_who_was_cancelled(engine: Engine) -> None:
     gate, handle = held(engine)
-    engine.background.halted = True  # the step that is held up is the last one
+    thread_of(engine).halted = True  # the step that is held up is the last one
     handle.cancel()
     gate.open.set()
     engine.stop()
@@ -249,8 +248,8 @@ def test_closing_ends_everything(engine: Engine) -> None:
     waiting = in_threads(
         [lambda each=each: reasons.append(each.result(GUARD).finish_reason) for each in [handle, *others]]
     )
-    thread = engine.background.thread
-    closing = meanwhile(engine.close, lambda: bool(engine.lock.waiting))
+    thread = thread_of(engine).thread
+    closing = meanwhile(engine.close, lambda: is_waited_for(engine))
     gate.open.set()
     join([*closing, *waiting])
     assert reasons == ["abort"] * 3
@@ -290,15 +289,17 @@ def test_from_within_a_step(engine: Engine, act: str) -> None:
 
 
 def test_starting_twice_is_once(engine: Engine) -> None:
-    thread = engine.background
+    thread = thread_of(engine)
     assert engine.start() is engine
-    assert engine.background is thread
+    assert thread_of(engine) is thread
 
 
 def test_an_engine_that_is_dropped_takes_its_thread_along(model: Any) -> None:
     engine = Engine(model, num_blocks=30).start()
     assert answers(engine.submit(PROMPTS[0], **GREEDY).result(GUARD)) == alone(model, PROMPTS[0], **GREEDY)
-    thread, memory, gone = engine.background.thread, engine.pools.memory, weakref.ref(engine)
+    thread = thread_of(engine).thread
+    memory = memory_of(model)
+    gone = weakref.ref(engine)
     del engine
     gc.collect()
     thread.join(GUARD)
@@ -352,53 +353,6 @@ def test_the_interpreter_ends(end: str, ended: dict[str, tuple[int, str]]) -> No
     assert code == ("ValueError" in end), written
     assert ("mine" in written) == ("mine" in end)
     assert "Fatal" not in written
-
-
-def test_a_lock_that_goes_round() -> None:
-    """A thread that takes it again and again does not keep others out, and may take it twice."""
-
-    class Owner:
-        def __init__(self) -> None:
-            self.lock, self.state, self.taken = FairLock(), EngineState(), 0
-            self.state.torn = True
-
-        def settle(self) -> None:
-            assert self.lock.mine
-
-        @in_turn
-        def take(self) -> int:
-            return self.take_again()
-
-        @in_turn
-        def take_again(self) -> int:
-            self.taken += 1
-            time.sleep(0.002)
-            return self.taken
-
-        @in_turn
-        def look(self) -> None:
-            before = self.taken
-            time.sleep(0)
-            assert self.lock.mine
-            assert self.taken == before
-
-    owner, over, waits = Owner(), threading.Event(), []
-
-    def again() -> None:
-        while not over.is_set():
-            owner.lock.give_way()
-            owner.take()
-
-    threads = in_threads([again, again])
-    for _ in range(50):
-        begin = owner.taken
-        owner.look()
-        waits.append(owner.taken - begin)
-        assert not owner.lock.mine
-    over.set()
-    join(threads)
-    assert sorted(waits)[40] <= 4  # not by chance, many turns later
-    assert not owner.lock.waiting
 
 
 def test_a_forked_process_waits_for_no_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from captures import counts, forms, kept, logits_of, policy, pool_of, reasons, sizes
 from engine_answers import PROMPTS, alone, answers
+from engine_parts import eager_of
 from engine_steps import watch_plans
 from families import BY_NAME, build
 from fused_models import Kernels
@@ -522,8 +523,8 @@ def test_a_smaller_step_is_compared_with_the_one_that_stood_in(
     with Engine(llama, block_size=4, max_batch_sequences=3, max_batch_tokens=64) as engine:
         engine.generate(PROMPTS[:3], **GREEDY)
         assert sizes(engine, "single") == {3}
-        flat, eager = engine.runner.eager.flat, []
-        monkeypatch.setattr(engine.runner.eager, "flat", lambda *given: eager.append(1) or flat(*given))
+        flat, eager = eager_of(engine).flat, []
+        monkeypatch.setattr(eager_of(engine), "flat", lambda *given: eager.append(1) or flat(*given))
         (output,) = engine.generate(PROMPTS[4:5], **GREEDY)  # a prompt of one token
         assert sizes(engine, "single") == {1, 3}
         assert engine.stats()["graphs"]["sizes"]["single"] == [1, 3]

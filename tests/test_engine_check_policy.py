@@ -13,6 +13,7 @@ import torch
 from captures import counts, kept, notice
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import Does
+from engine_parts import checks_of, count_steps_only, scheduler_of
 from engine_steps import new_tokens, own_steps, watch_plans
 from families import BY_NAME, build
 from model_checks import count_checks
@@ -21,7 +22,7 @@ from tape import record
 from hf_paged.engine import Engine
 from hf_paged.engine.check_policy import SECONDS, STEPS, CheckPolicy, WeightsChanged
 from hf_paged.model.rehearsal import RECORDERS
-from hf_paged.scheduling import StepPlan
+from hf_paged.scheduling import Scheduler, StepPlan
 
 LONG = {"max_new_tokens": 40, "do_sample": False}
 CHANGED = "weights have changed"
@@ -48,7 +49,7 @@ def engine(model: Any, request: pytest.FixtureRequest) -> Engine:
         max_batch_sequences=4,
         run_ahead=request.param,
     )
-    made.checks.clock = lambda: 0.0
+    count_steps_only(made)
     return made
 
 
@@ -187,7 +188,7 @@ def test_forwards_with_code_of_the_user_look_each_time(
     if change is not None:
         change(model)
     with Engine(model, block_size=16, num_blocks=40, graphs=False) as engine:
-        engine.checks.clock = lambda: 0.0
+        count_steps_only(engine)
         handle = engine.submit(PROMPTS[0], **LONG)
         engine.step()
         seen, before = looks(monkeypatch), engine.stats()["steps"]
@@ -209,7 +210,7 @@ def test_a_hook_that_changes_the_weights_is_seen_in_the_next_step(model: Any) ->
             rewrite(model)
 
     with Engine(model, block_size=16, num_blocks=40, graphs=False) as engine:
-        engine.checks.clock = lambda: 0.0
+        count_steps_only(engine)
         model.model.layers[0].mlp.register_forward_hook(hook)
         handle = engine.submit(PROMPTS[0], **LONG)
         with pytest.raises(RuntimeError, match=f"{CHANGED} under 1 running") as raised:
@@ -220,14 +221,14 @@ def test_a_hook_that_changes_the_weights_is_seen_in_the_next_step(model: Any) ->
 
 def test_an_admitted_group_finds_a_checked_model(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     warm(engine)
-    seen, adopt = looks(monkeypatch), engine.scheduler._adopt
+    seen, adopt = looks(monkeypatch), Scheduler._adopt
     entered: list[int] = []
 
     def watched(*args: Any) -> int:
         entered.append(seen.count("weights"))
         return adopt(*args)
 
-    monkeypatch.setattr(engine.scheduler, "_adopt", watched)
+    monkeypatch.setattr(Scheduler, "_adopt", watched)
     first = engine.submit(PROMPTS[0], **LONG)
     for _ in range(3):
         engine.step()
@@ -245,7 +246,7 @@ def test_an_admitted_group_finds_a_checked_model(engine: Engine, monkeypatch: py
 
 def test_groups_that_cannot_be_admitted_cause_no_check(engine: Engine) -> None:
     """A queue in front of a full engine is no reason to look in every step."""
-    scheduler = engine.scheduler
+    scheduler = scheduler_of(engine)
     handles = [engine.submit(PROMPTS[0], **LONG) for _ in range(5)]
     assert scheduler.may_admit
     for _ in range(3):
@@ -277,7 +278,7 @@ def test_weights_that_another_thread_changes_without_pause(engine: Engine, step:
         assert (output.finish_reason, type(output.error)) == ("error", WeightsChanged)
     engine.check()
     assert engine.stats()["blocks"]["full"]["held"] == 0
-    assert engine.checks.kept == ()
+    assert checks_of(engine).kept == ()
     (output,) = engine.generate([PROMPTS[0]], **LONG)
     assert output.cached_tokens == 0
     assert answers(output) == alone(engine.model, PROMPTS[0], **LONG)
@@ -338,7 +339,7 @@ def test_pause_finds_what_was_changed_before_it(engine: Engine) -> None:
     for _ in range(3):
         engine.step()
     own_steps(engine, 4)
-    assert engine.checks.unseen == 3
+    assert checks_of(engine).unseen == 3
     rewrite(engine.model)
     engine.pause()
     engine.resume()
@@ -448,13 +449,13 @@ def test_a_tensor_that_another_thread_replaces_stays_where_graphs_read_it(engine
     def replace() -> None:
         memory = rope.inv_freq.untyped_storage().data_ptr()
         rope.inv_freq = rope.inv_freq.clone()
-        kept.append(memory in [each.data_ptr() for each in engine.checks.kept])  # type: ignore[attr-defined]
+        kept.append(memory in [each.data_ptr() for each in checks_of(engine).kept])  # type: ignore[attr-defined]
 
     meanwhile(engine, 5, replace)
     expected = alone(engine.model, PROMPTS[0], **LONG)
     assert answers(handle.result()) == expected
     assert kept == [True]
-    assert engine.checks.kept == ()
+    assert checks_of(engine).kept == ()
 
 
 def test_a_step_of_another_state_is_not_replayed_without_a_look(engine: Engine) -> None:
@@ -467,21 +468,21 @@ def test_a_step_of_another_state_is_not_replayed_without_a_look(engine: Engine) 
     for layer in engine.model.model.layers:
         layer.self_attn.scaling = 3.0
     notice(engine)
-    engine.checks.mark_clean()
+    checks_of(engine).mark_clean()
     own_steps(engine)
-    assert engine.checks.unseen == 1
+    assert checks_of(engine).unseen == 1
     assert counts(engine)["replayed"] == before
     handle.cancel()
 
 
 def test_a_thread_that_stops_lets_go(model: Any) -> None:
     with Engine(model, block_size=16, num_blocks=40) as engine:
-        engine.checks.clock = lambda: 0.0
+        count_steps_only(engine)
         warm(engine)
         engine.start()
         handle = engine.submit(PROMPTS[0], **LONG)
         next(iter(handle))
         engine.stop()
-        assert not engine.checks.skip(list)
-        assert (engine.checks.unseen, engine.checks.kept) == (0, ())
+        assert not checks_of(engine).skip(list)
+        assert (checks_of(engine).unseen, checks_of(engine).kept) == (0, ())
         assert answers(handle.result()) == alone(model, PROMPTS[0], **LONG)

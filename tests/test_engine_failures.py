@@ -13,13 +13,15 @@ import transformers as tf
 from dropout import stop_dropout, train_with_dropout
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import GREEDY, POISON, Does, Fails, assert_neighbours_unharmed, neighbours
+from engine_parts import block_pools
 from engine_steps import new_tokens
 from families import VOCABULARY
 from lookups import match
 from transformers import LogitsProcessor
 
-from hf_paged.blocks import extra_key
+from hf_paged.blocks import BlockPool, extra_key
 from hf_paged.engine import Engine, Unservable
+from hf_paged.engine.pools import Pools
 
 BAD = [5, 6, 7, 8, POISON, 9, 10]
 
@@ -131,9 +133,7 @@ class Breaks:
 
 def known(engine: Engine, prompt: list[int]) -> int:
     """How many blocks a later request with this prompt would find."""
-    return min(
-        len(match(kv_group.pool, [*prompt, 5], extra_key(None)).blocks) for kv_group in engine.pools.kv_groups
-    )
+    return min(len(match(pool, [*prompt, 5], extra_key(None)).blocks) for pool in block_pools(engine))
 
 
 @pytest.mark.parametrize("kind", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
@@ -242,13 +242,10 @@ def test_an_interrupt(
     own = engine.submit(PROMPTS[4], seed=3, **{**GREEDY, **kind, "logits_processor": [breaks]})
     engine.step()
     engine.step()
-    pool = engine.pools.kv_groups[
-        0
-    ].pool  # somebody needs a block, and others in the step have theirs already
     target = {
         "forward": (model.lm_head, "forward"),
-        "copy": (engine.pools, "prepare"),
-        "schedule": (pool, "take"),
+        "copy": (Pools, "prepare"),
+        "schedule": (BlockPool, "take"),  # one needs a block, and others in the step have theirs already
     }.get(where)
     with monkeypatch.context() as patch:
         if target is not None:

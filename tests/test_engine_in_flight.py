@@ -11,13 +11,14 @@ import pytest
 import torch
 from engine_answers import PROMPTS, alone, answers
 from engine_ends import ENDS
-from engine_steps import launched_unseen, unseen_tokens
+from engine_steps import launched_unseen, unseen_tokens, watch_plans
 from families import BY_NAME, VOCABULARY, build
 from tape import record
 from transformers import StoppingCriteria
 
 from hf_paged.engine import Engine
 from hf_paged.model.rehearsal import RECORDERS
+from hf_paged.scheduling import Scheduler, StepPlan
 
 GREEDY = {"max_new_tokens": 9, "do_sample": False}
 
@@ -253,8 +254,8 @@ def test_an_interrupt(
 
     target = {
         "forward": (model.lm_head, "forward"),
-        "schedule": (engine.scheduler, "schedule"),
-        "apply": (engine.scheduler, "confirm"),
+        "schedule": (Scheduler, "schedule"),
+        "apply": (Scheduler, "confirm"),
     }[where]
     with monkeypatch.context() as patch:
         patch.setattr(*target, breaks)
@@ -367,8 +368,8 @@ def test_a_preemption_while_all_others_wait_for_tokens(
     with Engine(
         model, num_blocks=blocks, run_ahead=True, preemption="swap", host_blocks=50, **options
     ) as engine:
-        plans, schedule = [], engine.scheduler.schedule
-        engine.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]  # type: ignore[method-assign,func-returns-value]
+        plans: list[StepPlan] = []
+        watch_plans(engine, plans.append, empty=True)
         handles = [
             engine.submit(PROMPTS[i], max_new_tokens=n, do_sample=False) for i, n in ((one, new), (other, 12))
         ]

@@ -20,6 +20,7 @@ import pytest
 import torch
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import GREEDY, Fails, assert_neighbours_unharmed, neighbours
+from engine_parts import has_unfinished, thread_of
 from engine_threads import GUARD, Gate, in_threads, join
 
 from hf_paged.engine import Engine
@@ -101,12 +102,12 @@ def test_a_tokenizer_ends_its_request(model: Any, error: BaseException, reads: b
 @pytest.mark.parametrize("error", OWN, ids=NAMES)
 def test_own_code_does_not_end_the_thread(engine: Engine, error: BaseException) -> None:
     with engine.start():
-        thread = engine.background
+        thread = thread_of(engine)
         handles = neighbours(engine)
         own = engine.submit(PROMPTS[4], **GREEDY, logits_processor=[Fails(1, error)])
         assert (own.result(GUARD).finish_reason, own.result().error) == ("error", error)
         assert_neighbours_unharmed(engine, handles)
-        assert engine.background is thread
+        assert thread_of(engine) is thread
         assert not thread.over
 
 
@@ -193,7 +194,7 @@ def test_ctrl_c_at_random_moments(engine: Engine, who: str) -> None:
     found: list[Any] = []
     join(in_threads([lambda: found.append(answers(engine.submit(PROMPTS[0], **PLAIN).result(GUARD)))]))
     assert found == [expected[0]]
-    while engine.driver.books.busy:
+    while has_unfinished(engine):
         engine.step()
     engine.check()
     assert engine.stats()["blocks"]["full"]["held"] == 0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from engine_answers import PROMPTS, alone, answers
 from engine_ends import ENDS
+from engine_parts import checks_of, preempt, running
 from engine_steps import own_steps
 from families import BY_NAME, build
 from hops import FrozenGraphs, begin_steady_decode, recorded_hops
@@ -32,17 +33,14 @@ def test_a_decode_step_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
         own_steps(engine, 2)
         with recorded_hops() as hops:
             own_steps(engine)
-        assert engine.checks.unseen, "a step that checks the model was measured"
+        assert checks_of(engine).unseen, "a step that checks the model was measured"
     assert len(hops) <= HOPS, "\n".join(f"{file}: {name}" for file, name in hops)
     assert len({file for file, _ in hops}) <= FILES
 
 
 def rows_of(engine: Engine) -> dict[int, set[int]]:
     """The rows that the sequences of each running request own."""
-    return {
-        group.request.number: {sequence.row for sequence in group.sequences}
-        for group in engine.scheduler.running
-    }
+    return {group.request.number: {sequence.row for sequence in group.sequences} for group in running(engine)}
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -103,8 +101,8 @@ def test_rows_that_change_owners_change_no_token(seed: int, ahead: bool) -> None
                 engine.check()
             if aborted and chance.random() < 0.5:
                 aborted.pop().cancel()
-            if chance.random() < 0.2 and engine.scheduler.running:
-                engine.scheduler.preempt(chance.choice(engine.scheduler.running))
+            if chance.random() < 0.2 and running(engine):
+                preempt(engine, chance.choice(running(engine)))
             if chance.random() < 0.1:
                 engine.pause()
                 engine.resume()

@@ -14,6 +14,9 @@ import torch
 import transformers as tf
 from engine_answers import PROMPTS, alone, answers, checked_answers, small_engine
 from engine_answers import alone_with_media as right
+from engine_parts import preempt, running
+from engine_ways import GREEDY
+from engine_ways import WAYS as OF_EMBEDDINGS
 from tape import record
 from tiny import PROMPT_IDS, build, config_class, tiny
 
@@ -24,19 +27,9 @@ from hf_paged.model.rehearsal import RECORDERS
 
 TILES, PICTURE = 4, 68
 """Tiles of a picture, and the tokens that the tiny model makes of all of them."""
-GREEDY = {"max_new_tokens": 9, "do_sample": False}
 LONG = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
 WAYS: dict[str, dict[str, Any]] = {
-    "greedy": GREEDY,
-    "processed": {**GREEDY, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
-    "beams": {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2, "do_sample": False},
-    "early": {
-        "max_new_tokens": 9,
-        "num_beams": 3,
-        "early_stopping": "never",
-        "eos_token_id": [2, 9, 30, 41, 60, 77],
-        "do_sample": False,
-    },
+    **OF_EMBEDDINGS,
     "samples of one choice": {"max_new_tokens": 9, "num_return_sequences": 3, "do_sample": True, "top_k": 1},
 }
 Inputs = dict[str, torch.Tensor]
@@ -196,8 +189,8 @@ def test_preemption(model: Any, preemption: str, admission: str, way: str) -> No
         handles += [engine.submit(**each, **options) for each in given]
         for _ in range(7):
             engine.step()
-        for group in engine.scheduler.running[-1:]:  # under "future" nobody else would have to go
-            engine.scheduler.preempt(group)
+        for group in running(engine)[-1:]:  # under "future" nobody else would have to go
+            preempt(engine, group)
         assert checked_answers(engine, handles) == expected
         stats = engine.stats()
         assert stats["preemptions"] > 0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import PROMPTS, SCORED, alone, answers, new_tokens_of, small_engine
+from engine_ways import GREEDY, WAYS
 from families import BY_NAME, FAMILIES, build
 from tape import record
 
@@ -18,19 +19,6 @@ from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.scheduling import UNKNOWN
 
 CAUSAL = [family for family in FAMILIES if not family.seq2seq]
-GREEDY = {"max_new_tokens": 9, "do_sample": False}
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": GREEDY,
-    "processed": {**GREEDY, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
-    "beams": {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2, "do_sample": False},
-    "early": {
-        "max_new_tokens": 9,
-        "num_beams": 3,
-        "early_stopping": "never",
-        "eos_token_id": [2, 9, 30, 41, 60, 77],
-        "do_sample": False,
-    },
-}
 
 
 def vectors(model: Any, count: int, seed: int = 0) -> torch.Tensor:

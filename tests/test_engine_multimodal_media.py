@@ -15,6 +15,7 @@ from engine_answers import PROMPTS, alone, answers
 from engine_answers import alone_with_media as right
 from engine_answers import small_engine as small
 from engine_steps import job_of
+from engine_ways import GREEDY, WAYS
 from families import BY_NAME
 from families import build as family
 from pictures import with_pictures, with_recordings
@@ -23,21 +24,9 @@ from tape import record
 from tiny import build, config_class
 
 from hf_paged.engine import Engine
+from hf_paged.engine.runner import Runner
 from hf_paged.model.rehearsal import RECORDERS
 
-GREEDY = {"max_new_tokens": 9, "do_sample": False}
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": GREEDY,
-    "processed": {**GREEDY, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
-    "beams": {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2, "do_sample": False},
-    "early": {
-        "max_new_tokens": 9,
-        "num_beams": 3,
-        "early_stopping": "never",
-        "eos_token_id": [2, 9, 30, 41, 60, 77],
-        "do_sample": False,
-    },
-}
 FORMS = {
     "llava": "flat",
     "llava_next": "flat",
@@ -469,12 +458,13 @@ def test_tokens_that_stand_elsewhere(name: str, way: str, monkeypatch: pytest.Mo
     ]
     texts = [alone(model, prompt, **GREEDY) for prompt in PROMPTS[:2]]
     with small(model, num_blocks=120, max_batch_tokens=17, max_batch_sequences=16) as engine:
-        show = engine.runner.encode_media
-        monkeypatch.setattr(
-            engine.runner,
-            "encode_media",
-            lambda media, *adapters: seen.append(media) or show(media, *adapters),
-        )
+        show = Runner.encode_media
+
+        def watched(runner: Runner, media: Any, *adapters: Any) -> None:
+            seen.append(media)
+            show(runner, media, *adapters)
+
+        monkeypatch.setattr(Runner, "encode_media", watched)
         others = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS[:2]]
         handles = [engine.submit(**inputs, **WAYS[way])]
         for _ in range(3):

@@ -20,8 +20,6 @@ import rank_models
 import torch
 from rank_names import CASES
 
-from hf_paged.engine.parallel.ranks import waited_for
-
 ROOT = Path(__file__).parent.parent
 LIMIT = 400
 """Seconds that all cases may take."""
@@ -75,11 +73,3 @@ def test_ranks(lines: Any, size: int, case: str, ends: tuple[int, ...]) -> None:
     """Every rank has come to the end of the case, but those that the case ends."""
     expected = [None if rank in ends else "" for rank in range(size)]
     assert lines(size).get(case) == expected
-
-
-@pytest.mark.parametrize(
-    ("begun", "expected"), [([5, 3, 7], [1]), ([4, 4, 6], [0, 1]), ([4, 4, 4], []), ([2], [])]
-)
-def test_ranks_that_wait_are_not_said_to_hang(begun: list[int], expected: list[int]) -> None:
-    """On devices those that wait have not begun equally many collectives (C42)."""
-    assert waited_for(begun) == expected

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine_answers import PROMPTS, alone, answers
+from engine_parts import block_pools, layer_groups, running, scheduler_of
 from engine_steps import executor_of, watch_plans
 from families import BY_NAME, build
 
@@ -44,11 +45,12 @@ def books(engine: Engine) -> tuple[Any, ...]:
         Name(group.request.number, sequence.index): tuple(
             Table(table.released, tuple(table.blocks)) for table in sequence.tables
         )
-        for group in engine.scheduler.running
+        for group in running(engine)
         for sequence in group.sequences
         if any(table.blocks for table in sequence.tables)
     }
-    pools = [kv_group.pool for kv_group in engine.pools.kv_groups]
+    groups = layer_groups(engine)
+    pools = [group.pool for group in groups]
     cached = tuple(frozenset(i for i, state in enumerate(pool._state) if state == CACHED) for pool in pools)
     counts = tuple(
         Blocks(
@@ -56,9 +58,9 @@ def books(engine: Engine) -> tuple[Any, ...]:
             sum(count > 1 for count in pool._references),
             pool.cached,
             pool.free,
-            kv_group.host.held if kv_group.host else 0,
+            group.host.pool.held if group.host else 0,
         )
-        for pool, kv_group in zip(pools, engine.pools.kv_groups, strict=True)
+        for pool, group in zip(pools, groups, strict=True)
     )
     return tables, cached, counts
 
@@ -154,7 +156,7 @@ def test_forgotten_blocks_leave_the_cache(tmp_path: Path) -> None:
         engine.generate(PROMPTS[:2], **GREEDY)
         engine.step()
         assert engine.stats()["blocks"]["full"]["cached"] > 5
-        engine.pools.forget()
+        engine.weights_changed()
         engine.generate(PROMPTS[:1], **GREEDY)
     *_, last = hf_paged.trace.read(tmp_path / "a.jsonl").maps()
     assert len(last.cached[0]) == last.step.blocks[0].cached == 0
@@ -257,10 +259,9 @@ def test_a_device_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
 def more_books(engine: Engine) -> tuple[Any, ...]:
     """The names of all blocks, what waits on the host, and the state of each request."""
     names = [
-        {block: digest.hex()[:8] for block, digest in kv_group.pool.names().items()}
-        for kv_group in engine.pools.kv_groups
+        {block: digest.hex()[:8] for block, digest in pool.names().items()} for pool in block_pools(engine)
     ]
-    scheduler = engine.scheduler
+    scheduler = scheduler_of(engine)
     host = {
         Name(group.request.number, sequence.index): tuple(tuple(table.blocks) for table in sequence.parked)
         for group in scheduler.preempted
@@ -300,7 +301,7 @@ def test_names_hosts_and_states_are_those_of_the_books(
             while not all(handle.done for handle in handles):
                 engine.step()
         stats = engine.stats()
-        evictions = sum(kv_group.pool.counts["evictions"] for kv_group in engine.pools.kv_groups)
+        evictions = sum(pool.counts["evictions"] for pool in block_pools(engine))
     trace = hf_paged.trace.read(tmp_path / "a.jsonl")
     state = MapState(trace.kinds)
     found = []
@@ -369,11 +370,11 @@ def test_watching_shows_all_there_is_then_what_changes(always: None) -> None:
 def test_watching_leaves_no_log_behind() -> None:
     with engine_of("llama", 60) as engine:
         recorders = [engine.watch(lambda step: None) for _ in range(3)]
-        assert all(len(kv_group.pool.logs) == 3 for kv_group in engine.pools.kv_groups)
+        assert all(len(pool.logs) == 3 for pool in block_pools(engine))
         for recorder in recorders:
             recorder.close()
             recorder.close()
-        assert not any(kv_group.pool.logs for kv_group in engine.pools.kv_groups)
+        assert not any(pool.logs for pool in block_pools(engine))
 
 
 def test_a_trace_and_watchers_at_once(always: None, tmp_path: Path) -> None:

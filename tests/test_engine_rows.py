@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from clocked_rows import ClockedRows
 from engine_answers import PROMPTS, alone, answers, small_engine
-from engine_steps import scheduler_of, watch_plans
+from engine_parts import scheduler_of
+from engine_steps import watch_plans
 from families import BY_NAME, build
 from tape import record
 from uneven_rows import PLAIN, advance

@@ -4,6 +4,7 @@ requests join, end, are preempted and broken into.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_paged.engine import Engine
+from hf_paged.engine.check_policy import CheckPolicy
 from hf_paged.engine.sampling.penalties import AnswerPenalties, with_counts_off, with_penalties
 from hf_paged.model.rehearsal import RECORDERS
 
@@ -98,6 +100,21 @@ KINDS: list[dict[str, Any]] = [
     {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "presence_penalty": 2.0},
 ]
 
+PARAMS = [(prompt, {**kind, "max_new_tokens": NEW}) for prompt in PROMPTS[:3] for kind in KINDS]
+
+
+@functools.cache
+def right() -> list[list[list[int]]]:
+    """The answers to each of them alone: those without draws are those of a processor that counts."""
+    model = build(BY_NAME["llama"])
+    with Engine(model, num_blocks=200, run_ahead=False, prefix_caching=False) as engine:
+        expected = [answers(engine.generate([prompt], **kind)[0]) for prompt, kind in PARAMS]
+    for (prompt, kind), found in zip(PARAMS, expected, strict=True):
+        if not kind["do_sample"]:
+            asked = {name: value for name, value in kind.items() if name != "logprobs"}
+            assert found == counting(model, prompt, asked), kind
+    return expected
+
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
@@ -105,21 +122,19 @@ def test_answers_are_those_of_a_processor_that_counts(
     ahead: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside others in small pools, preempted and broken into, samples and beams."""
+    expected = right()
     if graphs:
         monkeypatch.setitem(RECORDERS, "cpu", record)
-    model = build(BY_NAME["llama"])
-    params = [(prompt, {**kind, "max_new_tokens": NEW}) for prompt in PROMPTS[:3] for kind in KINDS]
-    with Engine(model, num_blocks=200, run_ahead=False, prefix_caching=False) as engine:
-        expected = [answers(engine.generate([prompt], **kind)[0]) for prompt, kind in params]
-    for (prompt, kind), found in zip(params, expected, strict=True):
-        if not kind["do_sample"]:
-            asked = {name: value for name, value in kind.items() if name != "logprobs"}
-            assert found == counting(model, prompt, asked), kind
     with Engine(
-        model, block_size=4, num_blocks=17, max_batch_tokens=16, max_batch_sequences=6, run_ahead=ahead
+        build(BY_NAME["llama"]),
+        block_size=4,
+        num_blocks=17,
+        max_batch_tokens=16,
+        max_batch_sequences=6,
+        run_ahead=ahead,
     ) as engine:
         # Captured steps call it rarely.
-        assert broken_into(engine, params, 4 if graphs else 12) == expected
+        assert broken_into(engine, PARAMS, 4 if graphs else 12) == expected
         assert engine.stats()["preemptions"]
 
 
@@ -192,7 +207,7 @@ def test_requests_with_openais_options_are_on_the_fast_path(
         assert all(job_of(handle).params.batchable for handle in handles)
         own_steps(engine, 20)
         dirty: list[bool] = []
-        monkeypatch.setattr(engine.checks, "mark_dirty", lambda: dirty.append(True))
+        monkeypatch.setattr(CheckPolicy, "mark_dirty", lambda _: dirty.append(True))
         before = engine.stats()["graphs"]["replayed"]
         own_steps(engine, 20)
         assert engine.stats()["graphs"]["replayed"] == before + 20

@@ -194,7 +194,7 @@ def test_scores_are_there_before_the_first_token(llama: Any, engine: Engine) -> 
 
 def test_prompts_that_are_no_ids_are_refused(llama: Any, engine: Engine) -> None:
     embeds = torch.zeros(4, llama.config.hidden_size)
-    with pytest.raises(ValueError, match="prompt_logprobs=1 are of prompts of token ids"):
+    with pytest.raises(ValueError, match="prompt_logprobs=1 needs a prompt of token ids"):
         engine.submit(inputs_embeds=embeds, prompt_logprobs=1)
     with pytest.raises(ValueError, match="prompt_logprobs='x' is not True or a number"):
         engine.submit([5, 6], prompt_logprobs="x")

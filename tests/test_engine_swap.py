@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import KINDS, PROMPTS, _model, alone, answers, right
-from engine_steps import new_tokens, unseen_tokens
+from engine_parts import block_bytes, block_pools, costs_of, layer_groups, preempt, running
+from engine_steps import new_tokens, unseen_tokens, watch_plans
 from families import BY_NAME, build
 
 import hf_paged
 from hf_paged.blocks import OutOfBlocks
 from hf_paged.engine import Engine, EngineConfig, loop
+from hf_paged.engine.pools import Pools
+from hf_paged.engine.preemption import Preemption
 from hf_paged.kv import HostBlocks, host
-from hf_paged.scheduling import ScheduledBatch, ScheduledRow, SequenceGroup, StepPlan, Swaps
+from hf_paged.scheduling import ScheduledBatch, ScheduledRow, Scheduler, SequenceGroup, StepPlan, Swaps
 
 NEW = 13
 ASKED = [(p, k) for p in (1, 3, 5, 2) for k in range(len(KINDS))]
@@ -105,11 +108,12 @@ def test_a_group_that_leaves_while_its_step_is_in_flight(name: str, mode: dict[s
     assert (stats["recomputed"] > 0) == (mode.get("host_blocks") != 400)
 
 
-def test_a_step_of_nothing_but_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_nothing_but_swaps() -> None:
     """Planned ahead: the older request waits to hear of its last token, the newer one finds no block and
     goes, and nobody has a row.
     """
-    model, seen = _model("llama"), 0
+    model = _model("llama")
+    plans: list[StepPlan] = []
     for new in range(4, 16):
         with Engine(
             model,
@@ -123,18 +127,10 @@ def test_a_step_of_nothing_but_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
             handles = [
                 engine.submit(PROMPTS[p], max_new_tokens=n, do_sample=False) for p, n in ((1, new), (2, 24))
             ]
-            schedule = engine.scheduler.schedule
-
-            def watched(schedule: Any = schedule) -> StepPlan:
-                nonlocal seen
-                plan = schedule()
-                seen += bool(plan.swaps) and not plan.rows
-                return plan
-
-            monkeypatch.setattr(engine.scheduler, "schedule", watched)
+            watch_plans(engine, plans.append, empty=True)
             for handle, p, n in zip(handles, (1, 2), (new, 24), strict=True):
                 assert answers(handle.result()) == alone(model, PROMPTS[p], max_new_tokens=n, do_sample=False)
-    assert seen
+    assert any(plan.swaps and not plan.rows for plan in plans)
 
 
 def test_the_demand_is_five_times_that() -> None:
@@ -143,7 +139,7 @@ def test_the_demand_is_five_times_that() -> None:
     ) as engine:
         run(engine)
         assert engine.stats()["preemptions"] == 0
-        assert engine.pools.kv_groups[0].pool.peak_held > 5 * TIGHT["num_blocks"]
+        assert block_pools(engine)[0].peak_held > 5 * TIGHT["num_blocks"]
 
 
 def test_work_under_pressure_is_bounded() -> None:
@@ -168,7 +164,7 @@ def contents(group: SequenceGroup, engine: Engine, tokens: int) -> list[torch.Te
     """Keys and values of the first tokens of every sequence, in all layers, as far as they are held."""
     found = []
     for sequence in group.sequences:
-        for table, of_kind in zip(sequence.tables, engine.pools.groups.values(), strict=True):
+        for table, of_kind in zip(sequence.tables, layer_groups(engine), strict=True):
             slots = [
                 table.slot(position) for position in range(table.released * table.pool.block_size, tokens)
             ]
@@ -190,25 +186,26 @@ def test_the_same_bytes_come_back(kind: dict[str, Any], monkeypatch: pytest.Monk
         handle = engine.submit(PROMPTS[1], **options)
         for _ in range(7):
             engine.step()
-        (group,) = engine.scheduler.running
-        computed, held = group.leader.computed, engine.pools.kv_groups[0].pool.held
+        (group,) = running(engine)
+        computed = group.leader.computed
+        held = engine.stats()["blocks"]["full"]["held"]
         before = contents(group, engine, computed)
-        carry, launch, after = engine.pools.swap, engine.scheduler.launch, []
+        carry, launch, after = Pools.swap, Scheduler.launch, []
 
-        def swap(swaps: Swaps) -> None:
-            carry(Swaps(swaps.out, ()))
-            for data in next(iter(engine.pools.groups.values())).tensors:
+        def swap(pools: Pools, swaps: Swaps) -> None:
+            carry(pools, Swaps(swaps.out, ()))
+            for data in layer_groups(engine)[0].tensors:
                 data.fill_(float("nan"))
-            carry(Swaps((), swaps.back))
+            carry(pools, Swaps((), swaps.back))
 
         def launched(*plan: Any) -> None:
             after.extend(contents(group, engine, computed))
             launch(*plan)
 
-        engine.scheduler.preempt(group)
+        preempt(engine, group)
         with monkeypatch.context() as patch:
-            patch.setattr(engine.pools, "swap", swap)
-            patch.setattr(engine.scheduler, "launch", launched)
+            patch.setattr(Pools, "swap", swap)
+            patch.setattr(Scheduler, "launch", launched)
             engine.step()
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
         assert engine.stats()["blocks_out"] == engine.stats()["blocks_in"] == held < 3 * -(-computed // 2)
@@ -238,9 +235,9 @@ def until_swapped(engine: Engine) -> tuple[list[Any], Any]:
         engine.submit(PROMPTS[p], **{**GREEDY, **kind})
         for p, kind in ((1, {}), (2, {}), (5, {"num_beams": 2}))
     ]
-    while not engine.scheduler.preempted:
+    while not engine.stats()["preempted"]:
         engine.step()
-    assert [group.swapped for group in engine.scheduler.preempted] == [True]
+    assert engine.stats()["preempted"] == engine.stats()["swapped_out"] == 1
     assert on_host(engine) > 0
     return handles, handles[2]
 
@@ -286,10 +283,10 @@ def test_a_pause_empties_the_host(engine: Engine) -> None:
 
 def test_closing_empties_the_host(engine: Engine) -> None:
     handles, _ = until_swapped(engine)
-    group = engine.pools.groups
     engine.close()
     assert {handle.result().finish_reason for handle in handles} == {"abort"}
-    assert all(each.host.bytes == each.host.pool.held == 0 for each in group.values())
+    assert all(kind["bytes"] == kind["held"] == 0 for kind in engine.stats()["host"].values())
+    assert engine.stats()["host"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
@@ -305,8 +302,8 @@ def test_an_interrupt_in_a_swap(
     targets: dict[str, tuple[Any, str, Callable[..., None]]] = {
         "out": (HostBlocks, "out", breaks),
         "back": (HostBlocks, "back", breaks),
-        "schedule": (engine.scheduler, "_take", breaks),
-        "move": (engine.pools.kv_groups[0].host, "share", breaks),
+        "schedule": (Scheduler, "_take", breaks),
+        "move": (layer_groups(engine)[0].host.pool, "share", breaks),
     }
     if where in ("out", "move"):
         handles = [
@@ -331,7 +328,7 @@ def test_a_failing_neighbour_harms_no_group_on_the_host(model: Any, engine: Engi
         raise ArithmeticError("the head is gone")
 
     with model.lm_head.register_forward_pre_hook(fails):
-        while engine.scheduler.running:
+        while engine.stats()["running"]:
             engine.step()
     assert [handle.done for handle in handles] == [True, True, False]
     assert_right(engine, handles[2:], (5,))
@@ -350,7 +347,7 @@ def test_pools_that_are_given_back_while_groups_wait(model: Any, engine: Engine)
 def test_weights_that_change_while_all_wait_on_the_host(model: Any, engine: Engine) -> None:
     """C24: what was said stays, and is computed again with the weights of then."""
     handles = [engine.submit(PROMPTS[p], **GREEDY) for p in (1, 2, 5)]
-    while not engine.scheduler.preempted:
+    while not engine.stats()["preempted"]:
         engine.step()
     for handle in handles[:2]:
         handle.cancel()
@@ -370,9 +367,8 @@ def test_weights_that_change_while_all_wait_on_the_host(model: Any, engine: Engi
 def test_auto_takes_what_costs_less(cheap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made-up measurements decide; the tokens are the same either way."""
     with Engine(_model("llama"), prefix_caching=False, preemption="auto", host_blocks=400, **TIGHT) as engine:
-        costs = engine.preemption
-        monkeypatch.setattr(costs, "of_swap", lambda bytes: 1.0 if cheap == "swap" else 3.0)
-        monkeypatch.setattr(costs, "of_recomputation", lambda tokens: 2.0)
+        monkeypatch.setattr(Preemption, "of_swap", lambda *_: 1.0 if cheap == "swap" else 3.0)
+        monkeypatch.setattr(Preemption, "of_recomputation", lambda *_: 2.0)
         assert run(engine) == expected("llama")
         stats = engine.stats()
     assert (stats["swapped_out"] > 4, stats["recomputed"] > 4) == (cheap == "swap", cheap == "recompute")
@@ -381,7 +377,7 @@ def test_auto_takes_what_costs_less(cheap: str, monkeypatch: pytest.MonkeyPatch)
 def test_auto_measures_steps_and_swaps() -> None:
     with Engine(_model("llama"), prefix_caching=False, preemption="auto", host_blocks=400, **TIGHT) as engine:
         run(engine)
-        costs, stats = engine.preemption, engine.stats()
+        costs, stats = costs_of(engine), engine.stats()
     assert 0 < costs.steps.count < stats["steps"]
     assert costs.out.count > 0
     assert costs.back.count > 0
@@ -396,18 +392,18 @@ def test_a_step_without_tokens_is_measured_with_the_next_one(
         engine.generate([PROMPTS[0]], max_new_tokens=2)
         sequence = engine.submit(PROMPTS[1], **GREEDY)
         engine.step()
-        (group,) = engine.scheduler.running
+        (group,) = running(engine)
         sequence = group.leader
         chunk, last = (
             StepPlan(ScheduledBatch().followed_by([ScheduledRow(sequence, 0, 10, ())])),
             StepPlan(ScheduledBatch().followed_by([ScheduledRow(sequence, 10, 7, (sequence,))])),
         )
         swapped = StepPlan(last.batch, swaps=Swaps((((0, 1),),)))
-        measure = engine.preemption.measure
+        measure = costs_of(engine).measure
         seen: list[tuple[int, float]] = []
         engine.stats()  # enters what was measured before
         monkeypatch.setattr(
-            engine.preemption, "enter_step", lambda tokens, seconds: seen.append((tokens, seconds))
+            Preemption, "enter_step", lambda _, tokens, seconds: seen.append((tokens, seconds))
         )
         measure(last, 5.0)
         measure(chunk, 1.0)
@@ -436,7 +432,7 @@ def test_a_step_is_measured_from_the_tokens_of_the_one_before(
         for _ in range(3):
             engine.step()
         monkeypatch.setattr(
-            engine.preemption, "measure", lambda plan, seconds: measured.append((plan.takes_blocks, seconds))
+            Preemption, "measure", lambda _, plan, seconds: measured.append((plan.takes_blocks, seconds))
         )
         monkeypatch.setattr(loop.time, "perf_counter", lambda: float(next(clock)))
         for _ in range(16):
@@ -473,13 +469,12 @@ def test_when_the_hosts_memory_is_taken(model: Any, caplog: pytest.LogCaptureFix
     has at most.
     """
     with caplog.at_level(logging.INFO, "hf_paged"), Engine(model, num_blocks=30, host_blocks=17) as engine:
-        group = next(iter(engine.pools.groups.values()))
         assert engine.stats()["host"]["full"] == {
             "most": 17,
             "total": 17,
             "held": 0,
             "free": 17,
-            "bytes": 17 * group.block_bytes,
+            "bytes": 17 * block_bytes(engine),
         }
         assert "up to 17 blocks of the full layers may wait on the host" in caplog.text
     with Engine(model, block_size=2, num_blocks=34, prefix_caching=False, preemption="swap") as engine:

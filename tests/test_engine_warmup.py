@@ -5,13 +5,10 @@ and nobody's trouble.
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import threading
 import time
 import weakref
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ import torch
 from captures import counts, forms, policy, pool_of, reasons, sizes
 from compiling import MODELS, Compiler, Specialisation, make, noting_compiler  # noqa: F401  # a fixture
 from engine_answers import alone, answers
+from engine_parts import compiling_of, eager_of
 from kernel_cases import GPU
 from processes import LIMIT
 
@@ -27,7 +25,7 @@ from hf_paged.engine import warmup as warming
 from hf_paged.engine.runner import Runner
 from hf_paged.engine.trial import Trial
 from hf_paged.engine.warmup import jobs
-from hf_paged.kv.warmup import TURN, Warming, short_turns
+from hf_paged.kv.warmup import Warming
 from hf_paged.model.capture.pool import CapturePool
 from hf_paged.model.capture.step import Size
 
@@ -60,7 +58,7 @@ def test_what_is_launched_first_is_compiled_before(
     engine.generate([[7, 6, 5]], max_new_tokens=1)  # a short one, with another beginning
     launched |= compiler.params
     compiler.params.clear()
-    for job in jobs(engine.runner.eager, captures=True):
+    for job in jobs(eager_of(engine), captures=True):
         job()
     foreseen = {(kernel, key) for kernel, key in compiler.params if kernel != "_digest"}
     assert {"_prefill", "_write", "_plan", "_decode"} <= {kernel for kernel, _ in launched}
@@ -74,8 +72,7 @@ def names() -> set[str]:
 
 def join(engine: Engine) -> None:
     """Until everything is compiled: no thread is left."""
-    assert engine.runner.warming is not None
-    engine.runner.warming.join()
+    compiling_of(engine).join()
     assert not names()
 
 
@@ -100,41 +97,6 @@ def test_threads_compile_and_end(compiler: Compiler, monkeypatch: pytest.MonkeyP
     assert first_steps(engine, compiler, 21) <= before[0]
 
 
-ENDING = """
-import time, torch
-from hf_paged.kv.warmup import Warming
-
-def main():
-    weights = [torch.zeros(1) for _ in range(100_000)]
-    later = [(label, [lambda: time.sleep(0.2)] * 50) for label in range(3)]
-    Warming(torch.device("cpu"), list, lambda: [lambda: None for _ in weights[:2]], lambda: later).wait()
-
-main()
-print(time.time())
-"""
-
-
-def test_a_process_ends_without_compiling_what_is_left() -> None:
-    """A script that leaves its engine open would wait at its end for kernels that nothing launches, or be
-    aborted where a thread frees the model while the interpreter ends.
-    """
-    ran = subprocess.run([sys.executable, "-c", ENDING], stdout=subprocess.PIPE, text=True, check=True)
-    assert time.time() - float(ran.stdout) < 6  # all of them take 10 seconds on three threads
-
-
-def test_without_threads_nothing_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing waits: a process that has as many as it may, or one that ends."""
-
-    def begin(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", begin)
-    made = Warming(torch.device("cpu"), list, lambda: pytest.fail("in this thread"))
-    made.wait()
-    made.join()
-    assert made.done
-
-
 def test_an_engine_that_is_dropped_leaves_nothing(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,44 +110,13 @@ def test_an_engine_that_is_dropped_leaves_nothing(
 
     monkeypatch.setattr(warming, "later_jobs", lambda eager: [(label, [job]) for label in range(1000)])
     engine = Engine(make("Llama"), block_size=4, num_blocks=200)
-    thread, model = engine.runner.warming, weakref.ref(engine.model)
+    thread, model = compiling_of(engine), weakref.ref(engine.model)
     assert thread is not None
     del engine
     gc.collect()
     assert model() is None
     thread.join()
     assert len(begun) < 500
-
-
-def test_turns_of_threads_are_short_while_any_compile() -> None:
-    """And as long as before when the last of several, whichever it is, has ended."""
-    before = sys.getswitchinterval()
-    first, second = short_turns(), short_turns()
-    with first:
-        assert sys.getswitchinterval() == pytest.approx(TURN)
-        second.__enter__()
-    assert sys.getswitchinterval() == pytest.approx(TURN)
-    second.__exit__(None, None, None)
-    assert sys.getswitchinterval() == pytest.approx(before)
-    try:
-        with short_turns():
-            sys.setswitchinterval(0.001)  # as a server does
-        assert sys.getswitchinterval() == pytest.approx(0.001)
-        with short_turns():
-            sys.setswitchinterval(0.002)
-            with short_turns():
-                assert sys.getswitchinterval() == pytest.approx(TURN)
-        assert sys.getswitchinterval() == pytest.approx(0.002)
-    finally:
-        sys.setswitchinterval(before)
-
-
-def test_turns_are_as_long_as_before_in_a_forked_process() -> None:
-    """None of the threads that compile is there."""
-    before = sys.getswitchinterval()
-    with short_turns(), ProcessPoolExecutor(1, get_context("fork")) as processes:
-        assert processes.submit(sys.getswitchinterval).result(60) == pytest.approx(before)
-        assert sys.getswitchinterval() == pytest.approx(TURN)
 
 
 def test_larger_steps_find_their_kernels(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

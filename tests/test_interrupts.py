@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import answers
+from engine_parts import has_unfinished
 from families import BY_NAME, build
 from interrupting import DRIVING, OUTER, Interrupted
 from invariance import compiles
@@ -173,7 +174,7 @@ def assert_engine_through_interrupts(
                 )  # some of its samples had their token
                 assert broke or answers(output) == right, f"{interrupted.where}: {output}"
             assert facts(model) == before, interrupted.where
-            while engine.driver.books.jobs:
+            while has_unfinished(engine):
                 engine.step()  # a request whose submit() was interrupted has no handle
             stats = engine.stats()
             assert stats["waiting"] == stats["running"] == stats["preempted"] == 0

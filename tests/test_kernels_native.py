@@ -124,18 +124,7 @@ def test_attention_over_any_history(data: st.DataObject) -> None:
         assert isinstance(pages.ops, NativeOps)
         heads, cap = data.draw(st.sampled_from([2, 4, 6])), data.draw(st.sampled_from([None, 3.0]))
         paged.assert_attends(pages, heads, cap, data.draw(st.booleans()), tolerance)
-        move = data.draw(st.sampled_from(["on", "reorder", "fork", "crop"]))
-        if move == "reorder":
-            paged.reorder(
-                data.draw(
-                    st.lists(st.integers(0, paged.count - 1), min_size=paged.count, max_size=paged.count)
-                )
-            )
-        elif move == "fork" and paged.count < 6:
-            paged.reorder([row for row in range(paged.count) for _ in range(2)])
-        elif move == "crop" and (window is None or paged.rows.keep_past):
-            paged.crop(data.draw(st.integers(0, min(3, paged.rows.columns - 1, pages.batch.new))))
-        paged.group.pool.check()
+        paged.change(data, pages.batch.new)
     paged.rows.free()
     assert paged.group.pool.held == 0
 

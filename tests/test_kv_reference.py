@@ -41,19 +41,7 @@ def test_attention_over_any_history(data: st.DataObject) -> None:
             data.draw(st.sampled_from([None, 3.0])),
             data.draw(st.booleans()),
         )
-        move = data.draw(st.sampled_from(["on", "reorder", "fork", "crop"]))
-        if move == "reorder":
-            paged.reorder(
-                data.draw(
-                    st.lists(st.integers(0, paged.count - 1), min_size=paged.count, max_size=paged.count)
-                )
-            )
-        elif move == "fork" and paged.count < 6:
-            paged.reorder([row for row in range(paged.count) for _ in range(2)])
-        elif move == "crop" and (window is None or paged.rows.keep_past):
-            # Behind a window the past is kept back to the last crop, no further.
-            paged.crop(data.draw(st.integers(0, min(3, paged.rows.columns - 1, pages.batch.new))))
-        paged.group.pool.check()
+        paged.change(data, pages.batch.new)
     paged.rows.free()
     assert paged.group.pool.held == 0
 

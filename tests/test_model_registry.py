@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_parts import thread_of
 from families import BY_NAME, build
 from processes import LIMIT
 
@@ -51,10 +52,10 @@ def test_behind_an_engine(closed: bool, thread: bool) -> None:
     engine = Engine(model, block_size=4, num_blocks=40)
     if thread:
         engine.start()
+    driver = thread_of(engine).thread if thread else None
     engine.generate([[5, 6, 7]], max_new_tokens=3)
     gone = weakref.ref(model)
     pools = pools_of(model)
-    driver = engine.background and engine.background.thread
     if closed:
         engine.close()
     del engine, model

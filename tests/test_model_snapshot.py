@@ -86,7 +86,7 @@ def _tuned(model: Any) -> Any:
 
 
 def test_merged_adapters_change_the_key_and_are_noticed(llama: Any) -> None:
-    """Others are apart from the model: test_model_adapters.py."""
+    """Others are apart from the model: test_model_peft_layers.py."""
     tuned = _tuned(llama)
     base = tuned.get_base_model()
     before, unchanged = graph_key(base), checker(base)

@@ -132,4 +132,6 @@ class BatchProcessor:
         return request_id not in self._requests
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name} is of transformers' own scheduler; see manager.engine.stats() instead")
+        raise AttributeError(
+            f"{name} belongs to transformers' own scheduler; see manager.engine.stats() instead"
+        )

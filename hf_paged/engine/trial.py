@@ -128,7 +128,7 @@ class Trial:
         return f"{name} answers {STATES} differently in pieces (by {off:.1e} of its logits)"
 
     def _why_no_embeddings(self, rows: list[list[int]], right: torch.Tensor) -> str | None:
-        """Why the model does not take its own embeddings for the ids that they are of."""
+        """Why the model does not take its own embeddings in place of their ids."""
         name = type(self._eager.model).__name__
         if self._eager.encoder is not None:
             return f"{name} is an encoder-decoder, of whose prompts the engine takes token ids and recordings"

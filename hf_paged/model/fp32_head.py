@@ -128,7 +128,7 @@ def plain_head(model: Any) -> nn.Linear | None:
         raise ValueError(
             f"lm_head_fp32=True needs a head that is a plain nn.Linear, {name} has "
             f"{kind.__module__}.{kind.__qualname__} "
-            "(adapters, quantized and offloaded heads are of other kinds); leave the option out"
+            "(heads with adapters, quantized and offloaded ones are other classes); leave the option out"
         )
     weight = head.weight
     if type(weight) not in (torch.Tensor, nn.Parameter) or not weight.is_floating_point():

@@ -293,7 +293,7 @@ class ModelSnapshot:
         return frozenset(found)
 
     def same_modules(self, other: ModelSnapshot) -> bool:
-        """True if both are of the same modules. A LoRA layer counts as the layer that it is wrapped around:
+        """True if both have the same modules. A LoRA layer counts as the layer that it is wrapped around:
         adapters come and go beside the model.
         """
         return self._base() == other._base()

@@ -130,8 +130,8 @@ class Gateway:
         if path not in PATHS and not path.startswith("/v1/models/"):
             raise ApiError(
                 404,
-                f"{path[:80]!r} is of one server, and behind this address there are several; send chats to "
-                "/v1/chat/completions, and change weights and adapters by user_config",
+                f"{path[:80]!r} belongs to one server, and behind this address there are several; send chats "
+                "to /v1/chat/completions, and change weights and adapters by user_config",
             )
         body = await self._bodies.read(request) if request.method == "POST" else b""
         scope = {

@@ -124,7 +124,7 @@ class HeldAnswer:
 
 
 def _require_other(error: dict[str, Any]) -> None:
-    """Raise ReplicaFailed if an error is of the replica and not of the request."""
+    """Raise ReplicaFailed if the replica, not the request, caused an error."""
     if error.get("code") in OF_REPLICA:
         raise ReplicaFailed(error.get("message"))
 

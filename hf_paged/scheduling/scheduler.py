@@ -200,7 +200,7 @@ class Scheduler:
         self.counts["recomputed"] += 1
 
     def rekey(self, group: SequenceGroup, adapter_key: bytes) -> None:
-        """The adapter of a group that waits has another content: what the host holds is of the old one."""
+        """The adapter of a waiting group has other content: the blocks on the host belong to the old one."""
         if group.swapped:
             self.begin_again(group)
         group.rekey(adapter_key)

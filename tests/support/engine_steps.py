@@ -7,25 +7,27 @@ from typing import Any
 
 import pytest
 from engine_answers import answers
+from engine_parts import running, scheduler_of
 
 from hf_paged.engine import Engine
 from hf_paged.engine.executor import Executor
 from hf_paged.engine.job import Job
 from hf_paged.engine.outputs.handle import Handle
-from hf_paged.scheduling import UNKNOWN, Scheduler, StepPlan, TokenSequence
+from hf_paged.scheduling import UNKNOWN, StepPlan, TokenSequence
 
 
-def watch_plans(engine: Engine, see: Callable[[StepPlan], object]) -> None:
-    """Call `see` with every plan that has rows, before it is carried out."""
-    schedule = engine.scheduler.schedule
+def watch_plans(engine: Engine, see: Callable[[StepPlan], object], empty: bool = False) -> None:
+    """Call `see` with every plan that has rows, before it is carried out. empty: with all others too."""
+    scheduler = scheduler_of(engine)
+    schedule = scheduler.schedule
 
     def watched() -> StepPlan:
         plan = schedule()
-        if plan:
+        if plan or empty:
             see(plan)
         return plan
 
-    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    scheduler.schedule = watched  # type: ignore[method-assign]
 
 
 def job_of(handle: Handle) -> Job:
@@ -36,11 +38,6 @@ def job_of(handle: Handle) -> Job:
 def executor_of(engine: Engine) -> Executor:
     """The part of an engine that computes."""
     return engine.driver.loop.executor
-
-
-def scheduler_of(engine: Engine) -> Scheduler:
-    """The books of an engine."""
-    return engine.scheduler
 
 
 def new_tokens(handle: Handle) -> list[int]:
@@ -73,8 +70,8 @@ def launched_unseen(engine: Engine) -> list[int]:
 
 def unseen_tokens(engine: Engine) -> int:
     """How many running sequences wait for a token of a launched step."""
-    running = [sequence for group in engine.scheduler.running for sequence in group.sequences]
-    return sum(sequence.computed >= known_tokens(sequence) for sequence in running)
+    sequences = [sequence for group in running(engine) for sequence in group.sequences]
+    return sum(sequence.computed >= known_tokens(sequence) for sequence in sequences)
 
 
 def broken_into(engine: Engine, params: list[tuple[Any, dict[str, Any]]], number: int) -> list[Any]:

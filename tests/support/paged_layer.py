@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from hf_paged.blocks import Full, Window
 from hf_paged.kv import Layout, Memory, Pages, Rows, Seen
@@ -59,6 +60,19 @@ class Paged:
         self.rows.crop(columns)
         kept = self.keys.shape[2] - columns
         self.keys, self.values = self.keys[:, :, :kept], self.values[:, :, :kept]
+
+    def change(self, data: st.DataObject, new: int) -> None:
+        """Reorder, fork or crop the rows behind a step of so many columns, or leave them; the books add up."""
+        move = data.draw(st.sampled_from(["on", "reorder", "fork", "crop"]))
+        if move == "reorder":
+            rows = st.integers(0, self.count - 1)
+            self.reorder(data.draw(st.lists(rows, min_size=self.count, max_size=self.count)))
+        elif move == "fork" and self.count < 6:
+            self.reorder([row for row in range(self.count) for _ in range(2)])
+        elif move == "crop" and (self.window is None or self.rows.keep_past):
+            # Behind a window the past is kept back to the last crop, no further.
+            self.crop(data.draw(st.integers(0, min(3, self.rows.columns - 1, new))))
+        self.group.pool.check()
 
     def assert_attends(
         self, pages: Pages, query_heads: int, softcap: float | None, sinks: bool, tolerance: float = 1e-5

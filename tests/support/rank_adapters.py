@@ -187,9 +187,7 @@ def adapters_that_come_and_go(rank: int) -> None:
             assert engine.follow()
             assert engine.follow()
             assert not engine.follow()
-            assert set(engine._adapters.numbers) == {"one", "two"}, (
-                "what rank 0 has removed is gone here, too"
-            )
+            assert set(engine.adapters()) == {"one", "two"}, "what rank 0 has removed is gone here, too"
 
 
 def layers_divided_in_another_way(rank: int) -> None:

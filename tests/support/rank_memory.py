@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import PROMPTS, alone, answers, right
+from engine_parts import block_bytes
 from engine_steps import executor_of
 from rank_support import (
     CUDA,
@@ -69,7 +70,7 @@ def no_memory_for_blocks_on_one_rank(rank: int) -> None:
     options = {**SMALL, "num_blocks": None}
     model = loaded("llama")
     with Engine(model, **options) as engine:
-        (total,) = [each.pool.total for each in engine.pools.groups.values()]
+        total = engine.stats()["blocks"]["full"]["total"]
         assert rank == 0 or not engine.follow()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_paged.engine.pools.SHARE_AT_FIRST", 20.5 / total)
@@ -125,9 +126,10 @@ def the_smallest_rank_decides(rank: int) -> None:
         engine = Engine(loaded("llama"), block_size=4, memory_fraction=0.5, graphs=False)
     finally:
         pools.free_bytes = measured
-    totals = executor_of(engine).ranks.gather([group.pool.total for group in engine.pools.groups.values()])
-    hosts = executor_of(engine).ranks.gather([group.host.most for group in engine.pools.groups.values()])
-    assert totals[0] == totals[1] == [(1 << 20) // engine.pools.groups[engine.pools.layers[0]].block_bytes]
+    gather = executor_of(engine).ranks.gather
+    totals = gather([kind["total"] for kind in engine.stats()["blocks"].values()])
+    hosts = gather([kind["most"] for kind in engine.stats()["host"].values()])
+    assert totals[0] == totals[1] == [(1 << 20) // block_bytes(engine)]
     assert hosts[0] == hosts[1]
     if rank == 0:
         engine.close()

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from engine_steps import job_of, scheduler_of
+from engine_parts import scheduler_of
+from engine_steps import job_of
 
 from hf_paged.engine import Engine
 from hf_paged.engine.job import Job

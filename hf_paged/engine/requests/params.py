@@ -454,7 +454,7 @@ def _scored(prompt_logprobs: int | bool | None, model: Any, given: ParsedPrompt)
     of_ids = given.embeds is None and given.media is None and given.source is None
     if found is not None and not of_ids:
         raise ValueError(
-            f"prompt_logprobs={prompt_logprobs!r} are of prompts of token ids, and this one has embeddings, "
+            f"prompt_logprobs={prompt_logprobs!r} needs a prompt of token ids, and this one has embeddings, "
             "media or an encoder; leave prompt_logprobs out"
         )
     return found

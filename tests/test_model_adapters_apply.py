@@ -1,10 +1,7 @@
-"""LoRA adapters: apart from the model, and each token's own in one forward."""
+"""LoRA adapters in one forward: each token has its own."""
 
 from __future__ import annotations
 
-import gc
-import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,14 +9,12 @@ from typing import Any
 import peft
 import pytest
 import torch
+from adapter_tables import kernels, snapshot, table_of
 from adapters import adapted, lora
 from captures import counts, policy, reasons
 from families import BY_NAME, build
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_cases import DEVICE, load
-from tape import record, rerun
-from torch.multiprocessing.reductions import StorageWeakRef
+from kernel_cases import DEVICE
+from tape import record
 from transformers import GenerationMixin
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
@@ -32,120 +27,10 @@ from hf_paged.model.adapters import (
     Inapplicable,
     LowRank,
     applied,
-    combine,
 )
-from hf_paged.model.adapters.identity import AdapterStates
-from hf_paged.model.adapters.joint import note_places, runs_of
-from hf_paged.model.capture.replay import captures_of
-from hf_paged.model.identity import identity_of
+from hf_paged.model.adapters.joint import runs_of
 from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.model.snapshot import ModelSnapshot
-
-kernels = load()
-
-
-def snapshot(model: Any) -> ModelSnapshot:
-    return ModelSnapshot(model.get_base_model(), watch=True)
-
-
-def table_of(model: Any, names: list[str], by_kernels: bool) -> tuple[AdapterTable, list[Any]]:
-    lora_layers = snapshot(model).lora
-    note_places(model.get_base_model())
-    table = AdapterTable(len(names) + 1, torch.device(DEVICE), kernels if by_kernels else None)
-    for slot, name in enumerate(names):
-        table.put(slot, lora_layers.read(name))
-    return table, lora_layers.layers
-
-
-# ---- apart from the model
-
-
-def test_switching_adding_and_disabling_leave_the_model_as_it_is() -> None:
-    """Base requests keep their blocks and captured steps, whatever happens to adapters."""
-    model = adapted(lora(), lora(r=4))
-    first = snapshot(model)
-    model.set_adapter("two")
-    assert first.unchanged()
-    model.add_adapter("new", lora(target_modules=["q_proj"]))
-    model.eval()
-    assert first.unchanged()
-    model.delete_adapter("one")
-    with model.disable_adapter():
-        assert snapshot(model).graph_key is first.graph_key
-        assert snapshot(model).lora.active == ()
-    assert snapshot(model).lora.names == ["two", "new"]
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda model: model.merge_adapter(), "merged"),
-        (lambda model: model.add_adapter("d", lora(use_dora=True)), "Dora"),
-        (lambda model: model.add_adapter("d", lora(lora_bias=True)), "biases"),
-        (lambda model: model.add_adapter("d", lora(modules_to_save=["lm_head"])), "ModulesToSave"),
-        (lambda model: model.add_adapter("d", lora(target_modules=["embed_tokens"])), "Embedding"),
-    ],
-    ids=["merged", "dora", "bias", "modules_to_save", "embedding"],
-)
-def test_what_is_more_than_a_product_belongs_to_the_model(change: Any, why: str) -> None:
-    """Such adapters are part of the model's state, as peft's own code computes them."""
-    model = adapted(lora(), lora())
-    first = snapshot(model)
-    change(model)
-    found = snapshot(model)
-    assert not first.unchanged()
-    assert found.graph_key is not first.graph_key
-    assert not found.lora.apart
-    assert why in str(found.lora.why_not)
-
-
-def test_a_change_of_one_adapter_is_its_own() -> None:
-    """Training in place, a scale, a re-added name: another number for that adapter, and for no other (C24)."""
-    model = adapted(lora(), lora())
-    base = model.get_base_model()
-
-    def keys() -> list[Any]:
-        states = AdapterStates.of(identity_of(base), ModelSnapshot(base).lora, ["one", "two"])
-        return [identity_of(base).prefix_key(ModelSnapshot(base)), states.key(["one"]), states.key(["two"])]
-
-    layer = base.model.layers[0].self_attn.v_proj
-    before = keys()
-    assert keys() == before
-    for change in (
-        lambda: layer.lora_B["one"].weight.data.add_(1e-3),
-        lambda: layer.set_scale("one", 3.0),
-        lambda: (model.delete_adapter("one"), model.add_adapter("one", lora()), model.eval()),
-    ):
-        change()
-        after = keys()
-        assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
-        before = after
-
-
-# ---- each token its own
-
-
-@settings(max_examples=8)
-@given(
-    rows=st.lists(st.sampled_from(["__base__", "one", "two", "three"]), min_size=1, max_size=5),
-    kernel=st.booleans(),
-)
-def test_rows_have_each_its_own(rows: list[str], kernel: bool) -> None:
-    """One forward computes what peft computes by adapter_names: other ranks, scales and targets."""
-    model = adapted(lora(), lora(r=3, use_rslora=True), lora(r=24, target_modules=["q_proj", "down_proj"]))
-    model.to(DEVICE)
-    names = ["one", "two", "three"]
-    ids = torch.randint(0, 90, (len(rows), 4), device=DEVICE)
-    table, layers = table_of(model, names, kernel)
-    slots = [names.index(row) if row in names else -1 for row in rows]
-    with torch.no_grad():
-        expected = model(input_ids=ids, adapter_names=rows).logits
-        for _ in range(2):  # the second forward knows which layers share an input
-            with applied(layers, AdapterBatch(table, slots)):
-                found = model.get_base_model()(input_ids=ids).logits
-            torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
-    assert not kernel or set(rows) == {"__base__"} or max(table.groups.values()) == 3
-    assert all("forward" not in layer.__dict__ for layer in layers)
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernels"])
@@ -245,25 +130,6 @@ def test_one_adapter_for_everything() -> None:
         assert torch.equal(none, model(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("order", [["one", "two"], ["two", "one"]], ids=str)
-def test_several_active_at_once(order: list[str]) -> None:
-    """A set of adapters adds what each of them adds: by torch with peft's bits, by kernels up to rounding."""
-    model = adapted(lora(), lora(r=4, target_modules=["q_proj"])).to(DEVICE)
-    lora_layers = snapshot(model).lora
-    both = combine([lora_layers.read(name) for name in order])
-    ids = torch.randint(0, 90, (2, 7), device=DEVICE)
-    model.base_model.set_adapter(order)
-    table = AdapterTable(1, torch.device(DEVICE), kernels)
-    table.put(0, both)
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        with applied(lora_layers.layers, AdapterBatch.of_one(table, both)):
-            assert torch.equal(model.get_base_model()(input_ids=ids).logits, expected)
-        with applied(lora_layers.layers, AdapterBatch(table, [0, 0])):
-            found = model.get_base_model()(input_ids=ids).logits
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("way", ["one", "mixed", "kernels"])
 def test_a_sum_is_rounded_once(way: str) -> None:
     """An adapter in float32 on a layer in bfloat16: 1 + 1/64 and 4 + 1/64 are 5 + 1/32, but 5 if the
@@ -285,73 +151,6 @@ def test_a_sum_is_rounded_once(way: str) -> None:
         5 + 1 / 32,
         5 + 1 / 32 if way == "one" else 1 + 1 / 64,
     ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_types_of_adapters_that_are_active_together(dtype: torch.dtype) -> None:
-    """Adapters in float32 and in half precision: each computes in its own type, as in peft's forward."""
-    model = adapted(lora(), lora(r=4), lora(r=2)).to(dtype)
-    for name, parameter in model.named_parameters():
-        if ".one." in name or ".two." in name:
-            parameter.data = parameter.data.to(torch.bfloat16 if ".one." in name else torch.float32)
-    lora_layers = snapshot(model).lora
-    ids = torch.randint(0, 90, (2, 7))
-    table = AdapterTable(2, torch.device("cpu"))
-    for order in (["one", "two", "three"], ["two", "one"]):
-        model.base_model.set_adapter(order)
-        table.put(0, combine([lora_layers.read(name) for name in order]))
-        with torch.no_grad():
-            expected = model(input_ids=ids).logits
-            with applied(lora_layers.layers, AdapterBatch(table, [0, 0])):
-                assert torch.equal(model.get_base_model()(input_ids=ids).logits, expected)
-
-
-def test_a_table_follows_what_lies_elsewhere() -> None:
-    """Weights that kernels cannot read in place are copied, others are read where they are."""
-    model = adapted(lora(r=8), lora(r=3)).to(DEVICE)
-    table, layers = table_of(model, ["one", "two"], True)
-    assert not table.has_copies(0)
-    assert table.has_copies(1)
-    assert table.bytes > 0
-    layout = table.layout
-    table.put(2, Adapter({}))
-    assert table.layout == layout
-    wide = snapshot(adapted(lora(r=40)).to(DEVICE)).lora.read("one")
-    table.put(2, wide)
-    assert table.layout != layout
-    table.clear(0)
-    x = torch.randn(3, 4, layers[0].in_features, device=DEVICE)
-    with torch.no_grad(), applied(layers, AdapterBatch(table, [0, 1, -1])):
-        found = layers[0](x)
-    expected = layers[0](x, adapter_names=["__base__", "two", "__base__"])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-
-
-def test_memory_that_kernels_read_stays() -> None:
-    """A parameter is given other memory: until the table is made anew, kernels read the old."""
-    model = adapted(lora(r=8)).to(DEVICE)
-    table, layers = table_of(model, ["one"], True)
-    weight = layers[0].lora_A["one"].weight
-    memory = StorageWeakRef(weight.untyped_storage())
-    weight.data = torch.zeros_like(weight)
-    assert not memory.expired()
-    table.clear(0)
-    assert memory.expired()
-
-
-def test_a_model_whose_adapters_kernels_add_can_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged.kv.ops._why_not_here", lambda device, dtype: None)
-    monkeypatch.setitem(sys.modules, "hf_paged_kernels", kernels)
-    monkeypatch.setitem(RECORDERS, DEVICE, rerun)
-    model = adapted(lora()).to(DEVICE)
-    ids = torch.tensor([[5, 6, 7]], device=DEVICE)
-    options = {"cache_implementation": "paged", "cache_config": {"graphs": False}}
-    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, **options)
-    assert captures_of(model.get_base_model()).adapters.table is not None
-    gone = weakref.ref(model.get_base_model())
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 # ---- prefixes of generate()

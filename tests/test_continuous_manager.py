@@ -4,73 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import dataclasses
-import inspect
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from batch_managers import GUARD, NEW, PAGE, SMALL, alone, batching_model, greedy, manager_of  # noqa: F401  # a fixture
 from dropout import train_with_dropout
 from engine_answers import PROMPTS
 from engine_logprobs import one_forward
 from families import BY_NAME, build
-from processes import LIMIT
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.integrations.neftune import activate_neftune
 
 import hf_paged
 from hf_paged.blocks import OutOfBlocks
-from hf_paged.continuous import EngineBatchingManager
 from hf_paged.continuous.engines import PLACE, begin_on, end_on
 from hf_paged.continuous.requests import BatchRequest
 from hf_paged.model.registry import memory_of
-
-NEW = 6
-PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
-SMALL = {PAGE: 4, "num_blocks": 60}
-GUARD = LIMIT
-
-
-@pytest.fixture
-def model() -> Iterator[Any]:
-    """A tiny Llama whose batches the engine computes."""
-    made = build(BY_NAME["llama"])
-    made.generation_config.pad_token_id = 0
-    hf_paged.install(generate_batch=True)
-    yield made
-    made.destroy_cached_continuous_batching_manager()
-    hf_paged.install(generate_batch=False)
-
-
-def greedy(**options: Any) -> GenerationConfig:
-    return GenerationConfig(
-        **{"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0, **options}
-    )
-
-
-def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
-    ids = torch.tensor([prompt])
-    config = greedy(**options)
-    config.eos_token_id = None
-    return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[
-        0, len(prompt) :
-    ].tolist()
-
-
-def manager_of(model: Any, **options: Any) -> EngineBatchingManager:
-    config = ContinuousBatchingConfig(**{**SMALL, **options})
-    manager = model.init_continuous_batching(greedy(), continuous_batching_config=config)
-    assert isinstance(manager, EngineBatchingManager)
-    return manager
 
 
 def test_a_batch_is_what_each_prompt_gets_alone(model: Any) -> None:
@@ -93,43 +49,6 @@ def test_a_batch_takes_no_more_steps_than_the_engine_alone(model: Any) -> None:
         before = getattr(model, PLACE).engine.stats()["steps"] if hasattr(model, PLACE) else 0
         model.generate_batch(prompts, generation_config=greedy(do_sample=True))
         assert getattr(model, PLACE).engine.stats()["steps"] - before == NEW
-
-
-@pytest.mark.parametrize("samples", [True, False])
-@pytest.mark.parametrize(
-    ("options", "requests"), [({}, 2), ({"seed": 3}, 5), ({"max_requests_per_batch": 5}, 3)], ids=str
-)
-def test_equal_prompts_are_one_request_of_the_engine(
-    model: Any, samples: bool, options: dict[str, Any], requests: int
-) -> None:
-    """Except where each has a seed of its own."""
-    config = greedy(do_sample=samples)
-    config.num_return_sequences = 2
-    prompts = [PROMPTS[1], PROMPTS[2], *[PROMPTS[1]] * 3]
-    batching = ContinuousBatchingConfig(**options)
-    found = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
-    assert getattr(model, PLACE).engine.stats()["admissions"] == requests
-    assert [name for name in found if "__" not in name] == [f"req_{number}" for number in range(5)]
-    assert len(found) in (5, 10)  # older releases leave the children out
-    for name, output in found.items():
-        assert output.prompt_ids == prompts[int(name[4])]
-        assert len(output.generated_tokens) == NEW
-        assert samples or output.generated_tokens == alone(model, output.prompt_ids)
-    assert not samples or len({tuple(output.generated_tokens) for output in found.values()}) > 3
-
-
-def test_one_of_equal_requests_can_be_cancelled(model: Any) -> None:
-    hints = WorkloadHints(max_prompt_length=len(PROMPTS[1]), max_generated_length=NEW, num_requests=3)
-    manager = model.init_continuous_batching(greedy(do_sample=True), workload_hints=hints)
-    one, other, last = manager.add_requests([PROMPTS[1]] * 3)
-    manager.cancel_request(other)
-    manager.start()
-    assert [manager.get_result(timeout=GUARD).request_id for _ in range(2)] == [one, last]
-    assert manager.engine.stats()["admissions"] == 1
-    for name in manager.add_requests([PROMPTS[1]] * 2, max_new_tokens=20):
-        manager.cancel_request(name)
-    manager.stop(timeout=GUARD)
-    assert manager.output_router.output_queue.empty()
 
 
 def test_the_name_of_a_request_under_way_is_taken(model: Any) -> None:
@@ -187,23 +106,6 @@ def test_of_managers_that_begin_at_once_one_is_refused(model: Any) -> None:
         end_on(one.engine, each)
     assert begin_on(one.engine, other, alone=True)
     end_on(one.engine, other)
-
-
-def test_children_come_behind_their_parent(model: Any) -> None:
-    """As from transformers' own manager; `generate_batch` puts them before it."""
-    config = greedy(do_sample=True, num_return_sequences=3, temperature=0.7)
-    with model.continuous_batching_context_manager(config) as manager:
-        manager.add_requests(PROMPTS[:2])
-        found = [manager.get_result(timeout=GUARD) for _ in range(6)]
-    names = [output.request_id for output in found]
-    for name in ("req_0", "req_1"):
-        children = [f"{name}__child#0", f"{name}__child#1"]
-        assert [each for each in names if each.startswith(name)] == [name, *children]
-    assert len({tuple(output.generated_tokens) for output in found}) > 2
-    batch = model.generate_batch(PROMPTS[:1], generation_config=config)
-    parents_only = "__child#" not in inspect.getsource(type(model).generate_batch)  # older releases
-    children = [] if parents_only else ["req_0__child#0", "req_0__child#1"]
-    assert list(batch) == [*children, "req_0"]
 
 
 def test_several_greedy_answers_are_equal(model: Any) -> None:
@@ -276,14 +178,6 @@ def test_logprobs_are_of_processed_logits(model: Any) -> None:
     right = (one_forward(model, PROMPTS[1], one.generated_tokens) / 0.5).log_softmax(-1)
     right = right.gather(1, torch.tensor(one.generated_tokens)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(one.logprobs), right, atol=1e-4, rtol=1e-4)
-
-
-def test_what_a_config_leaves_open_is_neutral(model: Any) -> None:
-    """As with transformers' own manager: the model's generation config is for generate()."""
-    model.generation_config.repetition_penalty = 5.0
-    model.generation_config.do_sample = True
-    found = model.generate_batch(PROMPTS[1:2], generation_config=greedy())
-    assert found["req_0"].generated_tokens == alone(model, PROMPTS[1], repetition_penalty=1.0)
 
 
 def test_an_end_of_sequence_ends(model: Any) -> None:
@@ -446,62 +340,6 @@ def test_a_persistent_manager_is_used_again(model: Any) -> None:
     assert model.init_continuous_batching(greedy()) is not manager
 
 
-def test_an_engine_stays_with_its_model_between_calls(model: Any) -> None:
-    """New weights give new tokens; the engine, its pool and its mode stay; a copy of the model has none."""
-    model.train()
-    engines, answers = set(), set()
-    for _ in range(3):
-        found = model.generate_batch(PROMPTS[1:3], generation_config=greedy())
-        engines.add(id(getattr(model, PLACE).engine))
-        answers.add(str([each.generated_tokens for each in found.values()]))
-        assert [each.generated_tokens for each in found.values()] == [
-            alone(model, each) for each in PROMPTS[1:3]
-        ]
-        ids = torch.tensor([PROMPTS[1]])
-        model(ids, labels=ids).loss.backward()
-        torch.optim.SGD(model.parameters(), 5.0).step()
-        assert model.training
-    assert len(engines) == 1
-    assert len(answers) > 1
-    assert getattr(copy.deepcopy(model), PLACE).engine is None
-    model.to(torch.bfloat16)
-    found = model.generate_batch(PROMPTS[1:3], generation_config=greedy())
-    assert all(len(each.generated_tokens) == NEW for each in found.values())
-
-
-def test_more_requests_at_once_than_a_step_has_tokens_by_default(model: Any) -> None:
-    config = ContinuousBatchingConfig(max_requests_per_batch=4096)
-    found = model.generate_batch(PROMPTS[1:2], greedy(), config)
-    assert found["req_0"].generated_tokens == alone(model, PROMPTS[1])
-
-
-def test_managers_share_an_engine(model: Any) -> None:
-    """The first that ends leaves it to the others, as it does the model's mode; none of them resumes it while
-    another changes weights.
-    """
-    expected = alone(model, PROMPTS[1], max_new_tokens=60)
-    train_with_dropout(model)
-    first, second, third = managers = [manager_of(model) for _ in range(3)]
-    for each in managers:
-        each.start()
-    first.stop(timeout=GUARD)
-    assert not model.training
-    with second.pause():
-        with third.pause():
-            pass
-        number = second.add_request(PROMPTS[1], max_new_tokens=60)
-        assert second.get_result(timeout=0.3) is None
-    third.stop(timeout=GUARD)
-    output = second.get_result(number, timeout=GUARD)
-    assert output.generated_tokens == expected
-    engine = second.engine
-    assert engine.driven
-    second.stop(timeout=GUARD)
-    assert model.training
-    assert not engine.driven
-    assert not engine.closed
-
-
 def test_calls_at_once_have_their_answers(model: Any) -> None:
     """Also one that needs a larger engine: the first engine stays until its call has ended."""
     config = ContinuousBatchingConfig(**{PAGE: 4})
@@ -617,67 +455,6 @@ def test_weights_may_change_in_a_pause(model: Any) -> None:
     manager.stop(timeout=GUARD)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("scheduler_type", "prefill_first"), ("max_queue_size", 5), ("cpu_offload_space_safety_threshold", 0.1)],
-    ids=["scheduler", "queue", "host"],
-)
-def test_options_that_cannot_be_honoured_are_refused_by_name(model: Any, field: str, value: Any) -> None:
-    config = ContinuousBatchingConfig(**{"cpu_offload_space": None, field: value})
-    with pytest.raises(ValueError, match=rf"continuous_batching_config\.{field}=.* is not honoured"):
-        model.init_continuous_batching(greedy(), continuous_batching_config=config)
-
-
-def test_every_option_is_known(model: Any) -> None:
-    """A field that a new transformers brings is refused until it is mapped."""
-    options = {
-        "max_batch_tokens": 64,
-        "max_requests_per_batch": 4,
-        "allow_block_sharing": False,
-        "use_async_batching": True,
-        "use_cuda_graph": (False, False),
-        "safety_margin": 0.1,
-        "cpu_offload_space": 1.0,
-        "max_blocks_per_request": 0,
-    }
-    engine = manager_of(model, **options).engine
-    config = engine.config
-    assert (config.block_size, config.num_blocks) == (4, 60)
-    assert (config.max_batch_tokens, config.max_batch_sequences) == (64, 4)
-    assert (config.prefix_caching, config.run_ahead, config.graphs) == (False, True, False)
-    assert (config.watermark, config.host_blocks) == (0.1, None)
-    assert manager_of(model, max_memory_percent=0.01, num_blocks=None).engine.config.memory_fraction == 0.01
-
-
-def test_every_option_stands_in_the_docs() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "trl.md").read_text()
-    table = page.partition("| `ContinuousBatchingConfig` |")[2].partition("\n\n")[0]
-    for field in dataclasses.fields(ContinuousBatchingConfig):
-        assert f"`{field.name}`" in table
-
-
-def test_no_more_waits_on_the_host_than_the_config_says(model: Any) -> None:
-    """cpu_offload_space is in GiB; a block of the tiny model is some KiB."""
-    engine = manager_of(model, cpu_offload_space=3.5 * 4 * 512 / 1024**3).engine
-    group = next(iter(engine.pools.groups.values()))
-    assert group.host is not None
-    assert group.host.most == 3.5 * 4 * 512 // group.block_bytes
-    assert 0 < group.host.most < group.pool.total
-    assert group.host.reserve(group.host.most)
-    assert group.host.bytes <= 3.5 * 4 * 512
-    assert not group.host.reserve(group.host.most + 1)
-    for options in ({"cpu_offload_space": 0.0}, {"cpu_offload_space_safety_threshold": 0.0}):
-        engine = manager_of(model, **{"cpu_offload_space": 1.0, **options}).engine
-        assert next(iter(engine.pools.groups.values())).host is None
-
-
-def test_timeouts_and_graphs_are_those_of_the_config(model: Any) -> None:
-    assert manager_of(model, cpu_group_timeout=7.0).engine.config.rank_timeout == 7
-    assert manager_of(model, cpu_group_timeout=None).engine.config.rank_timeout > 1e7
-    assert not manager_of(model, use_cuda_graph=(True, False)).engine.config.graphs  # of prefill alone
-    assert manager_of(model, use_cuda_graph=(False, True)).engine.config.graphs
-
-
 def test_a_server_sees_which_requests_there_are(model: Any) -> None:
     """`transformers serve` has a property for the scheduler of its manager."""
     manager = manager_of(model)
@@ -701,58 +478,6 @@ def test_a_request_that_is_refused_fails_with_its_reason(model: Any) -> None:
     manager = manager_of(model)
     with pytest.raises(ValueError, match="per_request_processors=True"):
         manager.add_request(PROMPTS[1], temperature=0.3)
-
-
-@pytest.mark.parametrize("prompt", [[10**6], [1] * 4000], ids=["unknown ids", "too long"])
-@pytest.mark.parametrize("samples", [True, False])
-def test_children_of_a_refused_request_fail_too(model: Any, prompt: list[int], samples: bool) -> None:
-    """`generate_batch` waits for an output of each."""
-    config = greedy(do_sample=samples)
-    config.num_return_sequences = 3
-    found = model.generate_batch([PROMPTS[1], prompt], generation_config=config)
-    assert len(found) in (2, 6)  # older releases leave the children out
-    for name, output in found.items():
-        failed = name.startswith("req_1")
-        assert (output.status == RequestStatus.FAILED) == (output.error is not None) == failed
-
-
-def test_children_of_an_unfinished_request_keep_their_tokens(model: Any) -> None:
-    manager = model.init_continuous_batching(
-        greedy(do_sample=True, num_return_sequences=2),
-        continuous_batching_config=ContinuousBatchingConfig(**SMALL),
-    )
-    manager.start()
-    number = manager.add_request(PROMPTS[1], max_new_tokens=60, streaming=True)
-    for _ in range(4):
-        manager.get_result(timeout=GUARD)
-    with manager.pause():
-        stopper = threading.Thread(target=manager.stop, kwargs={"hard_stop": True})
-        stopper.start()
-        stopper.join(0.3)
-    stopper.join(GUARD)
-    failed = {}
-    while len(failed) < 2:
-        output = manager.output_router.output_queue.get(timeout=GUARD)
-        if output.status == RequestStatus.FAILED:
-            failed[output.request_id] = output
-    one, other = (failed[name].generated_tokens for name in (number, f"{number}__child#0"))
-    assert min(len(one), len(other)) > 0
-    assert one != other
-
-
-def test_options_of_single_requests(model: Any) -> None:
-    manager = manager_of(model, per_request_processors=True)
-    manager.start()
-    number = manager.add_request(PROMPTS[1], repetition_penalty=3.0)
-    found = [*manager.request_id_iter(number)][-1].generated_tokens
-    assert found == alone(model, PROMPTS[1], repetition_penalty=3.0)
-    for option in ({"num_return_sequences": 2, "do_sample": True}, {"seed": 3}, {"logprobs": True}):
-        number = manager.add_request(PROMPTS[1], **option)
-        output = manager.get_result(number, timeout=GUARD)
-        assert output.status == RequestStatus.FAILED
-        assert "all requests have the same; set" in output.error
-    assert manager.is_running()
-    manager.stop(timeout=GUARD)
 
 
 def test_a_thread_that_dies_is_reported(model: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import answers
+from engine_parts import block_bytes
 from families import BY_NAME, VOCABULARY, build
 from tape import record
 
@@ -61,11 +62,7 @@ def test_the_first_request_takes_a_share(
         engine.generate([[5, 6, 7]], max_new_tokens=4)
         reserved, used, _ = memory(engine)
         assert 0 < reserved <= most / 16
-        assert (
-            used
-            == engine.stats()["blocks"]["full"]["cached"]
-            * engine.pools.groups[next(iter(engine.pools.groups))].block_bytes
-        )
+        assert used == engine.stats()["blocks"]["full"]["cached"] * block_bytes(engine)
         assert not [line for line in caplog.messages if GROWS in line]
         handles = [engine.submit([5, 6, i], max_new_tokens=100) for i in range(30)]
         engine.step()
@@ -135,7 +132,7 @@ def test_memory_that_is_short_is_taken_as_far_as_it_goes(monkeypatch: pytest.Mon
         expected = answers(engine.generate([[5, 6, 7]], max_new_tokens=60, do_sample=False)[0])
     inner = store.allocate
     with Engine(build(BY_NAME["llama"]), **OPTIONS) as engine:
-        block = engine.pools.groups[next(iter(engine.pools.groups))].block_bytes // 4
+        block = block_bytes(engine) // 4
 
         def scarce(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             if elements > 17 * block:

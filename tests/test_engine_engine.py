@@ -1,0 +1,373 @@
+"""How an engine is used: prompts, handles, increments, lists and options."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from engine_answers import PROMPTS, alone, answers
+from quantized_layers import EightBit
+
+import hf_paged
+from hf_paged.engine import Engine, EngineConfig, Unservable
+from hf_paged.model.registry import memory_of
+from hf_paged.scheduling import Infeasible
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+# ---- prompts
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_new_tokens": "5"}, "max_new_tokens='5' is not a whole number"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 is not a number of at least 1"),
+        ({"logprobs": "many"}, "logprobs='many' is not True or a number"),
+        ({"seed": 1.5}, "seed=1.5 is not an int"),
+        (
+            {"logits_processor": lambda ids, scores: scores},
+            "logits_processor is a list of callables, got function",
+        ),
+        ({"logits_processor": [5]}, "logits_processor is a list of callables, and int 5 in it"),
+        ({"stopping_criteria": [None]}, "stopping_criteria is a list of callables, and NoneType None in it"),
+    ],
+)
+def test_other_options_are_refused(engine: Engine, options: dict[str, Any], error: str) -> None:
+    """With what was got, in `submit`: nothing of it is in the engine."""
+    with pytest.raises((TypeError, ValueError), match=error):
+        engine.submit(PROMPTS[0], **options)
+    assert engine.stats()["waiting"] == 0
+
+
+def test_numbers_of_numpy(engine: Engine) -> None:
+    """Prompts and seeds come out of arrays, too."""
+    drawn = {"do_sample": True, "max_new_tokens": 8}
+    expected = answers(engine.generate([PROMPTS[1]], seed=3, **drawn)[0])
+    ids = np.array(PROMPTS[1])
+    for prompt in (ids, ids[None], list(ids)):
+        output = engine.generate([prompt], seed=np.int64(3), **drawn)[0]
+        assert answers(output) == expected
+        assert [type(token) for token in output.prompt_token_ids] == [int] * len(ids)
+
+
+@pytest.mark.parametrize("prompts", ["text", b"text", {"prompt": [5, 6]}, None, 5])
+def test_a_list_of_prompts_is_a_list(engine: Engine, prompts: Any) -> None:
+    """A text would be taken apart, and a dict be its keys."""
+    with pytest.raises(TypeError, match=f"takes a list of prompts, got {type(prompts).__name__}"):
+        engine.generate(prompts, **GREEDY)
+
+
+def test_an_engine_is_not_copied(engine: Engine) -> None:
+    """Nor a handle; what it answers with can be copied."""
+    handle = engine.submit(PROMPTS[0], **GREEDY)
+    for thing, error in (
+        (engine, "an engine .* cannot be pickled or copied"),
+        (handle, "a handle .* cannot be pickled or copied"),
+    ):
+        for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+            with pytest.raises(TypeError, match=error):
+                copied(thing)
+    assert answers(pickle.loads(pickle.dumps(handle.result()))) == alone(engine.model, PROMPTS[0], **GREEDY)
+
+
+def test_what_names_no_tenant_or_holds_several_prompts_is_refused(model: Any) -> None:
+    with Engine(model, num_blocks=40) as engine:
+        with pytest.raises(TypeError, match="tenant=3 is not a str; give the name of a tenant"):
+            engine.submit(PROMPTS[0], tenant=3, **GREEDY)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"got list .*; engine.generate\(\) takes a list of prompts"):
+            engine.submit(PROMPTS[:2], **GREEDY)
+        with pytest.raises(TypeError, match=r"got Tensor tensor\(\[\[.*; engine.generate\(\) takes a list"):
+            engine.submit(torch.tensor([[5, 6], [7, 8]]), **GREEDY)
+        with pytest.raises(ValueError, match=r"the token id 100000 .*; use the tokenizer of this model"):
+            engine.submit([5, 100_000], **GREEDY)
+        engine.check()
+
+
+@pytest.mark.parametrize("priority", ["high", None, float("nan"), 1.5])
+def test_a_priority_is_a_whole_number(model: Any, priority: Any) -> None:
+    """Anything else could not be put in order, and would break the queue of everybody."""
+    with Engine(model, num_blocks=40, policy="priority") as engine:
+        handle = engine.submit(PROMPTS[0], priority=1, **GREEDY)
+        with pytest.raises(TypeError, match=r"priority=.* is not an int"):
+            engine.submit(PROMPTS[1], priority=priority, **GREEDY)
+        assert answers(handle.result()) == alone(model, PROMPTS[0], **GREEDY)
+
+
+# ---- answers
+
+
+def test_an_answer_that_ends_before_its_first_token_says_so(engine: Engine) -> None:
+    """Whoever iterates hears of every end, and once."""
+    for steps in range(2):
+        handle = engine.submit(PROMPTS[3], do_sample=True, num_return_sequences=2, max_new_tokens=6, seed=1)
+        for _ in range(steps):
+            engine.step()
+        handle.cancel()
+        assert [(each.index, each.token_ids, each.text, each.finish_reason) for each in handle] == [
+            (i, [], None, "abort") for i in range(2)
+        ]
+        assert list(handle) == []
+
+
+def test_outputs_say_what_happened(engine: Engine) -> None:
+    handle = engine.submit(PROMPTS[3], **GREEDY)
+    assert "0 tokens so far" in repr(handle)
+    output = handle.result()
+    assert handle.done
+    assert (
+        output.timing.submitted
+        <= output.timing.started
+        <= output.timing.first_token
+        <= output.timing.finished
+    )
+    assert (output.finish_reason, output.error, output.preemptions, output.cached_tokens, output.text) == (
+        "length",
+        None,
+        0,
+        0,
+        None,
+    )
+    assert engine.submit(PROMPTS[3], **GREEDY).result().cached_tokens == 28
+
+
+def test_generate_keeps_the_order(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = engine.generate(PROMPTS, progress=True, **GREEDY)
+    assert [answers(output) for output in outputs] == [
+        alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS
+    ]
+    assert "6/6" in capsys.readouterr().err
+    assert engine.generate([], **GREEDY) == []
+    with pytest.raises(TypeError, match="a list of prompts"):
+        engine.generate("one text")
+
+
+def test_a_list_that_fails_leaves_nothing_behind(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        engine.generate([PROMPTS[0], []], **GREEDY)
+    assert engine.stats()["waiting"] == 0
+
+
+def test_steps_by_hand(engine: Engine) -> None:
+    """Whoever drives the engine gets what ended in a step."""
+    handles = [
+        engine.submit(prompt, max_new_tokens=n, do_sample=False)
+        for prompt, n in zip(PROMPTS, (2, 5, 2), strict=False)
+    ]
+    ended = []
+    while not all(handle.done for handle in handles):
+        ended.append([len(output.sequences[0].token_ids) for output in engine.step()])
+    assert [each for each in ended if each] == [[2], [2], [5]] or [each for each in ended if each] == [
+        [2, 2],
+        [5],
+    ]
+    assert engine.step() == []
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"block_sise": 4}, ValueError, "did you mean 'block_size'"),
+        ({"tensor_parallel_size": 4}, ValueError, "ranks are those of the loaded model"),
+        ({"block_size": 3}, ValueError, "power of two"),
+        ({"num_blocks": 4, "memory_fraction": 0.5}, ValueError, "give one of them"),
+        ({"max_batch_tokens": 4, "max_batch_sequences": 5}, ValueError, "one token of each of 5"),
+        ({"max_batch_tokens": 4.5}, TypeError, "max_batch_tokens"),
+        ({"watermark": 2}, ValueError, "watermark=2"),
+        ({"max_batch_tokens": 0}, ValueError, "max_batch_tokens=0 leaves a step nothing to compute"),
+        ({"max_batch_sequences": 0}, ValueError, "max_batch_sequences=0 leaves a step nothing to compute"),
+        (
+            {"max_batch_sequences": 9, "max_batch_tokens": 4},
+            ValueError,
+            "max_batch_tokens=4 .*; raise max_batch_tokens or",
+        ),
+        ({"policy": "random"}, ValueError, "policy='random'"),
+        ({"preemption": "drop"}, ValueError, "preemption='drop'"),
+        ({"preemption": "swap", "host_blocks": 0}, ValueError, "host_blocks=0"),
+        ({"admission": "hope"}, ValueError, "admission='hope'"),
+        ({"compile": True, "graphs": False}, ValueError, "graphs=False"),
+        ({"compile": "inductor"}, TypeError, "compile must be True or False"),
+        ({"prefix_caching": "False"}, TypeError, "prefix_caching must be True or False"),
+        ({"check_hits": 1}, TypeError, "check_hits must be True or False"),
+        ({"run_ahead": "no"}, TypeError, "run_ahead must be True or False"),
+        ({"watermark": "0.01"}, TypeError, "watermark must be a number"),
+        ({"kernels": "cuda"}, ValueError, "kernels='cuda'"),
+        ({"policy": ["fcfs"]}, ValueError, r"policy=\['fcfs'\]"),
+        ({"admission": []}, ValueError, r"admission=\[\]"),
+        ({"num_blocks": 4.5}, TypeError, "num_blocks must be an int"),
+        (
+            {"num_blocks": 10**12},
+            hf_paged.OutOfBlocks,
+            "num_blocks=1000000000000 of 16 tokens take [0-9]* bytes on cpu, and [0-9]* are free",
+        ),
+        ({"host_blocks": 10**12}, hf_paged.OutOfBlocks, "no memory for host_blocks=1000000000000"),
+        ({"memory_fraction": 1e-13}, hf_paged.OutOfBlocks, "less than one block of [0-9]* bytes"),
+        ({"tokenizer": EngineConfig()}, TypeError, "tokenizer must have decode.., got EngineConfig"),
+        ({"config": {"block_size": 4}}, TypeError, "EngineConfig"),
+        ({"config": EngineConfig(), "block_size": 4}, ValueError, "give one of them"),
+    ],
+)
+def test_options_are_checked(model: Any, options: dict[str, Any], error: type[Exception], match: str) -> None:
+    """What is not there yet says so; nothing is ignored, and nothing stays behind."""
+    with pytest.raises(error, match=match):
+        Engine(model, **options)
+    gc.collect()
+    memory_of(model).drain()
+    assert not memory_of(model).groups
+
+
+def compiled(llama: Any) -> torch.nn.Module:
+    """What torch.compile makes of a model, as far as an engine looks at it: the real one takes seconds."""
+    module = torch.nn.Module()
+    module._orig_mod = llama
+    return module
+
+
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        (lambda llama: None, "expected a model, got NoneType; load one by from_pretrained"),
+        (lambda llama: "name", "expected a model, got str"),
+        (lambda llama: llama.model, "LlamaModel cannot generate"),
+        (lambda llama: torch.nn.Linear(2, 2), "Linear cannot generate"),
+        (compiled, "give the engine the model itself, and compile=True"),
+    ],
+)
+def test_what_is_no_model_to_serve(llama: Any, made: Callable[[Any], Any], match: str) -> None:
+    with pytest.raises((TypeError, Unservable), match=match):
+        Engine(made(llama))
+
+
+def test_the_engine_chooses_well_alone(model: Any) -> None:
+    """Enough blocks for the most sequences of the model's longest length, within a share of the memory."""
+    with hf_paged.Engine(model) as engine:
+        assert engine.stats()["blocks"]["full"]["total"] == 256 * (256 // 16 + 1)
+        assert engine.config == EngineConfig()
+    with hf_paged.Engine(model, memory_fraction=1e-6) as engine:
+        assert 0 < engine.stats()["blocks"]["full"]["total"] < 256
+    with hf_paged.Engine(model, config=EngineConfig(max_batch_tokens=9)) as engine:
+        assert engine.config.limits().sequences == 9
+        assert engine.config.limits() is engine.config.limits(), "requests and steps ask for them"
+
+
+def test_pools_are_given_back(model: Any) -> None:
+    engine = Engine(model, num_blocks=30)
+    engine.generate([PROMPTS[0]], **GREEDY)
+    assert engine.stats()["blocks"]["full"]["bytes"] > 0
+    hf_paged.release(model)
+    assert engine.stats()["blocks"]["full"] == {
+        "total": 30,
+        "held": 0,
+        "cached": 0,
+        "free": 30,
+        "bytes": 0,
+        "cached_by_tenant": {},
+        "taken_by_tenant": {},
+    }
+    assert answers(engine.generate([PROMPTS[0]], **GREEDY)[0]) == alone(model, PROMPTS[0], **GREEDY)
+    engine.close()
+    assert hf_paged.release(model) == 0
+
+
+def test_an_engine_that_is_dropped_gives_its_pools_back(model: Any) -> None:
+    engine = Engine(model, num_blocks=30)
+    handle = engine.submit(PROMPTS[0], **GREEDY)
+    engine.step()
+    memory = memory_of(model)
+    assert memory.held > 0
+    del engine
+    gc.collect()
+    assert memory.held > 0  # the handle is still somebody's
+    del handle
+    gc.collect()
+    assert memory.held == 0
+    assert not memory.groups
+
+
+# ---- one model, trained and served
+
+
+def test_layers_that_round_by_the_batch_are_refused(model: Any) -> None:
+    """A neighbour would change what they make of a token."""
+    layer = model.model.layers[0].self_attn
+    layer.q_proj = EightBit(layer.q_proj, threshold=6.0)
+    with pytest.raises(Unservable, match="round a token by the rest of its batch"):
+        Engine(model)
+    layer.q_proj.state.threshold = 0.0
+    with Engine(model, num_blocks=60) as engine:
+        assert answers(engine.generate([PROMPTS[1]], **GREEDY)[0]) == alone(model, PROMPTS[1], **GREEDY)
+
+
+@pytest.fixture
+def tuned(llama: Any) -> Any:
+    """A model with two adapters, the first of which is active."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    made = peft.get_peft_model(llama, config, adapter_name="first")
+    made.add_adapter("second", config)
+    return made.eval()
+
+
+def test_prompt_tuning_is_refused(model: Any) -> None:
+    tuned = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(hf_paged.engine.Unservable, match="prompt and prefix tuning"):
+        Engine(tuned.eval())
+
+
+TOO_LONG = [5] * 250
+
+
+def test_the_ids_of_one_prompt_are_no_list_of_prompts(engine: Engine) -> None:
+    with pytest.raises(
+        TypeError, match=r"got token ids; for one prompt of them write engine.generate\(\[ids\]\)"
+    ):
+        engine.generate(PROMPTS[0], **GREEDY)
+    with pytest.raises(TypeError, match="got int 5"):
+        engine.submit(5)
+
+
+def test_a_strict_list_of_prompts_raises(engine: Engine) -> None:
+    """What is refused before anything is computed, what fails when all have ended."""
+    with pytest.raises(Infeasible, match="258 tokens"):
+        engine.generate([PROMPTS[0], TOO_LONG], **GREEDY, strict=True)
+    assert engine.stats()["blocks"]["full"]["cached"] == 0
+    broken = [lambda ids, scores: 1 / 0]
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(PROMPTS[:2], **GREEDY, stopping_criteria=broken, strict=True)
+    with pytest.warns(
+        UserWarning, match=r"2 of 2 requests .* prompts\[0\] ended as 'error', ZeroDivisionError: div"
+    ):
+        engine.generate(PROMPTS[:2], **GREEDY, stopping_criteria=broken)
+    assert engine.stats()["waiting"] == engine.stats()["running"] == 0
+    engine.check()
+
+
+@pytest.mark.parametrize("salt", [7, b"tenant", 1.5, True, ["tenant"]])
+def test_a_salt_is_text_in_the_engine_and_in_generate(engine: Engine, salt: Any) -> None:
+    """One check for both, so what names a tenant in one names it in the other (C24)."""
+    found = []
+    for ask in (
+        lambda: engine.submit(PROMPTS[0], **GREEDY, salt=salt),
+        lambda: hf_paged.CacheConfig(salt=salt),
+        lambda: engine.model.generate(
+            torch.tensor(PROMPTS[:1]),
+            **GREEDY,
+            cache_implementation="paged",
+            cache_config={"prefix_caching": True, "salt": salt},
+        ),
+    ):
+        with pytest.raises(TypeError, match="salt must be a str, got") as error:
+            ask()
+        found.append(str(error.value))
+    assert len(set(found)) == 1
+    assert engine.submit(PROMPTS[0], **GREEDY, salt="tenant").result().error is None
