@@ -21,9 +21,7 @@ class KVCacheGroup(NamedTuple):
         """The most blocks of `width` sequences of `tokens` tokens, the first `common` of them the same, that
         attend across to `source` (C11).
         """
-        if not self.kind.grows:
-            width, common, tokens = 1, 0, source
-        return self.kind.blocks_of_group(self.pool.block_size, width, common, tokens, chunk)
+        return self.kind.blocks_of_group(self.pool.block_size, width, common, tokens, chunk, source)
 
 
 @dataclass(frozen=True)
