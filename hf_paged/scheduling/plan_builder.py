@@ -73,19 +73,22 @@ def share(groups: Sequence[SequenceGroup], room: int) -> list[Steps]:
 
 
 def fit(
-    kv_groups: Iterable[KVCacheGroup], several: Sequence[Steps], extra: int = 0, tenants: Collection[str] = ()
+    kv_groups: Iterable[KVCacheGroup],
+    several: Sequence[Steps],
+    extra: Sequence[int] = (),
+    tenants: Collection[str] = (),
 ) -> bool:
-    """True if every pool has the blocks for these steps and `extra` more, which no cross-attention table
-    takes. Blocks that a window has passed are freed first (C10). tenants: those whose steps they are, if
-    other tenants keep their shares (C43).
+    """True if every pool has the blocks for these steps and `extra` more, of the first groups. Blocks that a
+    window has passed are freed first (C10). tenants: those whose steps they are, if other tenants keep
+    their shares (C43).
     """
     for i, kv_group in enumerate(kv_groups):
+        own = extra[i] if i < len(extra) else 0
         every = [([sequence.tables[i] for sequence, _ in steps], steps) for steps in several]
         if kv_group.kind.releases:
             for tables, _ in every:
                 for table in tables:
                     kv_group.kind.release(table)
-        own = extra if kv_group.kind.grows else 0
         pool = kv_group.pool
         available = pool.available - max((pool.shares(each).reserved() for each in tenants), default=0)
         most = own + sum([count // pool.block_size + 2 for steps in several for _, count in steps])
