@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,14 @@ class KVCacheGroup(NamedTuple):
         attend across to `source` (C11).
         """
         return self.kind.blocks_of_group(self.pool.block_size, width, common, tokens, chunk, source)
+
+
+def finest(kv_groups: Sequence[KVCacheGroup]) -> int:
+    """The number of the group with the smallest blocks of a sequence's own tokens: a token that fills a block
+    of any group fills one of these.
+    """
+    own = [i for i, kv_group in enumerate(kv_groups) if kv_group.kind.grows]
+    return min(own, key=lambda i: kv_groups[i].pool.block_size)
 
 
 @dataclass(frozen=True)

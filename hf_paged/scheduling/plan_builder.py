@@ -37,6 +37,17 @@ class PlanBuilder:
             self.copies[i].append(copy)
             self._sources.append((table.pool, copy.source, table.stamp))
 
+    def keep_named(self, i: int, rows: Steps) -> None:
+        """Give tables of KV cache group `i` whose next tokens replace what others find a copy to write in, as
+        far as the pool has blocks beyond those that the rows need.
+        """
+        tables = [sequence.tables[i] for sequence, _ in rows]
+        counts = [count for _, count in rows]
+        for table in tables:
+            named = table.copies_next and table.pool.named(table.blocks[-1])
+            if named and table.pool.available > blocks_needed(tables, counts):
+                self.detach(i, table)
+
     def plan(self, swaps: Swaps) -> StepPlan:
         """The step as a value."""
         for pool, source, stamp in self._sources:
