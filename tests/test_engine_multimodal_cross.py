@@ -204,7 +204,9 @@ def test_room_for_pictures(model: Any) -> None:
     with small(model, num_blocks=24) as engine:
         refused = engine.submit(**asks(1, 2), **GREEDY).result()
         assert refused.finish_reason == "refused"
-        assert "cross attention to 136 tokens needs 34 blocks of 4 and 24 can be had" in str(refused.error)
+        assert "cross attention to 136 tokens needs 34 blocks of 4 tokens and 24 can be had" in str(
+            refused.error
+        )
         handles = [engine.submit(**asks(seed), **GREEDY) for seed in (1, 2)]
         engine.step()
         assert [engine.stats()[state] for state in ("running", "waiting")] == [1, 1]

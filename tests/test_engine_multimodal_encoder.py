@@ -215,7 +215,7 @@ def test_room_for_cross_tables() -> None:
     with small(model, num_blocks=40) as engine:
         refused = engine.submit([5] * 161, **GREEDY).result()
         assert refused.finish_reason == "refused"
-        assert "161 tokens needs 41 blocks of 4 and 40 can be had" in str(refused.error)
+        assert "161 tokens needs 41 blocks of 4 tokens and 40 can be had" in str(refused.error)
         handles = [engine.submit(source[i:], **GREEDY) for i in range(4)]
         engine.step()
         assert engine.stats()["running"] == 2  # 15 blocks each

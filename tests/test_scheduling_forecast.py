@@ -295,7 +295,7 @@ def test_cross_tables_are_as_long_as_what_the_encoder_makes(seed: int) -> None:
     """
     rng = random.Random(seed)
     pools, encoders = [BlockPool(rng.choice([20, 60]), 4)], BlockPool(rng.choice([8, 24]), 4)
-    world = ignorant(Simulated(pools, [None], Limits(9, 6, 0.0), encoders=encoders, admission="future"))
+    world = ignorant(Simulated(pools, [Full()], Limits(9, 6, 0.0), encoders=encoders, admission="future"))
     for number in range(40):
         width, length = rng.choice([1, 1, 2, 3]), rng.randrange(1, 12)
         world.submit(

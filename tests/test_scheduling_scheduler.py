@@ -379,7 +379,7 @@ def test_the_impossible_is_refused_at_once() -> None:
     """C11: its neighbours never notice."""
     world = Simulated.of(total=4, size=4, tokens=32)
     world.submit(Request(0, prompt(6), 8))
-    with pytest.raises(Infeasible, match="5 blocks of 4 and 4 can be had"):
+    with pytest.raises(Infeasible, match="5 blocks of 4 tokens and 4 can be had"):
         world.submit(Request(1, prompt(6), 17))
     world.run()
     world.assert_answered()
@@ -390,14 +390,14 @@ def test_options_are_checked() -> None:
     kv_group = world.scheduler.kv_groups[0]
     with pytest.raises(ValueError, match="policy='fifo'"):
         Scheduler([kv_group], Limits(4, 4), "fifo")
-    with pytest.raises(ValueError, match="one size"):
-        Scheduler([kv_group, KVCacheGroup(Full(), type(kv_group.pool)(4, 8))], Limits(4, 4))
+    with pytest.raises(ValueError, match="must be the last"):
+        Scheduler([KVCacheGroup(Cross(), kv_group.pool), kv_group], Limits(4, 4))
 
 
 def behind_encoders(total: int, encoders: int, size: int = 4, **options: Any) -> Simulated:
     limits = Limits(options.get("tokens", 16), options.get("sequences", 8), 0.0)
     more = {name: value for name, value in options.items() if name in ("host", "admission")}
-    return Simulated([BlockPool(total, size)], [None], limits, encoders=BlockPool(encoders, size), **more)
+    return Simulated([BlockPool(total, size)], [Full()], limits, encoders=BlockPool(encoders, size), **more)
 
 
 def test_one_cross_table_a_group() -> None:
@@ -437,7 +437,7 @@ def test_cross_tables_need_room() -> None:
         Status.WAITING,
         Status.WAITING,
     ]
-    with pytest.raises(Infeasible, match="to 25 tokens needs 7 blocks of 4 and 6 can be had"):
+    with pytest.raises(Infeasible, match="to 25 tokens needs 7 blocks of 4 tokens and 6 can be had"):
         world.submit(Request(3, prompt(3), 12, source=25))
     world.run()
     world.assert_answered()

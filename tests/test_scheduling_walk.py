@@ -16,21 +16,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling_requests import one_request
 from simulated import Simulated
+from states import State
 
-from hf_paged.scheduling import Infeasible, Status
+from hf_paged.blocks import Full, Window
+from hf_paged.scheduling import Infeasible, Limits, Status
+
+KINDS = [
+    [Full()],
+    [Full(), Window(1)],
+    [Window(3)],
+    [Full(), Window(9)],
+    [Window(9), Full(), State()],
+    [State(), Full()],
+    [State()],
+]
 
 
 @st.composite
 def worlds(draw: st.DrawFn) -> Simulated:
-    size = draw(st.sampled_from([1, 2, 4, 8]))
     sequences = draw(st.integers(1, 6))
-    return Simulated.of(
-        total=draw(st.integers(4, 40)),
-        size=size,
-        window=draw(st.sampled_from([None, None, 1, 3, 9])),
-        tokens=draw(st.integers(sequences, 24)),
-        sequences=sequences,
-        watermark=draw(st.sampled_from([0.0, 0.1])),
+    return Simulated.mixed(
+        [
+            (kind, draw(st.integers(4, 40)), draw(st.sampled_from([1, 2, 4, 8])))
+            for kind in draw(st.sampled_from(KINDS))
+        ],
+        Limits(draw(st.integers(sequences, 24)), sequences, draw(st.sampled_from([0.0, 0.1]))),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         admission=draw(st.sampled_from(["watermark", "future"])),
         prefix_caching=draw(st.booleans()),

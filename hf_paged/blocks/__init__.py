@@ -9,16 +9,16 @@ from .evictor import Evictor
 from .hashing import ROOT, chain, check_salt, extra_key, parent_key
 from .kinds import Cross, Full, LayerKind, Window
 from .partial_index import PartialBlockIndex
-from .pool import BlockPool, OutOfBlocks
-from .prefix import Match, Partial, adopt, commit
-from .prefix_lookup import PrefixLookup, Prompt, commit_tail, detach, reach_in_all
+from .pool import NEVER_FULL, BlockPool, OutOfBlocks
+from .prefix import Match, Partial, adopt, commit, commit_tail
+from .prefix_lookup import PrefixLookup, Prompt, detach, reach_in_all
 from .prompt_scores import PromptScores
 from .table import BlockTable, Copy, append, blocks_needed, check_sources, reorder
 
 __all__ = [
-    "ROOT", "BlockPool", "BlockTable", "BlockTableArray", "Copy", "Cross", "Evictor", "Full", "LayerKind",
-    "Match", "OutOfBlocks", "Partial", "PartialBlockIndex", "PrefixLookup", "Prompt", "PromptScores",
-    "Window", "adopt", "append",
-    "blocks_needed", "chain", "check_salt", "check_sources", "commit", "commit_tail", "detach", "distinct",
-    "extra_key", "move", "parent_key", "reach_in_all", "reorder",
+    "NEVER_FULL", "ROOT", "BlockPool", "BlockTable", "BlockTableArray", "Copy", "Cross", "Evictor",
+    "Full", "LayerKind", "Match", "OutOfBlocks", "Partial", "PartialBlockIndex", "PrefixLookup", "Prompt",
+    "PromptScores", "Window", "adopt", "append", "blocks_needed", "chain", "check_salt", "check_sources",
+    "commit", "commit_tail", "detach", "distinct", "extra_key", "move", "parent_key", "reach_in_all",
+    "reorder",
 ]  # fmt: skip

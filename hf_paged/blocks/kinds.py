@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from .pool import NEVER_FULL
 from .table import BlockTable
 
 
@@ -19,6 +20,11 @@ class LayerKind:
     """Its tables take a sequence's own tokens; others hold as many as they do in the first step."""
     releases: ClassVar[bool] = False
     """Its tables give back blocks that no later token attends to."""
+    fills: ClassVar[bool] = True
+    """Its blocks become full, so a table takes more of them as it grows. Otherwise a table has one block,
+    which holds what all its tokens have come to: forks write in copies, and a prefix is found by its number
+    of tokens.
+    """
     window: int | None
 
     def __new__(cls, window: int | None = None) -> LayerKind:
@@ -35,18 +41,24 @@ class LayerKind:
     def __repr__(self) -> str:
         return type(self).__name__ + ("()" if self.window is None else f"({self.window})")
 
+    def block_size(self, size: int) -> int:
+        """The tokens of a block, where the option is `size`."""
+        return size if self.fills else NEVER_FULL
+
     def blocks_for(self, size: int, tokens: int, chunk: int) -> int:
         """The most blocks of `size` that a sequence of `tokens` tokens holds, if it grows by up to `chunk`
         at a time (C10).
         """
         return -(-tokens // size)
 
-    def blocks_of_group(self, size: int, width: int, common: int, tokens: int, chunk: int) -> int:
+    def blocks_of_group(
+        self, size: int, width: int, common: int, tokens: int, chunk: int, source: int = 0
+    ) -> int:
         """The most blocks of `width` sequences whose first `common` tokens are the same (C11): blocks full of
-        those exist once, the rest once for each sequence.
+        those exist once, the rest once for each sequence. source: the tokens that they attend to across.
         """
         shared = common // size
-        tails = 1 if tokens == common else width
+        tails = 1 if tokens == common and self.fills else width  # where none fills, forks take theirs at once
         return shared + tails * (-(-tokens // size) - shared)
 
     def growth(self, count: int, held: int, source: int) -> int:
@@ -67,9 +79,14 @@ class LayerKind:
         return tokens
 
     @property
+    def adds(self) -> bool:
+        """True if a table takes more blocks after those of its first tokens."""
+        return self.grows and self.fills
+
+    @property
     def linear(self) -> bool:
         """True if what a sequence holds grows with it to its end; else it has its most from early on."""
-        return self.grows and not self.releases
+        return self.adds and not self.releases
 
 
 class Full(LayerKind):
@@ -91,7 +108,9 @@ class Window(LayerKind):
         seen = -(-(self.window - 1 + max(1, min(chunk, tokens))) // size)
         return min(super().blocks_for(size, tokens, chunk), seen + 1)
 
-    def blocks_of_group(self, size: int, width: int, common: int, tokens: int, chunk: int) -> int:
+    def blocks_of_group(
+        self, size: int, width: int, common: int, tokens: int, chunk: int, source: int = 0
+    ) -> int:
         """Every sequence keeps what it sees, and one step's tokens are added."""
         whole = super().blocks_of_group(size, width, common, tokens, chunk)
         if width == 1:
@@ -116,6 +135,12 @@ class Cross(LayerKind):
     __slots__ = ()
     name = "cross"
     grows = False
+
+    def blocks_of_group(
+        self, size: int, width: int, common: int, tokens: int, chunk: int, source: int = 0
+    ) -> int:
+        """All sequences attend to the same."""
+        return -(-source // size)
 
     def growth(self, count: int, held: int, source: int) -> int:
         return source - held

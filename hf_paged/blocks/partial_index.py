@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from itertools import takewhile
+from operator import itemgetter
 
 
 class PartialBlockIndex:
@@ -43,6 +44,18 @@ class PartialBlockIndex:
         near = [(block, _common(content, wanted)) for content, block in neighbours]
         best = max(near, key=lambda one: one[1], default=None)
         return best if best is not None and best[1] else None
+
+    def longest(self, parent_key: bytes, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """The block that holds most of the first of `tokens`, and nothing else; and how many these are."""
+        entries = self._of.get(parent_key, [])
+        wanted = tuple(tokens)
+        while place := bisect_right(entries, wanted, key=itemgetter(0)):
+            content, block = entries[place - 1]
+            common = _common(content, wanted)
+            if common == len(content):
+                return block, common
+            wanted = wanted[:common]  # whatever holds more of them would stand behind this one
+        return None
 
     def clear(self) -> None:
         """Forget all."""

@@ -16,6 +16,8 @@ FREE = 0
 HELD = 1
 CACHED = 2
 MAX_BLOCK_SIZE = 256
+NEVER_FULL = 1 << 62
+"""The block size of kinds that keep one block for a sequence of any length: what its tokens have come to."""
 NOWHERE = -1
 
 
@@ -73,7 +75,12 @@ class BlockPool:
     def __init__(self, total: int, block_size: int) -> None:
         if total < 0:
             raise ValueError(f"a pool cannot have {total} blocks; give 0 or more")
-        self.block_size = check_block_size(block_size)
+        self.block_size = block_size if block_size == NEVER_FULL else check_block_size(block_size)
+        self.fills = block_size != NEVER_FULL
+        """True if each token has a slot of its own in a block, until that is full. Otherwise every token
+        replaces what the block holds: a name is of use at exactly the tokens that it covers, and a named
+        block is copied before it is written.
+        """
         self._state = bytearray(total)
         self._references = [0] * total
         self._lowest_free = 0
@@ -104,6 +111,11 @@ class BlockPool:
         """Filled for those that draw a map of the blocks; empty while there are none."""
 
     # ---- sizes
+
+    @property
+    def unit(self) -> str:
+        """The pool's blocks, for errors."""
+        return f"blocks of {self.block_size} tokens" if self.fills else "blocks of one sequence each"
 
     @property
     def total(self) -> int:
@@ -293,9 +305,7 @@ class BlockPool:
 
     def _evict(self, tenant: str) -> int:
         if not self.cached:
-            raise OutOfBlocks(
-                f"all {self.total} blocks of {self.block_size} tokens are held; 1 more is needed"
-            )
+            raise OutOfBlocks(f"all {self.total} {self.unit} are held; 1 more is needed")
         loser = ""
         if self._tenants:
             shares = self.shares(tenant)
@@ -376,6 +386,10 @@ class BlockPool:
     def naming(self, digest: bytes) -> object | None:
         """An object that stays the same as long as a block bears this digest without a break."""
         return self._names.get(self._block_of.get(digest, NOWHERE))
+
+    def named(self, block: int) -> bool:
+        """True if `block` was published and others may find it."""
+        return block in self._names
 
     def name(self, block: int) -> bytes:
         """The digest that `block` was published under."""

@@ -79,8 +79,11 @@ def commit(
     False (C17). With `keep_tokens` the pool keeps the tokens, so that hits can be compared with them and a
     prompt can begin with a part of a block. Hashing ends at the first block that cannot be hashed, and blocks
     that depend on dropped ones get no hash: no later block may be found after a content that it was not
-    computed from (C24, C25).
+    computed from (C24, C25). A block that is never full is named as `commit_tail` does it.
     """
+    if not table.pool.fills:
+        commit_tail(table, tokens, extra, until)
+        return False
     size = table.pool.block_size
     full = min(len(tokens) if until is None else until, len(tokens), table.length) // size
     deduped = False
@@ -103,3 +106,27 @@ def commit(
                 deduped = True
         table.digests.append(parent)
     return deduped
+
+
+def commit_tail(
+    table: BlockTable, tokens: Sequence[int], extra: bytes = b"", until: int | None = None
+) -> None:
+    """Hash the last block too, although it is not full: another prompt may continue from its tokens with a
+    copy of it.
+
+    until: how many tokens of the table are computed; by default all of them. A block that is never full holds
+    what all tokens of the table have come to, so it has a name only if all are computed.
+    """
+    pool = table.pool
+    end = table.length if until is None else until
+    full, rest = divmod(end, pool.block_size)
+    place = full - table.released
+    if not rest or end > min(len(tokens), table.length) or not 0 <= place < len(table.blocks):
+        return
+    if len(table.digests) != full or table.epoch != pool.epoch or not (pool.fills or end == table.length):
+        return
+    parent = table.digests[-1] if full else ROOT
+    content = tuple(tokens[full * pool.block_size : end])
+    digest = chain(parent, content, extra)
+    if pool.lookup(digest) is None:
+        pool.cache(table.blocks[place], digest, end, content, parent_key(parent, extra))

@@ -17,7 +17,7 @@ prompts begin alike.
 
 
 class Prompt:
-    """A row's tokens, and the names of its full blocks."""
+    """A row's tokens, and the names of its full blocks of one size."""
 
     def __init__(self, tokens: Sequence[int], block_size: int, extra: bytes = b"") -> None:
         self.tokens = tokens
@@ -28,6 +28,16 @@ class Prompt:
         for start in range(0, len(tokens) - block_size + 1, block_size):
             parent = chain(parent, tokens[start : start + block_size], extra)
             self.digests.append(parent)
+        self._in_other_blocks: dict[int, Prompt] = {}
+
+    def at(self, block_size: int) -> Prompt:
+        """The same tokens in blocks of another size."""
+        if block_size == self.size:
+            return self
+        found = self._in_other_blocks.get(block_size)
+        if found is None:
+            found = self._in_other_blocks[block_size] = Prompt(self.tokens, block_size, self.extra)
+        return found
 
     def parent_key(self, full: int) -> bytes:
         """The key of the prefix made of the first `full` blocks."""
@@ -42,14 +52,21 @@ class PrefixLookup:
     """
 
     def __init__(
-        self, pool: BlockPool, prompt: Prompt, kind: LayerKind | None = None, verify: bool = False
+        self,
+        pool: BlockPool,
+        prompt: Prompt,
+        kind: LayerKind | None = None,
+        verify: bool = False,
+        worth: int = WORTH_A_COPY,
     ) -> None:
         self.pool = pool
-        self.prompt = prompt
+        self.prompt = prompt.at(pool.block_size)
         self.kind = kind or Full()
         self.verify = verify
+        self.worth = worth
+        """The fewest tokens of a block that are worth a copy."""
         self._found: list[int | None] = []
-        for index in range(len(prompt.digests)):
+        for index in range(len(self.prompt.digests)):
             self._found.append(self._find(index))
             if not self.kind.releases and self._found[-1] is None:
                 break  # without a window no block after a gap is usable
@@ -91,10 +108,12 @@ class PrefixLookup:
             return None
         whole = self._found[full] if full < len(self._found) else None
         key = self.prompt.parent_key(full)
-        best = self.pool.partial_index.best(key, wanted) if whole is None else (whole, len(wanted))
+        index = self.pool.partial_index
+        search = index.best if self.pool.fills else index.longest
+        best = search(key, wanted) if whole is None else (whole, len(wanted))
         if best is None or best[1] >= size:
             return None
-        if best[1] < WORTH_A_COPY and self.pool.covered(best[0]) != full * size + best[1]:
+        if best[1] < self.worth and self.pool.covered(best[0]) != full * size + best[1]:
             return None
         return Partial(*best, self.pool.name(best[0]))
 
@@ -117,7 +136,7 @@ def reach_in_all(lookups: Sequence[PrefixLookup], most: int) -> int:
 
 def detach(tables: Sequence[BlockTable], drop: bool = True) -> list[Copy]:
     """Give each table a copy of its last block if that block holds more tokens than the table or has other
-    references: the table will write in it.
+    references, or is never full and has a name: the table will write in it.
 
     The answer is the copies to carry out. Without `drop` the tables' references to the sources stay, and the
     caller drops them once the step is planned: until then no source can become a target (C15). If the pool is
@@ -138,27 +157,7 @@ def detach(tables: Sequence[BlockTable], drop: bool = True) -> list[Copy]:
 
 def _is_its_own(table: BlockTable) -> bool:
     last = table.blocks[-1]
-    return table.pool.references(last) == 1 and table.pool.covered(last) == table.length
-
-
-def commit_tail(
-    table: BlockTable, tokens: Sequence[int], extra: bytes = b"", until: int | None = None
-) -> None:
-    """Hash the last block too, although it is not full: another prompt may continue from its tokens with a
-    copy of it.
-
-    until: how many tokens of the table are computed; by default all of them.
-    """
     pool = table.pool
-    end = table.length if until is None else until
-    full, rest = divmod(end, pool.block_size)
-    place = full - table.released
-    if not rest or end > min(len(tokens), table.length) or not 0 <= place < len(table.blocks):
-        return
-    if len(table.digests) != full or table.epoch != pool.epoch:
-        return
-    parent = table.digests[-1] if full else ROOT
-    content = tuple(tokens[full * pool.block_size : end])
-    digest = chain(parent, content, extra)
-    if pool.lookup(digest) is None:
-        pool.cache(table.blocks[place], digest, end, content, parent_key(parent, extra))
+    if not pool.fills:
+        return not table.copies_next
+    return pool.references(last) == 1 and pool.covered(last) == table.length

@@ -82,6 +82,15 @@ class BlockTable:
             )
         return self.blocks[position // size - self.released] * size + position % size
 
+    @property
+    def copies_next(self) -> bool:
+        """True if the next token is written into a copy of the last block, which others hold or find."""
+        pool = self.pool
+        if not self.length % pool.block_size:
+            return False
+        last = self.blocks[-1]
+        return pool.references(last) > 1 or (not pool.fills and pool.named(last))
+
     def append(self, tokens: int) -> list[Copy]:
         """Make room for `tokens` more, or change nothing and raise OutOfBlocks; `append` does several tables
         at once.
@@ -160,6 +169,11 @@ class BlockTable:
             raise ValueError(
                 f"cannot go back to {length} tokens: the first {self.released * self.pool.block_size} were "
                 "given back behind the sliding window; record the past before generating"
+            )
+        if not self.pool.fills and 0 < length < self.length:
+            raise ValueError(
+                f"a sequence of {self.length} tokens cannot go back to {length}: its block holds what all of "
+                "them have come to; go back to a copy"
             )
         self.length = length
         while self.end > self.pool.blocks_for(length):
@@ -242,8 +256,7 @@ def append(tables: Sequence[BlockTable], tokens: Sequence[int]) -> list[Copy]:
     pool = tables[0].pool
     if need > pool.available:
         raise OutOfBlocks(
-            f"{need} blocks of {pool.block_size} tokens are needed for the next step and {pool.available} of "
-            f"{pool.total} are left"
+            f"{need} {pool.unit} are needed for the next step and {pool.available} of {pool.total} are left"
         )
     now = pool.tick()
     copies = [table._extend(more, now) for table, more in zip(tables, tokens, strict=True) if more]

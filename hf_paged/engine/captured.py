@@ -361,7 +361,7 @@ class CapturedRunner:
             if table.why_not is not None or table.kernels is None:
                 return None
             adapters = table.layout
-        size = next(iter(groups)).pool.block_size
+        size = min(group.pool.block_size for group in groups)
         blocks = -(-batch.rows.longest // size)
         rows = bucket_of(batch.rows.decodes if decodes else batch.rows.tokens, 8 if form == "single" else 4)
         if kernels:

@@ -131,7 +131,7 @@ class Pools:
         need: Counter[torch.device] = Counter()
         for group, total in zip(self.groups.values(), totals, strict=True):
             for layout, layers in group.layouts.items():
-                need[layout.device] += total * self.config.block_size * layers * layout.token_bytes
+                need[layout.device] += total * group.pool.block_size * layers * layout.token_bytes
             if total < 1:
                 raise OutOfBlocks(
                     f"the memory that the engine may take is less than one block of {group.block_bytes} "
@@ -178,7 +178,7 @@ class Pools:
         affordable = int(share * group.share * free) // group.block_bytes
         if config.memory_fraction is not None:
             return affordable
-        row = kind.blocks_for(config.block_size, longest, config.max_batch_tokens)
+        row = kind.blocks_for(group.pool.block_size, longest, config.max_batch_tokens)
         return min(affordable, config.limits().sequences * (row + 1))
 
     def expect(self, groups: Iterable[Requests]) -> None:

@@ -71,7 +71,8 @@ class LayerGroup:
         self.kind = key[0]
         self.config = config = key[1]
         self.share = share
-        self.pool = BlockPool(require_room_for_books(config.num_blocks or 0), config.block_size)
+        size = self.kind.block_size(config.block_size)
+        self.pool = BlockPool(require_room_for_books(config.num_blocks or 0), size)
         self._expected_layers = layers
         self._place: dict[int, tuple[Layout, int]] = {}
         self._count: Counter[Layout] = Counter()

@@ -37,15 +37,14 @@ def why_infeasible(request: Request, kv_groups: Sequence[KVCacheGroup], limits: 
         most = kv_group.pool.total - limits.reserve(kv_group)
         if need > most and not kv_group.kind.grows:
             return (
-                f"cross attention to {request.source} tokens needs {need} blocks of "
-                f"{kv_group.pool.block_size} and {most} can be had; give a shorter input or fewer "
-                "pictures, or raise num_blocks"
+                f"cross attention to {request.source} tokens needs {need} {kv_group.pool.unit} and {most} "
+                "can be had; give a shorter input or fewer pictures, or raise num_blocks"
             )
         if need > most:
             return (
                 f"{request.width} sequence(s) of up to {request.most_tokens} tokens (prompt "
-                f"{len(request.prompt)}) need {need} blocks of "
-                f"{kv_group.pool.block_size} and {most} can be had; lower max_new_tokens or raise num_blocks"
+                f"{len(request.prompt)}) need {need} {kv_group.pool.unit} and {most} can be had; lower "
+                "max_new_tokens or raise num_blocks"
             )
     return None
 
@@ -137,8 +136,8 @@ class Watermark:
         reserve = self.limits.reserve(kv_group)
         if group.status is Status.PREEMPTED:
             # No watermark; but it must not take the next block of a running sequence, or it would be the next
-            # to be preempted (C9). A cross-attention table takes none.
-            reserve = state.taken if kv_group.kind.grows else 0
+            # to be preempted (C9). Some kinds' tables take none.
+            reserve = state.taken if kv_group.kind.adds else 0
             if group.setbacks >= 2:
                 reserve = headroom(group, need, state.running, i, chunk)
         return has_room(

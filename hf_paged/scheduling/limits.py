@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,9 +22,15 @@ class KVCacheGroup(NamedTuple):
         """The most blocks of `width` sequences of `tokens` tokens, the first `common` of them the same, that
         attend across to `source` (C11).
         """
-        if not self.kind.grows:
-            width, common, tokens = 1, 0, source
-        return self.kind.blocks_of_group(self.pool.block_size, width, common, tokens, chunk)
+        return self.kind.blocks_of_group(self.pool.block_size, width, common, tokens, chunk, source)
+
+
+def finest(kv_groups: Sequence[KVCacheGroup]) -> int:
+    """The number of the group with the smallest blocks of a sequence's own tokens: a token that fills a block
+    of any group fills one of these.
+    """
+    own = [i for i, kv_group in enumerate(kv_groups) if kv_group.kind.grows]
+    return min(own, key=lambda i: kv_groups[i].pool.block_size)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 from ..blocks import BlockTableArray, Copy
+from ..blocks.pool import MAX_BLOCK_SIZE
 from .request import SequenceGroup, TokenSequence
 
 
@@ -69,11 +70,11 @@ class ScheduledBatch:
         for sequence in sequences:
             for tables, table in zip(self.tables, sequence.tables, strict=False):
                 tables.put(sequence.row, table)
-        sizes = {table.pool.block_size for table in sequences[0].tables}
+        size = min([MAX_BLOCK_SIZE, *(table.pool.block_size for table in sequences[0].tables)])
         full = [
             (sequence, end)
             for sequence, start, end in zip(sequences, starts, ends, strict=True)
-            if any(end // size > start // size for size in sizes)
+            if end // size > start // size
         ]
         return replace(
             self,

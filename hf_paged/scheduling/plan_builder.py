@@ -37,6 +37,17 @@ class PlanBuilder:
             self.copies[i].append(copy)
             self._sources.append((table.pool, copy.source, table.stamp))
 
+    def keep_named(self, i: int, rows: Steps) -> None:
+        """Give tables of KV cache group `i` whose next tokens replace what others find a copy to write in, as
+        far as the pool has blocks beyond those that the rows need.
+        """
+        tables = [sequence.tables[i] for sequence, _ in rows]
+        counts = [count for _, count in rows]
+        for table in tables:
+            named = table.copies_next and table.pool.named(table.blocks[-1])
+            if named and table.pool.available > blocks_needed(tables, counts):
+                self.detach(i, table)
+
     def plan(self, swaps: Swaps) -> StepPlan:
         """The step as a value."""
         for pool, source, stamp in self._sources:
@@ -78,17 +89,17 @@ def fit(
     extra: Sequence[int] = (),
     tenants: Collection[str] = (),
 ) -> bool:
-    """True if every pool has the blocks for these steps and its number of `extra` more; the last pools may
-    have none. Blocks that a window has passed are freed first (C10). tenants: those whose steps they are, if
-    other tenants keep their shares (C43).
+    """True if every pool has the blocks for these steps and `extra` more, of the first groups. Blocks that a
+    window has passed are freed first (C10). tenants: those whose steps they are, if other tenants keep
+    their shares (C43).
     """
     for i, kv_group in enumerate(kv_groups):
+        own = extra[i] if i < len(extra) else 0
         every = [([sequence.tables[i] for sequence, _ in steps], steps) for steps in several]
         if kv_group.kind.releases:
             for tables, _ in every:
                 for table in tables:
                     kv_group.kind.release(table)
-        own = extra[i] if i < len(extra) else 0
         pool = kv_group.pool
         available = pool.available - max((pool.shares(each).reserved() for each in tenants), default=0)
         most = own + sum([count // pool.block_size + 2 for steps in several for _, count in steps])

@@ -8,7 +8,7 @@ from enum import Enum
 from ..blocks import BlockTable, Prompt
 from ..blocks.pool import NOWHERE
 from .adapter_slots import AdapterNames
-from .limits import KVCacheGroup
+from .limits import KVCacheGroup, finest
 
 UNKNOWN = -1
 """In the place of a token id: there is none."""
@@ -249,7 +249,7 @@ class SequenceGroup:
         a place (C38).
         """
         for table in self.leader.tables:
-            if not table.blocks:
+            if not table.blocks and table.pool.block_size == 1:
                 run = table.pool.find_run(self.common)
                 table.near = NOWHERE if run is None else run
 
@@ -297,9 +297,11 @@ class SequenceGroup:
 
     @property
     def prompt(self) -> Prompt:
-        """The tokens that the leader computes for all sequences, with the digests of its full blocks."""
+        """The tokens that the leader computes for all sequences, with the digests of its full blocks of the
+        smallest size.
+        """
         if self._prompt is None:
-            size = self.kv_groups[0].pool.block_size
+            size = self.kv_groups[finest(self.kv_groups)].pool.block_size
             self._prompt = Prompt(self.leader.tokens[: self.common], size, self.request.key)
         return self._prompt
 

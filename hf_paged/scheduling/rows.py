@@ -64,6 +64,8 @@ class RowTable:
         self._columns: _Columns | None = None
         self._lengths = array("i")
         """The tokens that each of the columns' members has computed, those in flight included."""
+        self._longest = 0
+        """The most of them."""
 
     def __len__(self) -> int:
         return len(self._limits)
@@ -80,11 +82,7 @@ class RowTable:
             return False
         if any(sequence.complete for sequence in group.sequences):
             return False
-        return all(
-            not table.length % table.pool.block_size or table.pool.references(table.blocks[-1]) == 1
-            for sequence in group.sequences
-            for table in sequence.tables
-        )
+        return not any(table.copies_next for sequence in group.sequences for table in sequence.tables)
 
     def join(self, sequence: TokenSequence) -> None:
         """Add a sequence whose prompt is computed."""
@@ -197,6 +195,7 @@ class RowTable:
         columns = self._columns = self._columns or self._made_columns()
         sequences, starts = columns.sequences, self._lengths
         self._lengths = lengths = array("i", map(add, starts, columns.ones))
+        self._longest += bool(sequences)
         for table in columns.tables:
             table.length += 1
         full, last = [], []
@@ -217,7 +216,7 @@ class RowTable:
             columns.ones,
             columns.samples,
             self.tables,
-            max(lengths, default=0),
+            self._longest,
             len(sequences),
             len(sequences),
             tuple(full),
@@ -241,6 +240,7 @@ class RowTable:
         members = [sequence for sequence in self._limits if sequence not in self.uneven]
         sequences = tuple(sorted(members, key=attrgetter("row")))
         self._lengths = array("i", [sequence.computed for sequence in sequences])
+        self._longest = max(self._lengths, default=0)
         return _Columns(
             sequences,
             array("i", [sequence.row for sequence in sequences]),

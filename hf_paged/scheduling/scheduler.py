@@ -21,11 +21,12 @@ from ..blocks import (
     reorder,
 )
 from ..blocks.pool import expect
+from ..blocks.prefix_lookup import WORTH_A_COPY
 from .adapter_slots import AdapterNames, AdapterSlots
 from .admission import Candidate, SchedulerState, why_infeasible
 from .audit import check_groups, check_kv_groups
 from .forecast import ADMISSIONS, FuturePeak
-from .limits import KVCacheGroup, Limits
+from .limits import KVCacheGroup, Limits, finest
 from .plan import ScheduledRow, StepPlan, Swaps
 from .plan_builder import PlanBuilder, Steps, fit, share, to_sample
 from .policy import POLICIES
@@ -90,10 +91,13 @@ class Scheduler:
         self.prefix_caching = prefix_caching
         self._growing = tuple(kv_group for kv_group in self.kv_groups if kv_group.kind.grows)
         """Those whose tables hold a sequence's own tokens."""
+        self._finest = finest(self.kv_groups)
+        self._largest = max(each.pool.block_size for each in self._growing)
+        """Tokens up to a multiple of it are full blocks in every pool."""
+        self._never_full = tuple(i for i, each in enumerate(self.kv_groups) if not each.kind.fills)
+        self._worth = 1 if self._never_full else WORTH_A_COPY  # one token less may not be found there
         if self._growing != self.kv_groups[: len(self._growing)]:
             raise ValueError("the pool of cross-attention layers must be the last one")
-        if len({kv_group.pool.block_size for kv_group in self.kv_groups}) != 1:
-            raise ValueError("the pools of one scheduler must have blocks of one size")
         self._no_copies = ((),) * len(self.kv_groups)
         self._key = POLICIES[policy]
         self.admission = ADMISSIONS[admission](self.kv_groups, limits)
@@ -113,7 +117,7 @@ class Scheduler:
         """Digests of the blocks that running groups are about to compute: twins wait for them instead of
         computing them too.
         """
-        self.prompt_scores = PromptScores(self.kv_groups[0].pool)
+        self.prompt_scores = PromptScores(self.kv_groups[self._finest].pool)
         """The numbers known about the tokens of cached blocks."""
         self.swapping = Swapping(self.kv_groups, swap, verify)
         self.divided = False
@@ -279,6 +283,8 @@ class Scheduler:
             steps = self._make_room(builder)
         builder.batch = self.decode_batch.step()
         builder.room -= builder.batch.tokens
+        for i in self._never_full:
+            builder.keep_named(i, [row for of_group in steps for row in of_group])
         for of_group in steps:
             self._take(builder, of_group)
         if (self.preempted or self.waiting) and not builder.preempted:
@@ -306,17 +312,29 @@ class Scheduler:
         need = self.decode_batch.need()
         enough = not self.running or fit(self.kv_groups, steps, need)
         if self.divided:
-            growth = Counter(sequence.group.request.tenant for sequence in self.decode_batch.growing)
-            for sequence, count in (row for each in steps for row in each):
-                growth[sequence.group.request.tenant] += count // self.kv_groups[0].pool.block_size + 1
-            if enough and fit(self.kv_groups, steps, need, growth):
+            growth = [self._growth(i, steps) for i in range(len(self.kv_groups))]
+            if enough and fit(self.kv_groups, steps, need, growth[self._finest]):
                 return None
             runs = Counter(group.request.tenant for group in self.running)
-            over = {t for t in runs if any(each.pool.shares(t).over(t, growth[t]) for each in self.kv_groups)}
+            pools = list(zip(self.kv_groups, growth, strict=True))
+            over = {t for t in runs if any(each.pool.shares(t).over(t, more[t]) for each, more in pools)}
             for group in reversed(self.running):
                 if group.request.tenant in over and runs[group.request.tenant] > 1:
                     return group
         return None if enough else self.running[-1]
+
+    def _growth(self, i: int, steps: list[Steps]) -> Counter[str]:
+        """The most blocks of a pool that the sequences of each tenant take in a step."""
+        size = self.kv_groups[i].pool.block_size
+        growth: Counter[str] = Counter()
+        for sequence in self.decode_batch.growing:
+            table = sequence.tables[i]
+            growth[sequence.group.request.tenant] += max(
+                0, -(-(sequence.computed + sequence.pending) // size) - table.end
+            )
+        for sequence, count in (row for each in steps for row in each):
+            growth[sequence.group.request.tenant] += count // size + 1
+        return growth
 
     def commit(self, plan: StepPlan, without: Collection[SequenceGroup] = ()) -> None:
         """The rows of the plan are computed, but for those of groups `without`."""
@@ -574,7 +592,8 @@ class Scheduler:
         prompt = group.prompt
         names = group.names()
         lookups = [
-            PrefixLookup(kv_group.pool, prompt, kv_group.kind, self.verify) for kv_group in self._growing
+            PrefixLookup(kv_group.pool, prompt, kv_group.kind, self.verify, self._worth)
+            for kv_group in self._growing
         ]
         most = group.common - 1
         ahead = 0
@@ -584,8 +603,8 @@ class Scheduler:
             known = self.prompt_scores.known(prompt.digests, group.request.scored)
             most = max(0, min(most, known * prompt.size - ahead))
         reached = reach_in_all(lookups, most)
-        while whole and reached % prompt.size:
-            reached = reach_in_all(lookups, reached - reached % prompt.size)
+        while whole and reached % self._largest:
+            reached = reach_in_all(lookups, reached - reached % self._largest)
         full = (reached + ahead) // prompt.size
         if full < len(names) and self._in_flight[names[full]]:
             return None
@@ -624,11 +643,10 @@ class Scheduler:
         if group.swapped:
             self.counts["swapped_in"] += 1
             self.counts["blocks_in"] += self.swapping.bring_back(group)
-            computed = len(group.leader.tables[0].digests) if group.leader.computed < group.common else None
         else:
-            computed = self._adopt(builder, group, candidate.found)
-        if self._shares(group) and computed is not None:
-            group.in_flight = group.names()[computed:]
+            self._adopt(builder, group, candidate.found)
+        if self._shares(group) and group.leader.computed < group.common:
+            group.in_flight = group.names()[len(group.leader.tables[self._finest].digests) :]
             self._in_flight.update(group.in_flight)
         for sequence in group.sequences:
             sequence.row = heappop(self._free_rows)
@@ -636,7 +654,7 @@ class Scheduler:
         insort(self.running, group, key=self._key)
         insort(self._others, group, key=self._key)
         self.counts["admissions"] += 1
-        if self.kv_groups[0].pool.block_size == 1:
+        if self.kv_groups[self._finest].pool.block_size == 1:
             group.seek_runs()
         builder.admitted.append(group)
         steps = group.advance(builder.room)
@@ -644,8 +662,8 @@ class Scheduler:
             raise AssertionError(f"{group!r} was let in and its first step does not fit")
         self._take(builder, steps)
 
-    def _adopt(self, builder: PlanBuilder, group: SequenceGroup, found: Sequence[Match]) -> int:
-        """Let a group begin with what was found: how many of its full blocks that is."""
+    def _adopt(self, builder: PlanBuilder, group: SequenceGroup, found: Sequence[Match]) -> None:
+        """Let a group begin with what was found."""
         leader = group.leader
         for i, (table, each) in enumerate(zip(leader.tables, found, strict=True)):
             adopt(table, each)
@@ -653,25 +671,26 @@ class Scheduler:
         leader.computed = leader.tables[0].length
         if group.status is Status.WAITING:
             group.cached_tokens = leader.computed
-        full = len(found[0].digests)
         if self._shares(group):
-            hits = full + (found[0].partial is not None)
-            misses = max(0, len(group.names()) - hits)
-            self.counts.update(hits=hits, misses=misses)
-            for kv_group in self._growing:
+            for i, kv_group in enumerate(self._growing):
+                hits = len(found[i].digests) + (found[i].partial is not None)
+                misses = max(0, (group.common - 1) // kv_group.pool.block_size - hits)
                 kv_group.pool.counts.update(hits=hits, misses=misses)
-        return full
+                if i == self._finest:
+                    self.counts.update(hits=hits, misses=misses)
 
     def _name(self, sequence: TokenSequence, end: int) -> None:
-        """Let others find the full blocks of the first `end` tokens of a sequence."""
-        deduped = full = end // self.kv_groups[0].pool.block_size
+        """Let others find the blocks of the first `end` tokens of a sequence."""
+        deduped = end
         for table in self._named_tables(sequence):
-            named = len(table.digests)
+            if not table.pool.fills and sequence in self.decode_batch:
+                continue  # whose members write in place
+            named = len(table.digests) * table.pool.block_size
             request = sequence.group.request
-            if named < full and commit(table, sequence.tokens, request.key, keep_tokens=True, until=end):
+            if commit(table, sequence.tokens, request.key, keep_tokens=True, until=end):
                 deduped = min(deduped, named)
-        if deduped < full:
-            self.decode_batch.renamed(sequence, deduped)
+        if deduped < end:
+            self.decode_batch.renamed(sequence, deduped // self._largest)
 
     def _name_tail(self, sequence: TokenSequence) -> None:
         """Let others find the last, partly filled block of a sequence that ends (C17). Its last token was

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from hf_paged.blocks import BlockTable, BlockTableArray
-from hf_paged.blocks.pool import NOWHERE, expect
+from hf_paged.blocks.pool import MAX_BLOCK_SIZE, NOWHERE, expect
 from hf_paged.scheduling import KVCacheGroup, ScheduledBatch, SequenceGroup, TokenSequence
 
 
@@ -40,7 +40,8 @@ class ClockedRows:
     def __init__(self, kv_groups: tuple[KVCacheGroup, ...]) -> None:
         """kv_groups: those whose tables grow with the tokens; a member's cross-attention table is empty."""
         self.kv_groups = kv_groups
-        self.block_size = kv_groups[0].pool.block_size
+        self.block_size = min([MAX_BLOCK_SIZE, *(kv_group.pool.block_size for kv_group in kv_groups)])
+        """The smallest of all: where a larger block is full, one of these is, too."""
         self.clear()
 
     def clear(self) -> None:
@@ -52,7 +53,9 @@ class ClockedRows:
         self._offsets: dict[TokenSequence, int] = {}
         """The members, and how many tokens each had computed before the first step of the batch."""
         self._growing: list[dict[TokenSequence, None]] = [{} for _ in range(self.block_size)]
-        """By the number of a step (modulo the block size): members that need a new block in it."""
+        """By the number of a step (modulo the block size): members that need a new block in it, one of the
+        smallest size at least.
+        """
         self.ends: dict[int, dict[TokenSequence, None]] = {}
         """By the number of a step: members that are complete before it, if nothing happens until then."""
         self.growing = self._growing[0]
@@ -72,11 +75,7 @@ class ClockedRows:
         in_prompt = group.leader.computed < len(group.request.prompt)  # whose rows may be more than ids
         if in_prompt or not group.request.batchable or not group.decoding or group.request.source:
             return False
-        return all(
-            not table.length % self.block_size or table.pool.references(table.blocks[-1]) == 1
-            for sequence in group.sequences
-            for table in sequence.tables
-        )
+        return not any(table.copies_next for sequence in group.sequences for table in sequence.tables)
 
     def join(self, sequence: TokenSequence) -> None:
         """Add a sequence that is one token behind."""
@@ -87,7 +86,7 @@ class ClockedRows:
         for kv_group, tables, table in zip(
             self.kv_groups, self.tables, self._tables_of(sequence), strict=True
         ):
-            if table.length % self.block_size:
+            if table.length % kv_group.pool.block_size:
                 kv_group.pool.uncache(table.blocks[-1])  # a name from before a crop would be wrong
             kv_group.kind.release(table)
             tables.put(sequence.row, table)
@@ -137,14 +136,17 @@ class ClockedRows:
         raise AssertionError(f"{sequence!r} takes another number of tokens than one")
 
     def need(self) -> list[int]:
-        """The blocks of every pool that the next step takes; blocks behind a window go back first (C10)."""
+        """The blocks of each pool that the next step takes; blocks behind a window go back first (C10)."""
+        found = []
         for i, kv_group in enumerate(self.kv_groups):
             if kv_group.kind.releases:
                 for sequence in self.growing:
                     table = sequence.tables[i]
                     table.stamp = kv_group.pool.tick()
                     kv_group.kind.release(table)
-        return [len(self.growing)] * len(self.kv_groups)
+            size = kv_group.pool.block_size
+            found.append(sum([not sequence.tables[i].length % size for sequence in self.growing]))
+        return found
 
     def step(self) -> ScheduledBatch:
         """One token of every member; every pool has the blocks for it."""
@@ -183,8 +185,10 @@ class ClockedRows:
         )
 
     def _add_block(self, sequence: TokenSequence) -> None:
-        """A new block for a sequence whose blocks are full."""
+        """New blocks for a sequence, of the groups whose last one is full."""
         for tables, table in zip(self.tables, self._tables_of(sequence), strict=True):
+            if table.length % table.pool.block_size:
+                continue
             near = table.blocks[-1] + 1 if table.blocks else NOWHERE
             table.blocks.append(table.pool.take(near, table.tenant))
             tables.add(sequence.row, table)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import le
 
-from hf_paged.blocks import BlockPool, Cross, Full, Window
+from hf_paged.blocks import BlockPool, BlockTable, Cross, Full, LayerKind, Window
 from hf_paged.scheduling import (
     AdapterNames,
     AdapterSlots,
@@ -30,6 +30,12 @@ from hf_paged.scheduling import (
 )
 
 VOCABULARY = 7
+
+
+def slots_of(pool: BlockPool, block: int) -> range:
+    """The numbers of a block's slots: one where all tokens come to one thing."""
+    size = pool.block_size if pool.fills else 1
+    return range(block * size, (block + 1) * size)
 
 
 def values_of(tokens: list[int], salt: int = 0) -> list[int]:
@@ -84,7 +90,7 @@ class Simulated:
     """Runs plans over a store of numbers, and keeps what every request answered."""
 
     pools: list[BlockPool]
-    windows: list[int | None]
+    kinds: list[LayerKind]
     limits: Limits
     encoders: BlockPool | None = None
     """Of what encoders make, if there are any: numbers of their own stand there."""
@@ -122,8 +128,8 @@ class Simulated:
             None if self.host is None else BlockPool(self.host, pool.block_size) for pool in everybody
         ]
         kv_groups = [
-            KVCacheGroup(Full() if window is None else Window(window), pool, host)
-            for pool, window, host in zip(self.pools, self.windows, self.hosts, strict=False)
+            KVCacheGroup(kind, pool, host)
+            for pool, kind, host in zip(self.pools, self.kinds, self.hosts, strict=False)
         ]
         if self.encoders is not None:
             kv_groups.append(KVCacheGroup(Cross(), self.encoders, self.hosts[-1]))
@@ -154,13 +160,20 @@ class Simulated:
         **options,
     ) -> Simulated:
         """One pool, or one of full and one of windowed layers."""
-        windows = [None] if window is None else [None, window]
-        return cls(
-            [BlockPool(total, size) for _ in windows],
-            windows,
-            Limits(tokens, sequences, watermark),
-            **options,
+        kinds = [Full()] if window is None else [Full(), Window(window)]
+        return cls.mixed(
+            [(kind, total, size) for kind in kinds], Limits(tokens, sequences, watermark), **options
         )
+
+    @classmethod
+    def mixed(cls, pools: Iterable[tuple[LayerKind, int, int]], limits: Limits, **options) -> Simulated:
+        """A pool for each kind of layers, of so many blocks of its own size."""
+        kinds, totals, sizes = zip(*pools, strict=True)
+        made = [
+            BlockPool(total, kind.block_size(size))
+            for kind, total, size in zip(kinds, totals, sizes, strict=True)
+        ]
+        return cls(made, list(kinds), limits, **options)
 
     def submit(self, request: Request, beams: bool = False) -> SequenceGroup:
         assert request.number not in self.requests, f"a request number {request.number} has been here before"
@@ -239,11 +252,11 @@ class Simulated:
             ):
                 pool = kv_group.pool
                 assert len({copy.target for copy in copies}) == len(copies)
-                for source, target in copies:
-                    for slot in range(pool.block_size):
-                        targets[target * pool.block_size + slot] = sources.get(
-                            source * pool.block_size + slot, 0
-                        )
+                for copy in copies:
+                    targets.update(
+                        (there, sources.get(here, 0))
+                        for here, there in zip(*(slots_of(pool, block) for block in copy), strict=True)
+                    )
 
     def copy(self, plan: StepPlan) -> None:
         assert self.encoders is None or not plan.copies[-1]
@@ -251,9 +264,9 @@ class Simulated:
             pool = kv_group.pool
             assert not {copy.source for copy in copies} & {copy.target for copy in copies}
             assert len({copy.target for copy in copies}) == len(copies)
-            for source, target in copies:
-                for slot in range(pool.block_size):
-                    store[target * pool.block_size + slot] = store.get(source * pool.block_size + slot, 0)
+            for copy in copies:
+                for here, there in zip(*(slots_of(pool, block) for block in copy), strict=True):
+                    store[there] = store.get(here, 0)
 
     def compute(self, sequence: TokenSequence, start: int, count: int) -> int:
         """Write what the row computes in every pool, after reading all that it looks at: the answer is its
@@ -268,15 +281,27 @@ class Simulated:
         right = values_of(sequence.tokens[: start + count], self.salt_of(sequence.group.request))
         if self.encoders is not None:
             self.cross_attend(sequence)
-        for table, store, window in zip(
-            sequence.tables, self.stores, self.windows, strict=self.encoders is None
-        ):
+        for table, store, kind in zip(sequence.tables, self.stores, self.kinds, strict=self.encoders is None):
             assert table.length == start + count
+            if not kind.fills:
+                self.update(sequence, table, store, right, start)
+                continue
+            window = kind.window
             for position in range(start, start + count):
                 store[table.slot(position)] = right[position]
             for seen in range(max(0, start - (window or start + 1) + 1), start + count):
                 assert store[table.slot(seen)] == right[seen], f"{sequence!r} reads a wrong {seen}"
         return right[-1]
+
+    def update(
+        self, sequence: TokenSequence, table: BlockTable, store: dict[int, int], right: list[int], start: int
+    ) -> None:
+        """Replace what the tokens have come to; no name may promise what was there."""
+        (block,) = table.blocks
+        assert not start or store[block] == right[start - 1], f"{sequence!r} continues a wrong state"
+        assert table.pool.references(block) == 1, f"{sequence!r} writes what others read"
+        assert not table.pool.named(block), f"{sequence!r} writes what others find"
+        store[block] = right[-1]
 
     def salt_of(self, request: Request) -> int:
         """Tokens that attend across to other content are other values."""
