@@ -202,7 +202,7 @@ class InFlightStep:
             job = self._sampling.jobs.get(sequence.group) if sequence in found else None
             if job is not None and job.prompt_scores is not None:
                 job.prompt_scores.note(start + 1, found[sequence].tolist())
-                job.prompt_scores.publish(scheduler.prompt_scores, sequence.group.prompt, start, count)
+                job.prompt_scores.publish(scheduler.prefixes.scores, sequence.group.prompt, start, count)
 
     def _apply_one_by_one(
         self, scheduler: Scheduler, columns: SamplingColumns, places: Sequence[int]

@@ -179,7 +179,7 @@ class StepLoop:
             job = self.jobs[group]
             job.timing.started = job.timing.started or time.monotonic()
             if job.prompt_scores is not None:
-                job.prompt_scores.recall(self.scheduler.prompt_scores, group.prompt, group.leader.computed)
+                job.prompt_scores.recall(self.scheduler.prefixes.scores, group.prompt, group.leader.computed)
 
     def _run_apart(self, plan: StepPlan, error: Exception | None = None) -> RunsApart:
         """Run each request of a step by itself, on the same blocks. error: why the step has failed; None if

@@ -10,6 +10,11 @@ from ..blocks.pool import expect
 from .limits import KVCacheGroup, Limits
 from .request import Request, SequenceGroup, Status, TokenSequence
 
+PATIENCE = 1000
+"""For so many steps later groups with adapters pass a group whose adapter has no slot, and groups of other
+tenants one that its own tenant's share holds back while that tenant runs nothing; then they wait for it.
+"""
+
 
 def has_room(
     total: int, available: int, need: int, *, hits: int = 0, cached_hits: int = 0, reserve: int = 0
@@ -121,6 +126,14 @@ class Watermark:
         """
         self._behind = {other: None for other in self._behind if not other.decoding}
         return all(self._fits_pool(i, candidate, state) for i in range(len(self.kv_groups)))
+
+    def fits_but_for_shares(self, candidate: Candidate, state: SchedulerState) -> bool:
+        """True if only the shares of other tenants are in a group's way, and others may pass it."""
+        if not self.fits(candidate._replace(takes=True), state):
+            return False
+        group = candidate.group
+        group.passed_over += all(other.request.tenant != group.request.tenant for other in state.running)
+        return not state.running or group.passed_over <= PATIENCE
 
     def _fits_pool(self, i: int, candidate: Candidate, state: SchedulerState) -> bool:
         kv_group = self.kv_groups[i]

@@ -5,6 +5,7 @@ once.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from itertools import compress, count
 from operator import add, attrgetter, ge
 from typing import NamedTuple
@@ -162,6 +163,15 @@ class RowTable:
                 count += max(0, -(-(sequence.computed + self._takes(sequence)) // size) - table.end)
             found.append(count)
         return found
+
+    def growth(self, i: int) -> Counter[str]:
+        """The blocks of pool `i` that the next step takes for the sequences of each tenant."""
+        growth: Counter[str] = Counter()
+        for sequence in self.growing if i < len(self.kv_groups) else ():
+            table = sequence.tables[i]
+            need = table.pool.blocks_for(sequence.computed + self._takes(sequence))
+            growth[sequence.group.request.tenant] += max(0, need - table.end)
+        return growth
 
     def limit(self, most: int) -> None:
         """Let the rows take at most so many tokens in the next step, and no fewer than one each that takes

@@ -9,27 +9,20 @@ from heapq import heappop, heappush
 from typing import Literal
 
 from ..blocks import (
-    BlockTable,
     Match,
-    PrefixLookup,
-    PromptScores,
-    adopt,
     append,
-    commit,
-    commit_tail,
-    reach_in_all,
     reorder,
 )
 from ..blocks.pool import expect
-from ..blocks.prefix_lookup import WORTH_A_COPY
 from .adapter_slots import AdapterNames, AdapterSlots
-from .admission import Candidate, SchedulerState, why_infeasible
+from .admission import PATIENCE, Candidate, SchedulerState, why_infeasible
 from .audit import check_groups, check_kv_groups
 from .forecast import ADMISSIONS, FuturePeak
-from .limits import KVCacheGroup, Limits, finest
+from .limits import KVCacheGroup, Limits
 from .plan import ScheduledRow, StepPlan, Swaps
 from .plan_builder import PlanBuilder, Steps, fit, share, to_sample
 from .policy import POLICIES
+from .prefixes import SharedPrefixes
 from .request import NO_ROW, Request, SequenceGroup, Status, TokenSequence
 from .rows import RowTable
 from .swap import Decide, Swapping, never
@@ -47,11 +40,6 @@ Verdict = Literal["stop", "pass", "pass, impatient", "pass, behind a twin"]
 """How a group is not admitted in a step. stop: no group behind it is, either. pass: it keeps its place, and
 groups behind it may pass it; impatient, only those without adapters; behind a twin, which computes its prefix
 now, only those of its queue.
-"""
-
-PATIENCE = 1000
-"""For so many steps later groups with adapters pass a group whose adapter has no slot, and groups of other
-tenants one that its own tenant's share holds back while that tenant runs nothing; then they wait for it.
 """
 
 
@@ -87,15 +75,10 @@ class Scheduler:
             raise ValueError(f"admission={admission!r} is not one of {sorted(ADMISSIONS)}")
         self.kv_groups = tuple(kv_groups)
         self.limits = limits
-        self.verify = verify
-        self.prefix_caching = prefix_caching
-        self._growing = tuple(kv_group for kv_group in self.kv_groups if kv_group.kind.grows)
-        """Those whose tables hold a sequence's own tokens."""
-        self._finest = finest(self.kv_groups)
-        self._largest = max(each.pool.block_size for each in self._growing)
-        """Tokens up to a multiple of it are full blocks in every pool."""
+        self.prefixes = SharedPrefixes(self.kv_groups, prefix_caching, verify)
+        """What groups find in the cache, and leave there."""
+        self._growing = self.prefixes.growing
         self._never_full = tuple(i for i, each in enumerate(self.kv_groups) if not each.kind.fills)
-        self._worth = 1 if self._never_full else WORTH_A_COPY  # one token less may not be found there
         if self._growing != self.kv_groups[: len(self._growing)]:
             raise ValueError("the pool of cross-attention layers must be the last one")
         self._no_copies = ((),) * len(self.kv_groups)
@@ -113,12 +96,6 @@ class Scheduler:
         """Rows that no sequence owns, a heap: the lowest is given first."""
         self.adapters = adapters
         """Where the adapters of requests are."""
-        self._in_flight: Counter[bytes] = Counter()
-        """Digests of the blocks that running groups are about to compute: twins wait for them instead of
-        computing them too.
-        """
-        self.prompt_scores = PromptScores(self.kv_groups[self._finest].pool)
-        """The numbers known about the tokens of cached blocks."""
         self.swapping = Swapping(self.kv_groups, swap, verify)
         self.divided = False
         """True if tenants divide the pools: from the first request of one on."""
@@ -150,7 +127,7 @@ class Scheduler:
         group = sequence.group
         self._leave_batch(group)
         self.admission.finish(sequence)
-        self._name_tail(sequence)
+        self.prefixes.name_tail(sequence)
         sequence.free()
         self._release_row(sequence)
         if len(group.sequences) == 1:
@@ -159,7 +136,7 @@ class Scheduler:
             group.sequences.remove(sequence)
 
     def _leave(self, group: SequenceGroup) -> None:
-        self._forget_in_flight(group)
+        self.prefixes.forget(group)
         self.admission.leave(group)
         {Status.WAITING: self.waiting, Status.PREEMPTED: self.preempted, Status.RUNNING: self.running}[
             group.status
@@ -176,7 +153,7 @@ class Scheduler:
         where possible (C29 to C31); `swap` False means recomputed.
         """
         self._leave_batch(group)
-        self._forget_in_flight(group)
+        self.prefixes.forget(group)
         self.admission.leave(group)
         for sequence in group.sequences:
             sequence.waits = False
@@ -219,7 +196,7 @@ class Scheduler:
         self._others = []
         self.decode_batch.clear()
         self._free_rows = list(range(self.limits.sequences))
-        self._in_flight.clear()
+        self.prefixes.clear()
         self.admission.clear()
         self.swapping.clear()
         for group in groups:
@@ -312,8 +289,11 @@ class Scheduler:
         need = self.decode_batch.need()
         enough = not self.running or fit(self.kv_groups, steps, need)
         if self.divided:
-            growth = [self._growth(i, steps) for i in range(len(self.kv_groups))]
-            if enough and fit(self.kv_groups, steps, need, growth[self._finest]):
+            growth = [self.decode_batch.growth(i) for i in range(len(self.kv_groups))]
+            for sequence, count in (row for each in steps for row in each):
+                for kv_group, more in zip(self.kv_groups, growth, strict=True):
+                    more[sequence.group.request.tenant] += count // kv_group.pool.block_size + 1
+            if enough and fit(self.kv_groups, steps, need, growth[self.prefixes.finest]):
                 return None
             runs = Counter(group.request.tenant for group in self.running)
             pools = list(zip(self.kv_groups, growth, strict=True))
@@ -322,19 +302,6 @@ class Scheduler:
                 if group.request.tenant in over and runs[group.request.tenant] > 1:
                     return group
         return None if enough else self.running[-1]
-
-    def _growth(self, i: int, steps: list[Steps]) -> Counter[str]:
-        """The most blocks of a pool that the sequences of each tenant take in a step."""
-        size = self.kv_groups[i].pool.block_size
-        growth: Counter[str] = Counter()
-        for sequence in self.decode_batch.growing:
-            table = sequence.tables[i]
-            growth[sequence.group.request.tenant] += max(
-                0, -(-(sequence.computed + sequence.pending) // size) - table.end
-            )
-        for sequence, count in (row for each in steps for row in each):
-            growth[sequence.group.request.tenant] += count // size + 1
-        return growth
 
     def commit(self, plan: StepPlan, without: Collection[SequenceGroup] = ()) -> None:
         """The rows of the plan are computed, but for those of groups `without`."""
@@ -375,20 +342,15 @@ class Scheduler:
         batch = plan.batch
         for sequence, end in batch.full:
             if sequence.computed >= end and sequence.group not in without:
-                self._name(sequence, min(end, len(sequence.tokens) - sequence.drafts))
+                known = min(end, len(sequence.tokens) - sequence.drafts)
+                renamed = self.prefixes.name(sequence, known, in_place=sequence in self.decode_batch)
+                if renamed is not None:
+                    self.decode_batch.renamed(sequence, renamed)
         for sequence, start, count, _ in batch.other_rows if len(batch.sequences) > batch.decodes else ():
             group = sequence.group
             end = start + count
             if group.in_flight and end >= group.common and sequence.computed >= end and group not in without:
-                self._forget_in_flight(group)
-
-    def _forget_in_flight(self, group: SequenceGroup) -> None:
-        """The group has computed its shared prefix, or will not do so: no other waits for it any more."""
-        for name in group.in_flight:
-            self._in_flight[name] -= 1
-            if not self._in_flight[name]:
-                del self._in_flight[name]
-        group.in_flight = []
+                self.prefixes.forget(group)
 
     def extend(self, sequences: Iterable[TokenSequence], tokens: Iterable[int]) -> None:
         """The host has the next tokens of sequences, which run or were preempted since the tokens' step."""
@@ -560,7 +522,7 @@ class Scheduler:
             # without the copy.
             candidate = self._candidate(group, self._find(group, whole=True) or found)
             fits = self.admission.fits(candidate, state)
-        if not fits and not self._fits_but_for_shares(candidate, state):
+        if not fits and not (self.divided and self.admission.fits_but_for_shares(candidate, state)):
             return "stop"  # no request overtakes another for memory (C12)
         late = not fits and self.running  # where nothing runs it takes the blocks
         if late or (builder.held_back and self.admission.exceeds(candidate)):
@@ -569,52 +531,14 @@ class Scheduler:
             return "pass"  # tenants within their shares do not wait
         return candidate
 
-    def _fits_but_for_shares(self, candidate: Candidate, state: SchedulerState) -> bool:
-        """True if only the shares of other tenants are in a group's way, and others may pass it."""
-        taking = candidate._replace(takes=True)
-        if not self.divided or not self.admission.fits(taking, state):
-            return False
-        group = candidate.group
-        group.passed_over += all(other.request.tenant != group.request.tenant for other in self.running)
-        return not self.running or group.passed_over <= PATIENCE
-
     def _find(self, group: SequenceGroup, whole: bool = False) -> list[Match] | None:
-        """The cached beginning of a group in every pool, to the token or in whole blocks; None if a twin is
-        computing the next block right now.
-
-        Of a group on the host, those of its blocks that are on the device as well.
+        """The cached beginning of a group in every pool; of one on the host, those of its blocks that are on
+        the device as well.
         """
-        if group.swapped:
-            there = [self.swapping.there(group, i) for i in range(len(self.kv_groups))]
-            return [Match(list(set(each.values())), []) for each in there]
-        if not self._shares(group):
-            return [Match([], []) for _ in self.kv_groups]
-        prompt = group.prompt
-        names = group.names()
-        lookups = [
-            PrefixLookup(kv_group.pool, prompt, kv_group.kind, self.verify, self._worth)
-            for kv_group in self._growing
-        ]
-        most = group.common - 1
-        ahead = 0
-        if group.request.scored:
-            # What a token is scored with comes of the token before it, which must be computed.
-            ahead = 1
-            known = self.prompt_scores.known(prompt.digests, group.request.scored)
-            most = max(0, min(most, known * prompt.size - ahead))
-        reached = reach_in_all(lookups, most)
-        while whole and reached % self._largest:
-            reached = reach_in_all(lookups, reached - reached % self._largest)
-        full = (reached + ahead) // prompt.size
-        if full < len(names) and self._in_flight[names[full]]:
-            return None
-        # What it attends to across is made anew.
-        cross = [Match([], [])] * (len(self.kv_groups) - len(self._growing))
-        return [lookup.take(reached) for lookup in lookups] + cross
-
-    def _shares(self, group: SequenceGroup) -> bool:
-        """True if a group takes prefixes of others, and leaves its own."""
-        return self.prefix_caching and group.request.shares
+        if not group.swapped:
+            return self.prefixes.find(group, whole)
+        there = [self.swapping.there(group, i) for i in range(len(self.kv_groups))]
+        return [Match(list(set(each.values())), []) for each in there]
 
     @property
     def _taken(self) -> int:
@@ -644,65 +568,22 @@ class Scheduler:
             self.counts["swapped_in"] += 1
             self.counts["blocks_in"] += self.swapping.bring_back(group)
         else:
-            self._adopt(builder, group, candidate.found)
-        if self._shares(group) and group.leader.computed < group.common:
-            group.in_flight = group.names()[len(group.leader.tables[self._finest].digests) :]
-            self._in_flight.update(group.in_flight)
+            hits, misses = self.prefixes.begin(builder, group, candidate.found)
+            self.counts.update(hits=hits, misses=misses)
+        self.prefixes.expect(group)
         for sequence in group.sequences:
             sequence.row = heappop(self._free_rows)
         group.status = Status.RUNNING
         insort(self.running, group, key=self._key)
         insort(self._others, group, key=self._key)
         self.counts["admissions"] += 1
-        if self.kv_groups[self._finest].pool.block_size == 1:
+        if self.kv_groups[self.prefixes.finest].pool.block_size == 1:
             group.seek_runs()
         builder.admitted.append(group)
         steps = group.advance(builder.room)
         if not fit(self.kv_groups, [steps]):
             raise AssertionError(f"{group!r} was let in and its first step does not fit")
         self._take(builder, steps)
-
-    def _adopt(self, builder: PlanBuilder, group: SequenceGroup, found: Sequence[Match]) -> None:
-        """Let a group begin with what was found."""
-        leader = group.leader
-        for i, (table, each) in enumerate(zip(leader.tables, found, strict=True)):
-            adopt(table, each)
-            builder.detach(i, table)
-        leader.computed = leader.tables[0].length
-        if group.status is Status.WAITING:
-            group.cached_tokens = leader.computed
-        if self._shares(group):
-            for i, kv_group in enumerate(self._growing):
-                hits = len(found[i].digests) + (found[i].partial is not None)
-                misses = max(0, (group.common - 1) // kv_group.pool.block_size - hits)
-                kv_group.pool.counts.update(hits=hits, misses=misses)
-                if i == self._finest:
-                    self.counts.update(hits=hits, misses=misses)
-
-    def _name(self, sequence: TokenSequence, end: int) -> None:
-        """Let others find the blocks of the first `end` tokens of a sequence."""
-        deduped = end
-        for table in self._named_tables(sequence):
-            if not table.pool.fills and sequence in self.decode_batch:
-                continue  # whose members write in place
-            named = len(table.digests) * table.pool.block_size
-            request = sequence.group.request
-            if commit(table, sequence.tokens, request.key, keep_tokens=True, until=end):
-                deduped = min(deduped, named)
-        if deduped < end:
-            self.decode_batch.renamed(sequence, deduped // self._largest)
-
-    def _name_tail(self, sequence: TokenSequence) -> None:
-        """Let others find the last, partly filled block of a sequence that ends (C17). Its last token was
-        never computed.
-        """
-        tokens = sequence.tokens
-        for table in self._named_tables(sequence):
-            commit_tail(table, tokens, sequence.group.request.key, until=len(tokens) - 1)
-
-    def _named_tables(self, sequence: TokenSequence) -> tuple[BlockTable, ...]:
-        """The tables whose blocks others may find by the sequence's tokens."""
-        return sequence.tables[: len(self._growing)] if self._shares(sequence.group) else ()
 
     # ---- the audit
 

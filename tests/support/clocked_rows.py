@@ -5,6 +5,7 @@ when every row takes one token.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -128,6 +129,12 @@ class ClockedRows:
     @property
     def pending(self) -> int:
         return len(self._offsets)
+
+    def growth(self, i: int) -> Counter[str]:
+        several = [
+            each for each in self.growing if not each.tables[i].length % each.tables[i].pool.block_size
+        ]
+        return Counter(sequence.group.request.tenant for sequence in several)
 
     def limit(self, most: int) -> None:
         """Every row takes one token."""

@@ -401,5 +401,5 @@ class Simulated:
             kv_group.pool.held == 0 and (kv_group.host is None or kv_group.host.held == 0)
             for kv_group in self.scheduler.kv_groups
         )
-        assert not self.scheduler._in_flight
+        assert self.scheduler.prefixes.idle
         self.scheduler.check()
