@@ -83,7 +83,7 @@ def test_what_is_there_under_its_name_is_shared() -> None:
     assert table.digests == names[:2]
     commit(table, tokens)  # what came back gets its name again
     assert table.digests == names
-    assert [device.lookup(name) for name in names] == table.blocks[:4]
+    assert [device.names.lookup(name) for name in names] == table.blocks[:4]
     device.check()
     host.check()
 

@@ -106,7 +106,7 @@ def test_a_named_block_that_is_never_full_is_found_and_continued_in_a_copy() -> 
     assert copy == (found.partial.block, table.blocks[0])
     assert not table.copies_next
     table.append(6)
-    assert pool.covered(copy.source) == 24
+    assert pool.names.covered(copy.source) == 24
     table.free()
     pool.check()
 

@@ -18,7 +18,9 @@ def books(pool: BlockPool) -> tuple[int, int, int]:
 def lowest(pool: BlockPool, total: int, count: int) -> list[int]:
     """Where C38 puts `count` blocks of one token: the lowest run of free ones, else the lowest free ones."""
     free = [
-        block for block in range(total) if not pool.references(block) and pool.lookup(name(block)) != block
+        block
+        for block in range(total)
+        if not pool.references(block) and pool.names.lookup(name(block)) != block
     ]
     starts = [start for start in free if set(range(start, start + count)) <= set(free)]
     return list(range(starts[0], starts[0] + count)) if starts else free[:count]
@@ -148,7 +150,7 @@ def test_growing_adds_free_blocks_and_keeps_the_rest():
     pool.grow(5)
     assert books(pool) == (3, 1, 1)
     assert [pool.take() for _ in range(3)] == [2, 3, 4]
-    assert pool.lookup(name(1)) == cached
+    assert pool.names.lookup(name(1)) == cached
     assert pool.references(held) == 1
     pool.grow(5)
     with pytest.raises(ValueError, match="a pool of 5 blocks cannot shrink to 4"):
@@ -183,9 +185,9 @@ def test_c18_a_cached_block_is_not_taken_while_another_is_free():
     pool.cache(block, name(1), 4)
     pool.drop(block)
     assert [pool.take(near=block), pool.take()] == [1, 2]
-    assert pool.lookup(name(1)) == block
+    assert pool.names.lookup(name(1)) == block
     assert pool.take() == block
-    assert pool.lookup(name(1)) is None
+    assert pool.names.lookup(name(1)) is None
     assert pool.counts["evictions"] == 1
 
 
@@ -258,9 +260,9 @@ def test_c19_a_named_block_stays_matchable_until_it_is_evicted():
     block = pool.take()
     assert pool.cache(block, name(1), 4) == block
     pool.drop(block)
-    assert pool.lookup(name(1)) == block
+    assert pool.names.lookup(name(1)) == block
     pool.take(), pool.take()
-    assert pool.lookup(name(1)) is None
+    assert pool.names.lookup(name(1)) is None
 
 
 def test_c18_a_hit_in_the_evictor_is_taken_out_and_still_valid():
@@ -274,7 +276,7 @@ def test_c18_a_hit_in_the_evictor_is_taken_out_and_still_valid():
     assert pool.take() == other
     with pytest.raises(OutOfBlocks):
         pool.take()
-    assert pool.lookup(name(0)) == block
+    assert pool.names.lookup(name(0)) == block
 
 
 def test_c20_the_last_access_decides_and_never_goes_back():
@@ -320,7 +322,7 @@ def test_a_block_has_one_name():
     block = pool.take()
     pool.cache(block, name(1), 4)
     assert pool.cache(block, name(2), 4) is None
-    assert (pool.lookup(name(1)), pool.lookup(name(2))) == (block, None)
+    assert (pool.names.lookup(name(1)), pool.names.lookup(name(2))) == (block, None)
     pool.drop(block)
     pool.check()
 
@@ -335,8 +337,8 @@ def test_c25_a_name_that_other_content_has_taken_is_not_lent():
     assert pool.cache(second, name(1), 2, (5, 7)) is None
     assert pool.cache(second, name(1), 4) is None
     assert pool.cache(second, name(1), 2, (5, 6)) == first
-    assert pool.tokens_of_block(first) == (5, 6)
-    assert pool.tokens_of_block(second) == ()
+    assert pool.names.tokens(first) == (5, 6)
+    assert pool.names.tokens(second) == ()
 
 
 def test_c25_tokens_that_were_kept_are_not_lost_by_a_second_publication():
@@ -344,10 +346,10 @@ def test_c25_tokens_that_were_kept_are_not_lost_by_a_second_publication():
     pool = BlockPool(2, 2)
     block = pool.take()
     pool.cache(block, name(1), 2)
-    assert pool.tokens_of_block(block) == ()
+    assert pool.names.tokens(block) == ()
     pool.cache(block, name(1), 2, (5, 6))
     pool.cache(block, name(1), 2)
-    assert pool.tokens_of_block(block) == (5, 6)
+    assert pool.names.tokens(block) == (5, 6)
 
 
 def test_c22_only_held_blocks_are_published():
@@ -367,7 +369,7 @@ def test_withdraw_takes_the_name_and_leaves_the_block():
     pool.uncache(block)
     pool.cache(block, name(1), 4)
     pool.uncache(block)
-    assert pool.lookup(name(1)) is None
+    assert pool.names.lookup(name(1)) is None
     pool.drop(block)
     assert books(pool) == (2, 0, 0)
     pool.check()
@@ -381,7 +383,7 @@ def test_forget_frees_what_is_cached_and_unnames_what_is_held():
     pool.cache(cached, name(2), 4)
     pool.drop(cached)
     pool.forget()
-    assert (pool.lookup(name(1)), pool.lookup(name(2))) == (None, None)
+    assert (pool.names.lookup(name(1)), pool.names.lookup(name(2))) == (None, None)
     assert books(pool) == (3, 1, 0)
     assert pool.take() == cached
     pool.drop(held)
@@ -418,7 +420,7 @@ def test_check_finds_a_table_of_the_wrong_size():
         pool.check()
 
 
-@pytest.mark.parametrize("fault", ["_held", "_lowest_free", "_state", "_names", "_evictor"])
+@pytest.mark.parametrize("fault", ["_held", "_lowest_free", "_state", "names", "_evictor"])
 def test_check_finds_books_that_were_tampered_with(fault):
     """C7: each of the books is recounted, and `recover` makes them whole, as after an interrupt."""
     pool = BlockPool(4, 4)
@@ -432,8 +434,8 @@ def test_check_finds_books_that_were_tampered_with(fault):
         pool._lowest_free = 3
     elif fault == "_state":
         pool._state[2] = 1
-    elif fault == "_names":
-        pool._names.clear()
+    elif fault == "names":
+        pool.names.of.clear()
     else:
         pool._evictor.evict()
     with pytest.raises(AssertionError):
@@ -493,7 +495,9 @@ def test_c38_several_tokens_go_where_all_of_them_can():
         if count > pool.free:
             continue
         free = [
-            block for block in range(24) if not pool.references(block) and pool.lookup(name(block)) != block
+            block
+            for block in range(24)
+            if not pool.references(block) and pool.names.lookup(name(block)) != block
         ]
         there = list(range(near, near + count))
         expected = there if set(there) <= set(free) else lowest(pool, 24, count)

@@ -163,8 +163,8 @@ def test_c20_adopting_is_an_access():
     adopt(waiting, match(pool, [1, 1, 1, 1, 1]))
     waiting.free()
     BlockTable(pool).append(12)
-    assert pool.lookup(chain(ROOT, [1, 1, 1, 1])) == blocks[0]
-    assert pool.lookup(chain(ROOT, [2, 2, 2, 2])) is None
+    assert pool.names.lookup(chain(ROOT, [1, 1, 1, 1])) == blocks[0]
+    assert pool.names.lookup(chain(ROOT, [2, 2, 2, 2])) is None
 
 
 # ---- the order of eviction
@@ -212,7 +212,7 @@ def test_c20_a_common_prefix_is_as_recent_as_its_last_reader():
     other.free()
     shared = first.blocks[0]
     first.free()
-    while pool.lookup(chain(ROOT, PROMPT[:4])) == shared:
+    while pool.names.lookup(chain(ROOT, PROMPT[:4])) == shared:
         taken = pool.take()
     assert (taken, pool.available) == (shared, 0)
 
@@ -459,7 +459,7 @@ def test_c25_a_collision_is_not_adopted_and_names_nothing_behind_it():
     commit(table, [*PROMPT, 0], keep_tokens=True)
     assert (table.blocks, table.digests) == (blocks, [])
     assert match(pool, [9, 9, 9, 9, *PROMPT[4:]], verify=True).blocks == []
-    assert pool.lookup(chain(chain(ROOT, PROMPT[:4]), PROMPT[4:8])) is None
+    assert pool.names.lookup(chain(chain(ROOT, PROMPT[:4]), PROMPT[4:8])) is None
     pool.check()
 
 

@@ -86,7 +86,7 @@ class World:
             (list(r.table.blocks), r.table.length, r.table.released, list(r.table.digests))
             for r in self.all_rows()
         ]
-        named = [(digest, self.pool.lookup(digest)) for digest in self.truth]
+        named = [(digest, self.pool.names.lookup(digest)) for digest in self.truth]
         return counts, tables, named, self.pool.free, self.pool.held, self.pool.cached
 
     def execute(self, copies: list[Copy]) -> None:
@@ -259,7 +259,7 @@ class World:
             for position in range(table.released * self.size, table.length):
                 assert self.store[table.slot(position)] == row.values[position], (table, position)
         for digest, values in list(self.truth.items()):
-            block = pool.lookup(digest)
+            block = pool.names.lookup(digest)
             if block is None:
                 del self.truth[digest]
             else:

@@ -259,7 +259,8 @@ def test_a_device_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
 def more_books(engine: Engine) -> tuple[Any, ...]:
     """The names of all blocks, what waits on the host, and the state of each request."""
     names = [
-        {block: digest.hex()[:8] for block, digest in pool.names().items()} for pool in block_pools(engine)
+        {block: digest.hex()[:8] for block, digest in pool.names.digests().items()}
+        for pool in block_pools(engine)
     ]
     scheduler = scheduler_of(engine)
     host = {
@@ -370,11 +371,11 @@ def test_watching_shows_all_there_is_then_what_changes(always: None) -> None:
 def test_watching_leaves_no_log_behind() -> None:
     with engine_of("llama", 60) as engine:
         recorders = [engine.watch(lambda step: None) for _ in range(3)]
-        assert all(len(pool.logs) == 3 for pool in block_pools(engine))
+        assert all(len(pool.names.logs) == 3 for pool in block_pools(engine))
         for recorder in recorders:
             recorder.close()
             recorder.close()
-        assert not any(pool.logs for pool in block_pools(engine))
+        assert not any(pool.names.logs for pool in block_pools(engine))
 
 
 def test_a_trace_and_watchers_at_once(always: None, tmp_path: Path) -> None:

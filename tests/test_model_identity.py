@@ -468,7 +468,7 @@ def test_names_cannot_be_worked_out_beforehand(llama: Any) -> None:
     assert len(identity_of(llama).secret) == 32
     ask(llama, PROMPT, 4)
     ask(other, PROMPT, 4)
-    names = [set(memory_pool(model)._block_of) for model in (llama, other)]
+    names = [set(memory_pool(model).names.digests().values()) for model in (llama, other)]
     assert names[0]
     assert not names[0] & names[1]
 

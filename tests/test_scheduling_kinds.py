@@ -60,7 +60,7 @@ def test_a_hit_ends_where_one_pool_has_lost_its_blocks() -> None:
     ended(world, Request(1, prompt(20, 3), 22))  # evicts the ends of the first
     small = world.pools[1]
     there = sum(
-        small.lookup(name) is not None
+        small.names.lookup(name) is not None
         for name in world.scheduler.submit(Request(9, prompt(40), 42)).prompt.at(2).digests
     )
     assert 0 < there < 20
@@ -181,15 +181,15 @@ def test_a_found_state_stays_as_it_was() -> None:
     world = Simulated.mixed([(Full(), 100, 4), STATE], Limits(16, 8, 0.0))
     ended(world, Request(0, prompt(18), 30))
     (block,) = [
-        world.pools[1].lookup(name)
-        for name in world.pools[1].names().values()
-        if world.pools[1].covered(world.pools[1].lookup(name)) == 16
+        world.pools[1].names.lookup(name)
+        for name in world.pools[1].names.digests().values()
+        if world.pools[1].names.covered(world.pools[1].names.lookup(name)) == 16
     ]
     before = world.stores[1][block]
     groups = [world.submit(Request(number, (*prompt(16), number), 26, width=2)) for number in (1, 2, 3)]
     world.run()
     assert [group.cached_tokens for group in groups] == [16, 16, 16]
-    assert world.pools[1].covered(block) == 16
+    assert world.pools[1].names.covered(block) == 16
     assert world.stores[1][block] == before
     world.assert_answered()
     world.assert_empty()
@@ -243,9 +243,9 @@ def test_a_state_that_has_gone_on_is_not_named() -> None:
         world.compute(row.sequence, row.start, row.count)
         scheduler.launch(plans[-1])
     scheduler.confirm(plans[0])
-    assert not pool.names()
+    assert not pool.names.digests()
     scheduler.confirm(plans[1])
-    assert [pool.covered(block) for block in pool.names()] == [16]
+    assert [pool.names.covered(block) for block in pool.names.digests()] == [16]
     world.run()
     world.assert_answered()
     world.assert_empty()

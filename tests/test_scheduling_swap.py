@@ -96,9 +96,8 @@ def test_a_name_that_collides_is_not_what_is_still_here(verify: bool) -> None:
     steps(world, 4)
     pool, second = world.pools[0], group.leader.tables[0].blocks[1]
     world.scheduler.preempt(group)
-    pool._names[second] = pool._names[second]._replace(
-        tokens=(90, 91, 92, 93)
-    )  # somebody else's, by an unlikely chance
+    names = pool.names.of
+    names[second] = names[second]._replace(tokens=(90, 91, 92, 93))  # another's, by an unlikely chance
     plan = world.scheduler.schedule()
     assert plan.admitted == (group,)
     assert len(plan.swaps.back[0]) == (2 if verify else 1)

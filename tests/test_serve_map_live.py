@@ -154,7 +154,7 @@ def test_changes_add_up_to_the_whole_map(tmp_path: Path) -> None:
         with watching(served) as late:
             assert shown(late.state(tmp_path)) == shown(seen)
         pool = block_pools(served.engine)[0]
-        assert seen.names[0] == {block: digest.hex()[:8] for block, digest in pool.names().items()}
+        assert seen.names[0] == {block: digest.hex()[:8] for block, digest in pool.names.digests().items()}
         assert len(seen.cached[0]) == pool.cached
         lines = first.lines
         assert any(line.get("host") for line in lines), "nothing was swapped"
@@ -169,7 +169,7 @@ def test_changes_add_up_to_the_whole_map(tmp_path: Path) -> None:
 
 def test_the_engine_records_nothing_without_viewers(tmp_path: Path) -> None:
     with serving() as served:
-        logs = block_pools(served.engine)[0].logs
+        logs = block_pools(served.engine)[0].names.logs
         assert not logs
         for _ in range(3):
             with watching(served), watching(served):
@@ -396,7 +396,7 @@ def test_a_viewer_that_stops_reading_holds_up_nothing() -> None:
         assert b'"end"' in [chunk async for chunk in slow_events][-1]
         await asyncio.wait_for(reading, LIMIT)
         await live.stop()
-        assert not block_pools(engine)[0].logs
+        assert not block_pools(engine)[0].names.logs
         client.close()
 
     asyncio.run(run())
@@ -421,7 +421,7 @@ def test_a_socket_that_is_not_read_is_closed_in_the_end(monkeypatch: pytest.Monk
             assert sum(len(chunk) for each in list(live.viewers) for chunk in list(each.waiting)) < 2_000_000
         assert not live.viewers
         connection.close()
-        until(lambda: not block_pools(served.engine)[0].logs)
+        until(lambda: not block_pools(served.engine)[0].names.logs)
 
 
 def test_too_many_viewers_are_refused() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from .evictor import Evictor
+from .names import BlockName, BlockNames
 from .options import check_int
-from .partial_index import PartialBlockIndex
 from .shares import Shares, TenantBooks, recount
 
 FREE = 0
@@ -45,25 +45,6 @@ class BlockHolder(Protocol):
         """Raise AssertionError unless it holds exactly the blocks that its tokens need."""
 
 
-class _BlockName(NamedTuple):
-    """A block's keys for matching: its digest, how many tokens the digest covers, the block's own tokens if
-    kept, and the key of the prefix that it follows: empty if it must not be found by its first tokens.
-    """
-
-    digest: bytes
-    covered: int
-    tokens: tuple[int, ...]
-    parent_key: bytes
-
-
-class NameLog(Protocol):
-    """A reader of what becomes of names in a pool. It empties the sets."""
-
-    renamed: set[int]
-    """Blocks whose name came, went or changed."""
-    evicted: set[int]
-
-
 class BlockPool:
     """Reference counts of `total` blocks of `block_size` tokens each.
 
@@ -95,10 +76,8 @@ class BlockPool:
         """Cached blocks that tenants have lost within their shares (C43)."""
         self._evictor = Evictor()
         self._last_access = [0] * total
-        self._names: dict[int, _BlockName] = {}
-        self._block_of: dict[bytes, int] = {}
-        self.partial_index = PartialBlockIndex()
-        """Cached blocks by prefix and tokens: for prompts that continue with a part of a block."""
+        self.names = BlockNames()
+        """The names of blocks, for readers; `cache` gives them, `uncache` and `forget` take them away."""
         self._clock = 0
         self.epoch = 0
         """How often `forget` was called. What a table computed in an earlier epoch is never named."""
@@ -107,8 +86,6 @@ class BlockPool:
         self.top = 0
         """No block from here on was ever handed out, so none needs memory yet."""
         self.counts: Counter[Literal["copies", "evictions", "hits", "misses"]] = Counter()
-        self.logs: list[NameLog] = []
-        """Filled for those that draw a map of the blocks; empty while there are none."""
 
     # ---- sizes
 
@@ -246,7 +223,7 @@ class BlockPool:
         if self._references[block]:
             return
         self._held -= 1
-        name = self._names.get(block)
+        name = self.names.of.get(block)
         if name:
             tenant = self.owners.get(block, "")
             self._state[block] = CACHED
@@ -262,7 +239,7 @@ class BlockPool:
         """
         references = self._references
         state = self._state
-        names = self._names
+        names = self.names.of
         times = self._last_access
         lowest = self._lowest_free
         freed = 0
@@ -312,10 +289,10 @@ class BlockPool:
             loser = shares.loser()
             self.taken[loser] += loser != tenant and not shares.over(loser)
         block = self._evictor.evict(loser)
-        self.uncache(block)
+        self.names.remove(block)
         self._set_free(block)
         self.counts["evictions"] += 1
-        for log in self.logs:
+        for log in self.names.logs:
             log.evicted.add(block)
         return block
 
@@ -353,63 +330,13 @@ class BlockPool:
             raise ValueError(
                 f"block {block} is not held and cannot be published; publish before the last reference goes"
             )
-        bearer = self._block_of.get(digest, block)
-        if bearer != block:
-            taken = self._names[bearer]
-            return bearer if taken.covered == covered and (not tokens or taken.tokens == tokens) else None
-        name = self._names.get(block)
-        if name is not None and name.digest != digest:
-            return None
-        if name is None or (tokens and not name.tokens):
-            self._names[block] = _BlockName(digest, covered, tokens, parent_key if tokens else b"")
-            for log in self.logs:
-                log.renamed.add(block)
-            if parent_key and tokens:
-                self.partial_index.add(parent_key, tokens, block)
-        self._block_of[digest] = block
-        return block
+        return self.names.add(block, BlockName(digest, covered, tokens, parent_key if tokens else b""))
 
     def uncache(self, block: int) -> None:
         """Take the name of `block` away, if it has one: its content is about to change."""
-        name = self._names.pop(block, None)
-        if name:
-            del self._block_of[name.digest]
-            for log in self.logs:
-                log.renamed.add(block)
-            if name.parent_key:
-                self.partial_index.remove(name.parent_key, name.tokens, block)
-
-    def lookup(self, digest: bytes) -> int | None:
-        """The block that holds what `digest` names, held or cached."""
-        return self._block_of.get(digest)
-
-    def naming(self, digest: bytes) -> object | None:
-        """An object that stays the same as long as a block bears this digest without a break."""
-        return self._names.get(self._block_of.get(digest, NOWHERE))
-
-    def named(self, block: int) -> bool:
-        """True if `block` was published and others may find it."""
-        return block in self._names
-
-    def name(self, block: int) -> bytes:
-        """The digest that `block` was published under."""
-        return self._names[block].digest
-
-    def names(self, blocks: Iterable[int] | None = None) -> dict[int, bytes | None]:
-        """The digests of `blocks`, None where one has no name; without them of all blocks that have one."""
-        names = self._names
-        if blocks is None:
-            return {block: name.digest for block, name in names.items()}
-        return {block: names[block].digest if block in names else None for block in blocks}
-
-    def covered(self, block: int) -> int:
-        """How many tokens, from the sequence's first, the hash of `block` covers."""
-        return self._names[block].covered
-
-    def tokens_of_block(self, block: int) -> tuple[int, ...]:
-        """The tokens that `block` was published with, empty if none were given."""
-        name = self._names.get(block)
-        return name.tokens if name else ()
+        names = self.names
+        if block in names.of:
+            names.remove(block)
 
     def forget(self) -> None:
         """Drop every hash: cached blocks become free; held ones keep their content but match no prompt any
@@ -420,11 +347,7 @@ class BlockPool:
         for block in list(self._evictor):
             self._evictor.remove(block)
             self._set_free(block)
-        for log in self.logs:
-            log.renamed.update(self._names)
-        self._names.clear()
-        self._block_of.clear()
-        self.partial_index.clear()
+        self.names.clear()
         self.epoch += 1
 
     def recover(self) -> None:
@@ -474,23 +397,21 @@ class BlockPool:
         expect(self.free + self.held + self.cached == self.total, "free + held + cached is not total")
         first = self._state.find(FREE)
         expect(first < 0 or first >= self._lowest_free, f"block {first} is free below {self._lowest_free}")
-        expect(len(self._block_of) == len(self._names), "digests and blocks are not one to one")
-        partial = sum(1 for name in self._names.values() if name.parent_key)
-        expect(len(self.partial_index) == partial, "the partial blocks and the names disagree")
-        cached = Counter(self.owners.get(block, "") for block in self._names if self._state[block] == CACHED)
+        self.names.check()
+        named_blocks = self.names.of
+        cached = Counter(self.owners.get(block, "") for block in named_blocks if self._state[block] == CACHED)
         expect(self.cached_by_tenant == cached, "the evictor counts other blocks for tenants")
         expect(all(self._state[block] != FREE for block in self.owners), "a free block has a tenant")
         if self._tenants:
             self._check_shares(self._tenants)
-        for block, name in self._names.items():
-            expect(self._block_of.get(name.digest) == block, f"block {block} and its digest disagree")
+        for block in named_blocks:
             expect(self._state[block] != FREE, f"block {block} is free and has a name")
 
     def _check_block(self, block: int, count: int, state: int, named: int) -> None:
         expect(count == named, f"block {block} has {count} references but {named} tables name it")
         expect((count > 0) == (state == HELD), f"block {block} has {count} references and state {state}")
         expect((state == CACHED) == (block in self._evictor), f"the evictor disagrees about block {block}")
-        expect(state != CACHED or block in self._names, f"block {block} is cached without a name")
+        expect(state != CACHED or block in self.names, f"block {block} is cached without a name")
 
     def _check_shares(self, books: TenantBooks) -> None:
         """Check the counts kept where blocks change hands against all blocks."""

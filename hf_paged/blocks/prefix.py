@@ -48,7 +48,7 @@ def adopt(table: BlockTable, found: Match) -> None:
         blocks = [*blocks, found.partial.block]
         names = [*names, found.partial.digest]
     for block, digest in zip(blocks, names, strict=True):
-        if pool.lookup(digest) != block:
+        if pool.names.lookup(digest) != block:
             raise ValueError(
                 f"block {block} no longer holds what was matched; match again, and adopt before anything is "
                 "appended"
@@ -128,5 +128,5 @@ def commit_tail(
     parent = table.digests[-1] if full else ROOT
     content = tuple(tokens[full * pool.block_size : end])
     digest = chain(parent, content, extra)
-    if pool.lookup(digest) is None:
+    if pool.names.lookup(digest) is None:
         pool.cache(table.blocks[place], digest, end, content, parent_key(parent, extra))

@@ -76,8 +76,8 @@ class PrefixLookup:
             self._run.append(0 if block is None else self._run[-1] + 1)
 
     def _find(self, index: int) -> int | None:
-        block = self.pool.lookup(self.prompt.digests[index])
-        if block is not None and self.verify and self.pool.tokens_of_block(block) != self._tokens(index):
+        block = self.pool.names.lookup(self.prompt.digests[index])
+        if block is not None and self.verify and self.pool.names.tokens(block) != self._tokens(index):
             return None
         return block
 
@@ -108,14 +108,14 @@ class PrefixLookup:
             return None
         whole = self._found[full] if full < len(self._found) else None
         key = self.prompt.parent_key(full)
-        index = self.pool.partial_index
+        index = self.pool.names.partial
         search = index.best if self.pool.fills else index.longest
         best = search(key, wanted) if whole is None else (whole, len(wanted))
         if best is None or best[1] >= size:
             return None
-        if best[1] < self.worth and self.pool.covered(best[0]) != full * size + best[1]:
+        if best[1] < self.worth and self.pool.names.covered(best[0]) != full * size + best[1]:
             return None
-        return Partial(*best, self.pool.name(best[0]))
+        return Partial(*best, self.pool.names.digest(best[0]))
 
     def take(self, tokens: int) -> Match:
         """The blocks of the first `tokens` tokens, a length that `reach` returned."""
@@ -160,4 +160,4 @@ def _is_its_own(table: BlockTable) -> bool:
     pool = table.pool
     if not pool.fills:
         return not table.copies_next
-    return pool.references(last) == 1 and pool.covered(last) == table.length
+    return pool.references(last) == 1 and pool.names.covered(last) == table.length

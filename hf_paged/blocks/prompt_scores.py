@@ -40,13 +40,13 @@ class PromptScores:
         """How many leading blocks of a prompt have at least `width` numbers for each token."""
         for count, digest in enumerate(digests):
             entry = self._entries.get(digest)
-            if entry is None or entry.width < width or entry.naming is not self._pool.naming(digest):
+            if entry is None or entry.width < width or entry.naming is not self._pool.names.naming(digest):
                 return count
         return len(digests)
 
     def add(self, digest: bytes, rows: Sequence[Sequence[float]]) -> None:
         """Keep equally many numbers for each token of a block, if the pool has the block."""
-        naming = self._pool.naming(digest)
+        naming = self._pool.names.naming(digest)
         if naming is None:
             return
         width = len(rows[0])

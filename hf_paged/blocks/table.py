@@ -89,7 +89,7 @@ class BlockTable:
         if not self.length % pool.block_size:
             return False
         last = self.blocks[-1]
-        return pool.references(last) > 1 or (not pool.fills and pool.named(last))
+        return pool.references(last) > 1 or (not pool.fills and last in pool.names)
 
     def append(self, tokens: int) -> list[Copy]:
         """Make room for `tokens` more, or change nothing and raise OutOfBlocks; `append` does several tables

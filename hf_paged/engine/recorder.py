@@ -57,7 +57,7 @@ class _RecordedPool:
         """Copies on write since the last record, by their targets."""
         self.renamed: set[int] = set()
         self.evicted: set[int] = set()
-        pool.logs.append(self)
+        pool.names.logs.append(self)
         self._begun = False
 
     def change(self, old: _RecordedTable, released: int, blocks: list[int]) -> Change:
@@ -93,7 +93,7 @@ class _RecordedPool:
 
     def new_names(self) -> dict[int, str | None]:
         """The first digits of the digests of blocks that got another one since the last time."""
-        names = self.pool.names(sorted(self.renamed) if self._begun else None)
+        names = self.pool.names.digests(sorted(self.renamed) if self._begun else None)
         self._begun = True
         self.renamed = set()
         return {block: None if digest is None else digest[:DIGITS].hex() for block, digest in names.items()}
@@ -127,7 +127,7 @@ class _RecordedPool:
 
     def close(self) -> None:
         """Have the pool note no more names."""
-        self.pool.logs.remove(self)
+        self.pool.names.logs.remove(self)
 
     def blocks(self) -> Blocks:
         """How many there are of each state."""

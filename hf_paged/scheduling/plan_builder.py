@@ -44,7 +44,7 @@ class PlanBuilder:
         tables = [sequence.tables[i] for sequence, _ in rows]
         counts = [count for _, count in rows]
         for table in tables:
-            named = table.copies_next and table.pool.named(table.blocks[-1])
+            named = table.copies_next and table.blocks[-1] in table.pool.names
             if named and table.pool.available > blocks_needed(tables, counts):
                 self.detach(i, table)
 

@@ -116,10 +116,10 @@ class Swapping:
         for sequence in group.sequences:
             table = sequence.parked[i]
             for place in range(table.released, len(table.digests)):
-                block = pool.lookup(table.digests[place])
+                block = pool.names.lookup(table.digests[place])
                 if block is not None and (
                     not self.verify
-                    or pool.tokens_of_block(block) == _content(sequence.tokens, place, pool.block_size)
+                    or pool.names.tokens(block) == _content(sequence.tokens, place, pool.block_size)
                 ):
                     found[table.blocks[place - table.released]] = block
         return found

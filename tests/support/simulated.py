@@ -300,7 +300,7 @@ class Simulated:
         (block,) = table.blocks
         assert not start or store[block] == right[start - 1], f"{sequence!r} continues a wrong state"
         assert table.pool.references(block) == 1, f"{sequence!r} writes what others read"
-        assert not table.pool.named(block), f"{sequence!r} writes what others find"
+        assert block not in table.pool.names, f"{sequence!r} writes what others find"
         store[block] = right[-1]
 
     def salt_of(self, request: Request) -> int:
