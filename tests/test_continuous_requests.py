@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from batch_managers import GUARD, NEW, SMALL, alone, batching_model, greedy, manager_of  # noqa: F401  # a fixture
@@ -14,6 +14,8 @@ from transformers.generation.continuous_batching import RequestStatus
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from hf_paged.continuous.engines import PLACE
+from hf_paged.continuous.requests import ActiveRequests, BatchRequest
+from hf_paged.engine import Handle
 
 
 @pytest.mark.parametrize("samples", [True, False])
@@ -120,3 +122,33 @@ def test_options_of_single_requests(model: Any) -> None:
         assert "all requests have the same; set" in output.error
     assert manager.is_running()
     manager.stop(timeout=GUARD)
+
+
+def test_ids_of_active_requests_are_not_made_up_again() -> None:
+    """Neither those that callers gave nor those on their way."""
+    active = ActiveRequests()
+    with active.entering(1, "req_1") as given, active.entering(2) as made:
+        assert (given, made) == (["req_1"], ["req_2", "req_3"])
+        with (
+            pytest.raises(ValueError, match="'req_2' names a request that is under way"),
+            active.entering(1, "req_2"),
+        ):
+            pass
+        assert "req_2" not in active
+    with active.entering(1, "req_2") as again:
+        assert again == ["req_2"]
+
+
+def test_an_active_request_is_found_by_any_of_its_ids() -> None:
+    active = ActiveRequests()
+    request = BatchRequest(
+        ["a", "b"], [1], cast("Handle", None), each=1, copies=1, stamps=False, streams=False
+    )
+    active.add(request)
+    assert len(active) == 2
+    assert active.remove("a") is request
+    assert active.remove("a") is None
+    assert active.of(["a", "b"]) is request
+    assert list(active.remove_all()) == [("b", request)]
+    assert active.of(["a", "b"]) is None
+    assert not active

@@ -70,7 +70,7 @@ class FollowingBatchingManager(EngineBatchingManager):
             logger.exception("this rank's part of continuous batching has failed")
             status.record_fatal_error(error)
         finally:
-            self._give_back()
+            self.lease.give_back(self)
             status.mark_as_stopped()
 
     def _take(self, outputs: Any) -> None:

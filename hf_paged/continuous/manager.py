@@ -21,25 +21,12 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ..engine import Engine
 from ..engine.state import in_turn
-from ..model.dispatch import runs_unknown_code
 from ..model.ranks.tensor_parallel import mesh_of
 from ..model.registry import base_model
-from ..model.support import why_dropped
-from ..model.switch import original_implementation
-from ..model.training import evaluating, why_random
-from .engines import (
-    begin_on,
-    changing,
-    drop_engine,
-    end_on,
-    engine_for,
-    holds,
-    require_alone,
-    running_on,
-    running_with,
-)
-from .options import ManagerProcessors, WorkloadNeed, host_bytes, options_of_config
-from .requests import BatchProcessor, BatchRequest, output_id
+from .engines import begin_on, holds, running_on
+from .lease import EngineLease
+from .options import ManagerProcessors, WorkloadNeed
+from .requests import ActiveRequests, BatchProcessor, BatchRequest, output_id
 
 T = TypeVar("T")
 logger = logging.getLogger("hf_paged")
@@ -54,8 +41,6 @@ OF_ALL = {
     "logprobs": "the ContinuousBatchingConfig (return_logprobs=True)",
 }
 """Options of `Engine.submit` that all requests of a manager have alike, and where they are set."""
-PAGED = "paged|"
-"""The prefix of an attention that computes with the cache of transformers' own manager alone."""
 
 
 @in_turn
@@ -89,23 +74,16 @@ class EngineBatchingManager(ContinuousBatchingManager):
         self.output_router = OutputRouter()
         self.is_tp_driver = True
         self.warmed_up = False
-        self._engine: Engine | None = None
-        self._options = options_of_config(continuous_batching_config)
-        self._need = WorkloadNeed.of(workload_hints, self.logit_processor.options.get("num_beams") or 1)
-        self._use_prefix_sharing = bool(continuous_batching_config.allow_block_sharing)
-        self._request_counter = 0
-        self._request_lock = threading.Lock()
-        self._entering: set[str] = set()
-        """The ids of requests on their way to the engine."""
-        self._numbers = itertools.count()
-        self._generation_thread: threading.Thread | None = None  # type: ignore[assignment]  # may end
-        self._requests: dict[str, BatchRequest] = {}
-        self.batch_processor: Any = BatchProcessor(self._requests)
-        self._ready: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-        self._evaluating = contextlib.ExitStack()
-        """Restores the modes of the model's modules, and its attention."""
         self._broadcasts = mesh_of(self.model) is not None
         """True if the managers of other ranks deliver this one's results."""
+        need = WorkloadNeed.of(workload_hints, self.logit_processor.options.get("num_beams") or 1)
+        self.lease = EngineLease(self.model, continuous_batching_config, need, self._broadcasts)
+        self._use_prefix_sharing = bool(continuous_batching_config.allow_block_sharing)
+        self._numbers = itertools.count()
+        self._generation_thread: threading.Thread | None = None  # type: ignore[assignment]  # may end
+        self._requests = ActiveRequests()
+        self.batch_processor: Any = BatchProcessor(self._requests)
+        self._ready: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._unsent: queue.SimpleQueue[list[GenerationOutput]] = queue.SimpleQueue()
         self._pausing: list[int] = []
         """The threads that hold a pause."""
@@ -115,48 +93,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
     @property
     def engine(self) -> Engine:
         """The engine that computes the requests, made when first needed."""
-        if self._engine is None:
-            most = host_bytes(self.continuous_batching_config)
-            with self._borrowed():
-                self._engine = engine_for(self.model, self._options, self._need, most)
-        return self._engine
-
-    @contextlib.contextmanager
-    def _borrowed(self) -> Iterator[None]:
-        """Borrow the model, and give it back at once if what follows fails."""
-        try:
-            self._borrow()
-            yield
-        except BaseException:
-            self._give_back()
-            raise
-
-    def _borrow(self) -> None:
-        """Put the model into a state that the engine computes, until the manager has stopped."""
-        model = self.model
-        if self._broadcasts:
-            require_alone(self)
-        own_code = model.training and runs_unknown_code(model)  # NEFTune's draws noise
-        if why_random(model) or why_dropped(model) or own_code:
-            self._evaluating.enter_context(evaluating(model))
-        setting = original_implementation(model.config)
-        if setting.startswith(PAGED):
-            self._evaluating.callback(model.set_attn_implementation, setting)
-            model.set_attn_implementation(setting.removeprefix(PAGED))
-
-    def _give_back(self) -> None:
-        """Restore the model's modes and attention, or let another manager that runs with it do so. Until then
-        this one runs.
-        """
-        with changing:
-            restoring = self._evaluating.pop_all()
-            heir = next((each for each in running_with(self.model) if each is not self), None)
-            if heir is None:
-                restoring.close()
-            else:
-                heir._evaluating.callback(restoring.close)
-        if self._engine is not None:
-            end_on(self._engine, self)
+        return self.lease.engine(self)
 
     def warmup(self) -> None:
         """Make the engine: it tries the model out and compiles its kernels."""
@@ -169,9 +106,8 @@ class EngineBatchingManager(ContinuousBatchingManager):
             logger.warning("the manager is running already")
             return
         self.background_thread_status.clear()
-        if self._engine is not None and self._engine.closed:
-            self._engine = None
-        with self._borrowed():
+        self.lease.renew()
+        with self.lease.borrowed(self):
             self._start_engine()
         self._generation_thread = threading.Thread(
             target=self._deliver_all, name="hf_paged-results", daemon=True
@@ -180,7 +116,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
 
     def _start_engine(self) -> None:
         while not begin_on(self.engine, self, alone=self._broadcasts):
-            self._engine = None  # it was closed this moment
+            self.lease.renew()  # it was closed this moment
         if self._broadcasts:
             self.engine.resume()
         self.engine.start()
@@ -213,10 +149,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         """Stop, and give the engine's pools back unless a workload of known size made them."""
         if self.is_running():
             self.stop(block=True)
-        if self._need is None:
-            drop_engine(self.model)
-        self._engine = None
-        self._give_back()
+        self.lease.end(self)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -267,7 +200,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         if not self._accepts():
             return None
         lengths = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        with self._names(1, request_id) as ids:
+        with self._requests.entering(1, request_id) as ids:
             self._submit(ids, input_ids, streaming, record_timestamps, {**lengths, **options})
         return ids[0]
 
@@ -283,7 +216,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         them, equal prompts are samples of one request of the engine.
         """
         self._require_known(options)
-        with self._names(len(inputs)) as ids:
+        with self._requests.entering(len(inputs)) as ids:
             if self.is_tp_driver and self._accepts():
                 options["max_new_tokens"] = max_new_tokens
                 most = 1 if streaming or record_timestamps else self._most_together(options)
@@ -295,32 +228,6 @@ class EngineBatchingManager(ContinuousBatchingManager):
 
                 _between_steps(self.engine, submit)
         return ids
-
-    @contextlib.contextmanager
-    def _names(self, count: int, request_id: str | None = None) -> Iterator[list[str]]:
-        """Ids, the caller's or new ones, that no other request has or gets while these are submitted."""
-        with self._request_lock:
-            if request_id is not None and self._is_taken(request_id):
-                raise ValueError(
-                    f"request_id={request_id!r} names a request that is under way; give another one"
-                )
-            ids = self._new_ids(count) if request_id is None else [request_id]
-            self._entering.update(ids)
-        try:
-            yield ids
-        finally:
-            with self._request_lock:
-                self._entering.difference_update(ids)
-
-    def _is_taken(self, request_id: str) -> bool:
-        return request_id in self._requests or request_id in self._entering
-
-    def _new_ids(self, count: int) -> list[str]:
-        first = self._request_counter
-        while any(self._is_taken(f"req_{number}") for number in range(first, first + count)):
-            first += 1  # a caller's own
-        self._request_counter = first + count
-        return [f"req_{number}" for number in range(first, first + count)]
 
     def _accepts(self) -> bool:
         denial = self.background_thread_status.can_accept_new_requests()
@@ -341,7 +248,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
         """
         beams = {**self.logit_processor.options, **options}.get("num_beams") or 1
         seeded = self.continuous_batching_config.seed is not None
-        if seeded or beams > 1 or self._need is None or not holds(self.engine, self._need):
+        if seeded or beams > 1 or self.lease.need is None or not holds(self.engine, self.lease.need):
             return 1
         return max(1, min(TOGETHER, self.engine.config.limits().sequences) // self.num_return_sequences)
 
@@ -380,7 +287,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
             return
         copies = outputs if alike else 1
         request = BatchRequest(ids, tokens, handle, self.num_return_sequences, copies, stamps, streams)
-        self._requests.update(dict.fromkeys(ids, request))
+        self._requests.add(request)
         ready = self._ready
         handle.watch(lambda: ready.put(ids), each=streams or stamps)
         ready.put(ids)  # what came before is not announced
@@ -404,7 +311,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
 
     def cancel_request(self, request_id: str) -> None:
         """End a request; nothing of it is delivered any more."""
-        request = self._requests.pop(request_id, None)
+        request = self._requests.remove(request_id)
         if request is not None and not any(each in self._requests for each in request.ids):
             request.handle.cancel()
 
@@ -436,13 +343,13 @@ class EngineBatchingManager(ContinuousBatchingManager):
             status.mark_as_stopped()
 
     def _deliver(self, ids: list[str]) -> None:
-        request = next(filter(None, map(self._requests.get, ids)), None)
+        request = self._requests.of(ids)
         if request is None:
             return
         done = request.handle.done  # read first: the last increment comes before the output
         new = request.read() if request.streams or request.stamps else []
         if done:
-            kept = [self._requests.pop(each, None) is not None for each in ids]  # else cancelled
+            kept = [self._requests.remove(each) is not None for each in ids]  # else cancelled
             ended = [each for place, each in enumerate(request.ended()) if kept[place // request.each]]
             lengths = {each.request_id: len(each.generated_tokens) for each in ended}
             new = [each for each in new if len(each.generated_tokens) < lengths.get(each.request_id, 0)]
@@ -495,8 +402,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
     def _end_all(self, error: BaseException | None) -> None:
         """The thread ends: requests that have not come to their end have failed."""
         reason = error or RuntimeError("the manager was stopped before this request was complete")
-        for request_id, request in list(self._requests.items()):
-            self._requests.pop(request_id, None)
+        for request_id, request in self._requests.remove_all():
             request.read()
             request.handle.cancel()
             self._fail(request_id, request.prompt, reason, request.tokens_of(request_id))
@@ -505,7 +411,7 @@ class EngineBatchingManager(ContinuousBatchingManager):
                 time.sleep(POLL)
         except RuntimeError as broken:  # ranks have failed, which all of them know
             self.background_thread_status.record_fatal_error(broken)
-        self._give_back()
+        self.lease.give_back(self)
 
     def _end_session(self) -> bool:
         """Let no pause begin any more, and the managers of other ranks stop; not while a pause lasts."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
@@ -110,12 +112,74 @@ class BatchRequest:
         ]
 
 
+class ActiveRequests:
+    """The requests of a manager that have not ended, by their ids, of which no two are equal."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, BatchRequest] = {}
+        self._entering: set[str] = set()
+        """The ids of requests on their way to the engine."""
+        self._lock = threading.Lock()
+        self._count = 0
+        """How many ids were made up, and avoided."""
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @contextlib.contextmanager
+    def entering(self, count: int, request_id: str | None = None) -> Iterator[list[str]]:
+        """Ids, the caller's or new ones, that no other request has or gets while these are submitted."""
+        with self._lock:
+            if request_id is not None and self._is_taken(request_id):
+                raise ValueError(
+                    f"request_id={request_id!r} names a request that is under way; give another one"
+                )
+            ids = self._new_ids(count) if request_id is None else [request_id]
+            self._entering.update(ids)
+        try:
+            yield ids
+        finally:
+            with self._lock:
+                self._entering.difference_update(ids)
+
+    def _is_taken(self, request_id: str) -> bool:
+        return request_id in self._requests or request_id in self._entering
+
+    def _new_ids(self, count: int) -> list[str]:
+        first = self._count
+        while any(self._is_taken(f"req_{number}") for number in range(first, first + count)):
+            first += 1  # a caller's own
+        self._count = first + count
+        return [f"req_{number}" for number in range(first, first + count)]
+
+    def add(self, request: BatchRequest) -> None:
+        """Add a request that the engine has, under each of its ids."""
+        self._requests.update(dict.fromkeys(request.ids, request))
+
+    def of(self, ids: Iterable[str]) -> BatchRequest | None:
+        """The request that one of the ids still names."""
+        return next(filter(None, map(self._requests.get, ids)), None)
+
+    def remove(self, request_id: str) -> BatchRequest | None:
+        """Take an id out; the request that it named, None if that has ended or was cancelled."""
+        return self._requests.pop(request_id, None)
+
+    def remove_all(self) -> Iterator[tuple[str, BatchRequest]]:
+        """Take out one id after the other, each before its request is handed out."""
+        for request_id, request in list(self._requests.items()):
+            self._requests.pop(request_id, None)
+            yield request_id, request
+
+
 class BatchProcessor:
     """The part of transformers' batch processor that `transformers serve` reads: a scheduler that knows the
     requests that have not ended.
     """
 
-    def __init__(self, requests: Mapping[str, BatchRequest]) -> None:
+    def __init__(self, requests: ActiveRequests) -> None:
         self._requests = requests
 
     @property
