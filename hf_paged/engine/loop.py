@@ -383,7 +383,7 @@ class StepLoop:
                 params.media.forget()
 
     def _inputs(self, batch: ScheduledBatch) -> dict[int, RowInputs]:
-        """The inputs of rows other than token ids; rows of the decode batch have none."""
+        """The inputs of rows other than token ids; those of one token each have none."""
         inputs: dict[int, RowInputs] = {}
         for i, (sequence, start, count, _) in enumerate(batch.other_rows, batch.decodes):
             params = self.with_inputs.get(sequence.group)

@@ -140,7 +140,7 @@ class StepEncoder:
         return out, shares
 
     def _write_given(self, out: array[int], batch: ForwardBatch) -> None:
-        """Write the inputs of rows behind the decode batch beside token ids, if any."""
+        """Write the inputs of the other rows beside token ids, if any."""
         gone = self._shared.take_gone()
         out.append(len(gone))
         out.extend(gone)
@@ -252,7 +252,7 @@ class StepDecoder:
     def _enter(
         self, rows: ScheduledBatch, ids: list[int], scored: list[int], given: Iterator[int] | None
     ) -> dict[int, RowInputs]:
-        """Note the place of every row, and what those behind the decode batch are: they are inputs. given:
+        """Note the place of every row, and what those behind the first ones are: they are inputs. given:
         what they are beside ids, if any is.
         """
         own = cast(tuple[_RankRow, ...], rows.sequences)
@@ -332,9 +332,7 @@ def _last(sequence: TokenSequence) -> int:
 
 
 def _ids_behind(batch: ForwardBatch) -> list[int]:
-    """The ids of rows behind the decode batch; a last one may be on its way to the host. What is no id has
-    any.
-    """
+    """The ids of the other rows; a last one may be on its way to the host. What is no id has any."""
     found: list[int] = []
     for i, row in enumerate(batch.rows.other_rows, batch.rows.decodes):
         known = row.tokens
