@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from ..blocks import LayerKind
+from ..blocks import LayerKind, Numbers
 from ..kv import Arithmetic, Sequences
 from ..kv.config import CacheConfig
 from ..model.layer import DIFFER, PagedLayer
@@ -29,6 +29,8 @@ class Mark(NamedTuple):
     """Which paged layers were initialized; None where all rows held something."""
     starts: list[int] | None
     """The column at which each row begins."""
+    numbers: Numbers
+    """The numbers of the rows."""
 
 
 class PagedCache(DynamicCache):
@@ -278,7 +280,7 @@ class PagedCache(DynamicCache):
         columns = self.sequences.positions
         begins = not all(columns.values())
         initialized = [layer.is_initialized for layer in self.own_layers] if begins else None
-        return Mark(columns, initialized, self.sequences.starts)
+        return Mark(columns, initialized, self.sequences.starts, self.sequences.numbers)
 
     def roll_back(self, mark: Mark) -> None:
         """Undo a step that failed halfway: every group back to where it was. What layers keep outside the
@@ -288,6 +290,7 @@ class PagedCache(DynamicCache):
             if rows.columns > mark.columns[kind] and not rows.torn:
                 rows.crop(rows.columns - mark.columns[kind])
                 rows.begin_at(mark.starts)  # a crop to nothing forgets them
+        self.sequences.numbers = mark.numbers
         layers = self.own_layers
         for layer, initialized in zip(layers, mark.initialized or [True] * len(layers), strict=True):
             layer.is_initialized &= initialized
