@@ -12,7 +12,7 @@ from engine_answers import PROMPTS, answers, small_engine
 from engine_steps import own_steps
 from families import BY_NAME, build
 from hops import FrozenGraphs, begin_steady_decode
-from marked import MARK, SEEN, by_request, marked, with_mark
+from marked import MARK, SEEN, by_request, fillers_of, marked, with_mark
 from tape import record
 
 from hf_paged.blocks import COLUMNS, NO_NUMBERS
@@ -46,7 +46,7 @@ def test_rows_of_the_engine(model: Any, graphs: bool, ahead: bool) -> None:
     expected = [with_mark(model, mark, PROMPTS[p], **kind) for p, mark, kind in REQUESTS]
     options = {"graphs": graphs, "run_ahead": ahead, "num_blocks": 44, "prefix_caching": False}
     with declared(MARK), small_engine(model, **options) as engine:
-        engine.runner.fillers.fill("mark", by_request([*(mark for _, mark, _ in REQUESTS), 3]))
+        fillers_of(engine).fill("mark", by_request([*(mark for _, mark, _ in REQUESTS), 3]))
         handles = []
         for p, _, kind in REQUESTS:
             handles.append(engine.submit(PROMPTS[p], **kind))
@@ -54,7 +54,8 @@ def test_rows_of_the_engine(model: Any, graphs: bool, ahead: bool) -> None:
         leaving = engine.submit(PROMPTS[0], **GREEDY)
         for _ in range(4):
             engine.step()
-        engine.scheduler.preempt(engine.scheduler.running[1])
+        scheduler = engine.scheduler
+        scheduler.preempt(scheduler.running[1])
         for _ in range(4):
             engine.step()
         leaving.cancel()
@@ -67,9 +68,9 @@ def test_rows_of_the_engine(model: Any, graphs: bool, ahead: bool) -> None:
 def test_sequences_run_one_by_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a forward of its own."""
     expected = [with_mark(model, mark, PROMPTS[p], **GREEDY) for p, mark, _ in REQUESTS]
-    with declared(MARK), small_engine(model, prefix_caching=False) as engine:
-        engine.runner.why_rows = "a test wants it"
-        engine.runner.fillers.fill("mark", by_request([mark for _, mark, _ in REQUESTS]))
+    monkeypatch.setattr("hf_paged.engine.runner.Runner.form", "rows")
+    with declared(MARK), small_engine(model, prefix_caching=False, graphs=False) as engine:
+        fillers_of(engine).fill("mark", by_request([mark for _, mark, _ in REQUESTS]))
         handles = [engine.submit(PROMPTS[p], **GREEDY) for p, _, _ in REQUESTS]
         assert [answers(handle.result()) for handle in handles] == expected
         assert all(len(set(marks)) == 1 for marks in SEEN)
@@ -80,27 +81,28 @@ def test_a_steady_step_asks_no_filler(model: Any, monkeypatch: pytest.MonkeyPatc
     graphs = FrozenGraphs()
     monkeypatch.setitem(RECORDERS, "cpu", graphs.record)
     model.generation_config.eos_token_id = None
-    asked, mark = [0], [1]
+    asked: list[Sequence[Any]] = []
+    mark = [1]
 
     def fill(sequences: Sequence[Any]) -> list[int]:
-        asked[0] += 1
+        asked.append(sequences)
         return mark * len(sequences)
 
     with declared(MARK), Engine(model, block_size=64, num_blocks=40, run_ahead=True) as engine:
-        fillers = engine.runner.fillers
+        fillers = fillers_of(engine)
         fillers.fill("mark", fill)
         begin_steady_decode(engine, graphs)
         own_steps(engine, 2)
-        before = asked[0]
+        before = len(asked)
         own_steps(engine, 3)
-        assert asked[0] == before
-        rows = tuple(engine.scheduler.running[0].sequences)
+        assert len(asked) == before
+        rows = asked[-1]
         kept = fillers.of(rows)
-        assert kept == {"mark": (1,)}
+        assert kept == {"mark": (1, 1, 1)}
         mark[0] = 2
         assert fillers.of(rows) is kept
         fillers.renew("mark")
-        assert fillers.of(rows) == {"mark": (2,)}
+        assert fillers.of(rows) == {"mark": (2, 2, 2)}
         mark[0] = 0
         fillers.renew("mark")
         assert fillers.of(rows) == NO_NUMBERS
@@ -143,16 +145,16 @@ def test_a_column_is_taken_back(model: Any) -> None:
     """Declarations and engines are as they were before it."""
     before = dict(COLUMNS)
     with declared(MARK):
-        assert COLUMNS == {**before, "mark": MARK}
+        assert {**before, "mark": MARK} == COLUMNS
         with pytest.raises(ValueError, match="there is a column 'mark' already"), declared(MARK):
             pass
         with small_engine(model) as engine:
-            engine.runner.fillers.fill("mark", by_request([1]))
+            fillers_of(engine).fill("mark", by_request([1]))
             (output,) = engine.generate([PROMPTS[0]], **GREEDY)
     assert answers(output) == with_mark(model, 1, PROMPTS[0], **GREEDY)
     assert before == COLUMNS
     with small_engine(model) as engine:
         with pytest.raises(ValueError, match="there is no column 'mark'"):
-            engine.runner.fillers.fill("mark", by_request([1]))
+            fillers_of(engine).fill("mark", by_request([1]))
         (output,) = engine.generate([PROMPTS[0]], **GREEDY)
     assert answers(output) == with_mark(model, 0, PROMPTS[0], **GREEDY)

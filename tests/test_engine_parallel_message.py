@@ -20,6 +20,20 @@ from hf_paged.engine.parallel.message import AdapterNews, StepDecoder, StepEncod
 from hf_paged.engine.parallel.prompt_inputs import SharedInputs, on_device, on_host
 
 
+def sent_columns(encoder: StepEncoder, decoder: StepDecoder, batch: ForwardBatch) -> None:
+    """Columns go out when they change, each by itself."""
+    count = len(batch.rows)
+    first = {"adapter_slot": (1,) * count, "rope_delta": (3,) * count}
+    second = {**first, "rope_delta": (4,) * count}
+    sizes = []
+    for numbers in (first, first, second, NO_NUMBERS, NO_NUMBERS):
+        sent, _ = encoder.encode(batch._replace(columns=numbers), [], True, AdapterNews())
+        sizes.append(len(sent))
+        assert decoder.decode(sent).batch.columns == numbers
+    steady = min(sizes[1], sizes[4])
+    assert [size - steady for size in sizes[1:]] == [0, 2 + count, 2, 0]
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2-window"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_batch_is_the_same_on_the_other_side(
@@ -46,6 +60,7 @@ def test_a_batch_is_the_same_on_the_other_side(
             assert found.news == news
             assert found.batch.columns == sent.columns
             assert (found.checks, found.shares) == (True, shares)
+            sent_columns(encoder, decoder, batch)
             rows, other = batch.rows, found.batch.rows
             for each in ("row_ids", "offsets", "counts", "step", "longest", "tokens", "decodes"):
                 assert getattr(other, each) == getattr(rows, each), each

@@ -83,7 +83,7 @@ MOST_INNER = 140
 """Places in tests that reach for an engine's inner objects; to come down to 80."""
 MOST_PUBLIC = 24
 """Names in `hf_paged.__all__`."""
-MOST_CLASSES = 317
+MOST_CLASSES = 319
 """Classes of the code, as `scripts/figures` counts them."""
 
 MOST_METHODS, MOST_ATTRIBUTES = 40, 20

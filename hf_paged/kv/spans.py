@@ -12,7 +12,7 @@ import torch
 
 from ..blocks import BlockTableArray
 from .batch import SpanTensors
-from .static import Part, StaticBatch, tokens_of
+from .static import StaticBatch, UploadPart, tokens_of
 
 
 class StaticSpans(StaticBatch):
@@ -35,16 +35,16 @@ class StaticSpans(StaticBatch):
         self.most = most
         super().__init__(rows, 1, width, block_size, columns, device, window)
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[UploadPart]:
         """The parts of an upload: the blocks of every sequence; the position of every token (-1: it is not
         there) and its sequence; the tokens of every sequence with this step's, and where its own begin.
         """
         return [
-            Part("table", (self.most, self.width)),
-            Part("tokens", (self.rows,)),
-            Part("owners", (self.rows,)),
-            Part("totals", (self.most,)),
-            Part("borders", (self.most + 1,)),
+            UploadPart("table", (self.most, self.width)),
+            UploadPart("tokens", (self.rows,)),
+            UploadPart("owners", (self.rows,)),
+            UploadPart("totals", (self.most,)),
+            UploadPart("borders", (self.most + 1,)),
         ]
 
     def _take(self, parts: Mapping[str, torch.Tensor]) -> None:

@@ -51,7 +51,7 @@ def staging(count: int, device: torch.device) -> torch.Tensor:
     return taken
 
 
-class Part(NamedTuple):
+class UploadPart(NamedTuple):
     """One of the tensors that an upload consists of. Those of 64 bits come first."""
 
     name: str
@@ -64,7 +64,7 @@ class Part(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize // torch.int32.itemsize
 
 
-def divided(buffer: torch.Tensor, parts: Sequence[Part]) -> dict[str, torch.Tensor]:
+def divided(buffer: torch.Tensor, parts: Sequence[UploadPart]) -> dict[str, torch.Tensor]:
     """The parts of a buffer, by name."""
     sizes = [part.size for part in parts]
     pieces = buffer[: sum(sizes)].split(sizes)
@@ -126,16 +126,16 @@ class StaticBatch(Batch):
         self._events: list[torch.cuda.Event | None] = [None] * BUFFERS
         self._turn = 0
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[UploadPart]:
         """The parts of an upload: the columns before and after the step, the blocks of every row and its
         tokens before the step (-1: the row is not in use), the blocks that are copied and where to.
         """
         return [
-            Part("columns", (2,), torch.long),
-            Part("table", (self.rows, self.width)),
-            Part("tokens", (self.rows,)),
-            Part("sources", (self.rows,)),
-            Part("targets", (self.rows,)),
+            UploadPart("columns", (2,), torch.long),
+            UploadPart("table", (self.rows, self.width)),
+            UploadPart("tokens", (self.rows,)),
+            UploadPart("sources", (self.rows,)),
+            UploadPart("targets", (self.rows,)),
         ]
 
     def _take(self, parts: Mapping[str, torch.Tensor]) -> None:

@@ -9,8 +9,9 @@ import torch
 from engine_answers import alone
 from torch import nn
 
-from hf_paged.blocks import Column
+from hf_paged.blocks import Column, ColumnFillers
 from hf_paged.blocks.columns import Filler
+from hf_paged.engine import Engine
 from hf_paged.model.attention import running
 
 MARK = Column("mark", per="token")
@@ -50,18 +51,19 @@ def marked(model: Any) -> Any:
     return model
 
 
-def layer_of(model: Any) -> Marked:
-    found: Marked = model.model.layers[0].mlp
-    return found
-
-
 def with_mark(model: Any, mark: int, prompt: list[int], **options: Any) -> list[list[int]]:
     """Stock's answer to a prompt of that mark, alone."""
-    layer_of(model).alone = mark
+    layer: Marked = model.model.layers[0].mlp
+    layer.alone = mark
     try:
         return alone(model, prompt, **options)
     finally:
-        layer_of(model).alone = 0
+        layer.alone = 0
+
+
+def fillers_of(engine: Engine) -> ColumnFillers:
+    """The fillers of an engine's columns."""
+    return engine.runner.fillers
 
 
 def by_request(marks: Sequence[int]) -> Filler:

@@ -13,7 +13,7 @@ from engine_answers import PROMPTS, alone, answers, right
 from families import BY_NAME, build
 from fused_models import Kernels
 from kernel_cases import load as load_kernels
-from marked import MARK, SEEN, by_request, marked, with_mark
+from marked import MARK, SEEN, by_request, fillers_of, marked, with_mark
 from processes import LIMIT
 from rank_support import ASKED, CUDA, FEW, GREEDY, NEW, SMALL, asked, compare, led, loaded, whole
 from tape import record, rerun
@@ -46,7 +46,7 @@ def a_column_of_a_test(rank: int) -> None:
     SEEN.clear()
 
     def act(engine: Engine) -> dict[str, Any]:
-        engine.runner.fillers.fill("mark", by_request([mark for _, mark in requests]))
+        fillers_of(engine).fill("mark", by_request([mark for _, mark in requests]))
         handles = []
         for p, _ in requests:
             handles.append(engine.submit(PROMPTS[p], **GREEDY))
