@@ -107,9 +107,10 @@ class ColumnFillers:
             raise ValueError(f"there is no column {name!r}, expected one of {sorted(COLUMNS)}; declare it")
         if filler is None:
             self.by_name.pop(name, None)
+            self.forget()
         else:
             self.by_name[name] = filler
-        self.renew(name)
+            self.renew(name)
 
     def renew(self, name: str) -> None:
         """Ask the filler of a column again: its numbers may have changed."""
@@ -125,9 +126,9 @@ class ColumnFillers:
         same = rows is known or rows == known
         if same and not self._stale:
             return numbers
-        for name in [*self._stale] if same else [*self.by_name, *self._stale - self.by_name.keys()]:
-            filler = self.by_name.get(name)
-            numbers = with_numbers(numbers, name, () if filler is None else filler(rows))
+        for name, filler in self.by_name.items():
+            if not same or name in self._stale:
+                numbers = with_numbers(numbers, name, filler(rows))
         self._last = rows, numbers
         self._stale.clear()
         return numbers
