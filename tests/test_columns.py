@@ -9,6 +9,7 @@ import pytest
 import torch
 from captures import counts, policy, reasons
 from engine_answers import PROMPTS, answers, small_engine
+from engine_parts import scheduler_of
 from engine_steps import own_steps
 from families import BY_NAME, build
 from hops import FrozenGraphs, begin_steady_decode
@@ -54,7 +55,7 @@ def test_rows_of_the_engine(model: Any, graphs: bool, ahead: bool) -> None:
         leaving = engine.submit(PROMPTS[0], **GREEDY)
         for _ in range(4):
             engine.step()
-        scheduler = engine.scheduler
+        scheduler = scheduler_of(engine)
         scheduler.preempt(scheduler.running[1])
         for _ in range(4):
             engine.step()

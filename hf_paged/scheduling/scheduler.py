@@ -76,7 +76,7 @@ class Scheduler:
         self.kv_groups = tuple(kv_groups)
         self.limits = limits
         self.prefixes = SharedPrefixes(self.kv_groups, prefix_caching, verify)
-        """What groups find in the cache, and leave there."""
+        """The beginnings of groups that are cached."""
         self._growing = self.prefixes.growing
         self._never_full = tuple(i for i, each in enumerate(self.kv_groups) if not each.kind.fills)
         if self._growing != self.kv_groups[: len(self._growing)]:
