@@ -147,7 +147,7 @@ def steps(engine: Engine, options: argparse.Namespace, rows: int, weights: int) 
     chance = torch.Generator().manual_seed(1)
     prompts = torch.randint(10, vocabulary - 10, (rows, context), generator=chance).tolist()
     handles = [engine.submit(each, max_new_tokens=new, do_sample=False) for each in prompts]
-    while len(engine.scheduler.decode_batch) < rows:  # prompts, in chunks
+    while len(engine.scheduler.rows) < rows:  # prompts, in chunks
         engine.step()
     for _ in range(WARM):
         engine.step()

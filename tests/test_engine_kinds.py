@@ -8,6 +8,7 @@ import pytest
 import torch
 from captures import counts, reasons
 from engine_answers import PROMPTS, alone, checked_answers, small_engine
+from engine_parts import layer_groups
 from families import BY_NAME, build
 from tape import record
 
@@ -36,7 +37,7 @@ def test_every_request_gets_its_own_tokens(name: str, preemption: str, window_bl
     kinds: list[dict[str, Any]] = [GREEDY, {**GREEDY, "num_beams": 3, "num_return_sequences": 2}]
     asked = [(prompt, kinds[i % 2]) for i, prompt in enumerate([*TALK, *PROMPTS, *TALK])]
     with small_engine(model, preemption=preemption) as engine:
-        sizes = {group.kind.name: group.pool.block_size for group in engine.pools.groups.values()}
+        sizes = {group.kind.name: group.pool.block_size for group in layer_groups(engine)}
         assert sizes == {"full": 4, "window": window_blocks}
         handles = [engine.submit(prompt, **options) for prompt, options in asked]
         for _ in range(8):

@@ -13,10 +13,25 @@ from pictures import with_pictures
 from tiny import build as tiny_of
 from tiny import config_class
 
+from hf_paged.blocks import NO_NUMBERS
 from hf_paged.engine.forward_batch import ForwardBatch, LastTokens
 from hf_paged.engine.multimodal.media import Media
 from hf_paged.engine.parallel.message import AdapterNews, StepDecoder, StepEncoder
 from hf_paged.engine.parallel.prompt_inputs import SharedInputs, on_device, on_host
+
+
+def sent_columns(encoder: StepEncoder, decoder: StepDecoder, batch: ForwardBatch) -> None:
+    """Columns go out when they change, each by itself."""
+    count = len(batch.rows)
+    first = {"adapter_slot": (1,) * count, "rope_delta": (3,) * count}
+    second = {**first, "rope_delta": (4,) * count}
+    sizes = []
+    for numbers in (first, first, second, NO_NUMBERS, NO_NUMBERS):
+        sent, _ = encoder.encode(batch._replace(columns=numbers), [], True, AdapterNews())
+        sizes.append(len(sent))
+        assert decoder.decode(sent).batch.columns == numbers
+    steady = min(sizes[1], sizes[4])
+    assert [size - steady for size in sizes[1:]] == [0, 2 + count, 2, 0]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-window"])
@@ -38,12 +53,14 @@ def test_a_batch_is_the_same_on_the_other_side(
                 None,
                 *[tuple([(i + k) % 3 - 1 for i in range(len(batch.rows.sequences))]) for k in (0, 1)],
             )
-            sent = batch._replace(adapters=slots[step // 2 % 3])
+            given = slots[step // 2 % 3]
+            sent = batch._replace(columns={"adapter_slot": given} if given else NO_NUMBERS)
             numbers, shares = encoder.encode(sent, [], True, news)
             found = decoder.decode(numbers)
             assert found.news == news
-            assert found.batch.adapters == sent.adapters
+            assert found.batch.columns == sent.columns
             assert (found.checks, found.shares) == (True, shares)
+            sent_columns(encoder, decoder, batch)
             rows, other = batch.rows, found.batch.rows
             for each in ("row_ids", "starts", "counts", "longest", "tokens", "decodes"):
                 assert getattr(other, each) == getattr(rows, each), each
@@ -108,7 +125,7 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
                 own, there = batch.inputs.get(i), found.inputs.get(i)
                 if own is None or there is None:
                     continue
-                assert there.rope_delta == own.rope_delta
+                assert there.one_delta == own.one_delta
                 assert (there.source is None) == (own.source is None)
                 for one, other in ((own.embeds, there.embeds), (own.positions, there.positions)):
                     assert (one is None and other is None) or torch.equal(one, other)

@@ -39,13 +39,15 @@ def test_large_tensors_are_sent_by_themselves(dtype: torch.dtype) -> None:
 
 
 def test_tensors_with_more_than_bytes_are_pickled() -> None:
-    """A tensor that learns, and complex numbers."""
+    """A tensor that learns, complex numbers, and a sparse one, which has no bytes to count."""
     learned = torch.zeros(LARGE, requires_grad=True)
     numbers = torch.randn(LARGE, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
-    (first, second), packed = sent((learned, numbers))
+    sparse = torch.eye(9).to_sparse()
+    (first, second, third), packed = sent((learned, numbers, sparse))
     assert packed.tensors == []
     assert first.requires_grad
     assert torch.equal(second, numbers)
+    assert torch.equal(third.to_dense(), torch.eye(9))
 
 
 def test_what_cannot_be_pickled_raises_before_anything_is_sent() -> None:

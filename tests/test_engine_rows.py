@@ -87,7 +87,7 @@ def test_plans_are_those_of_one_clock(name: str, ahead: bool, monkeypatch: pytes
         with small_engine(model, **FEW, run_ahead=ahead) as engine:
             scheduler = scheduler_of(engine)
             if clocked:
-                scheduler.decode_batch = ClockedRows(scheduler.kv_groups)  # type: ignore[assignment]
+                scheduler.rows = ClockedRows(scheduler.kv_groups)  # type: ignore[assignment]
             plans.append(planned(engine))
             handles = []
             for i in range(9):

@@ -81,13 +81,13 @@ def test_imports_point_downwards(file: Path) -> None:
 FIGURES = run_path(str(ROOT / "scripts" / "figures"))
 MOST_PRIVATE = 56
 """Places in tests that read or write a private attribute of the code."""
-MOST_INNER = 33
+MOST_INNER = 34
 """Places in tests that reach for an engine's inner objects; `support/engine_parts.py` has most."""
 MOST_UNTESTED = 31
 """Modules with a class that keeps state, and no test of their stem; to come down."""
 MOST_PUBLIC = 24
 """Names in `hf_paged.__all__`."""
-MOST_CLASSES = 327
+MOST_CLASSES = 329
 """Classes of the code, as `scripts/figures` counts them."""
 
 MOST_METHODS, MOST_ATTRIBUTES = 40, 20

@@ -4,6 +4,16 @@ Nothing here locks: the owner of a pool admits one thread at a time (`kv` does s
 """
 
 from .block_table_array import BlockTableArray
+from .columns import (
+    ADAPTER_SLOT,
+    COLUMNS,
+    LOGIT_PLACE,
+    NO_NUMBERS,
+    ROPE_DELTA,
+    Column,
+    ColumnFillers,
+    Numbers,
+)
 from .copies import distinct, move
 from .evictor import Evictor
 from .hashing import ROOT, chain, check_salt, extra_key, parent_key
@@ -16,9 +26,10 @@ from .prompt_scores import PromptScores
 from .table import BlockTable, Copy, append, blocks_needed, check_sources, reorder
 
 __all__ = [
-    "NEVER_FULL", "ROOT", "BlockPool", "BlockTable", "BlockTableArray", "Copy", "Cross", "Evictor",
-    "Full", "LayerKind", "Match", "OutOfBlocks", "Partial", "PartialBlockIndex", "PrefixLookup", "Prompt",
-    "PromptScores", "Window", "adopt", "append", "blocks_needed", "chain", "check_salt", "check_sources",
-    "commit", "commit_tail", "detach", "distinct", "extra_key", "move", "parent_key", "reach_in_all",
-    "reorder",
+    "ADAPTER_SLOT", "COLUMNS", "LOGIT_PLACE", "NEVER_FULL", "NO_NUMBERS", "ROOT", "ROPE_DELTA", "BlockPool",
+    "BlockTable", "BlockTableArray", "Column", "ColumnFillers", "Copy", "Cross", "Evictor", "Full",
+    "LayerKind", "Match", "Numbers", "OutOfBlocks", "Partial", "PartialBlockIndex", "PrefixLookup",
+    "Prompt", "PromptScores", "Window", "adopt", "append", "blocks_needed", "chain", "check_salt",
+    "check_sources", "commit", "commit_tail", "detach", "distinct", "extra_key", "move", "parent_key",
+    "reach_in_all", "reorder",
 ]  # fmt: skip

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from ..blocks import ADAPTER_SLOT, ColumnFillers
 from ..kv.ops import triton_package
-from ..kv.upload import upload
 from ..kv.warmup import Warming
 from ..model.adapters import Adapter, AdapterBatch, AdapterTable, applied
 from ..model.adapters.content import AdapterContents
@@ -52,7 +52,10 @@ class EngineAdapters:
     _over = False
     """True once the engine was closed: nobody needs an adapter that is still being read."""
 
-    def __init__(self, model: nn.Module, slots: int, device: torch.device, kernels: str) -> None:
+    def __init__(
+        self, model: nn.Module, slots: int, device: torch.device, kernels: str, fillers: ColumnFillers
+    ) -> None:
+        """fillers: those of the columns of its rows."""
         parameter = next(model.parameters())
         self.model = model
         self.device = device
@@ -80,10 +83,7 @@ class EngineAdapters:
         """The content of adapters that groups go on with, by the key that they began with."""
         self.layers: list[nn.Module] = []
         """The layers whose forward is ours while a step runs; none if no adapter is known."""
-        self._last: tuple[int, tuple[TokenSequence, ...], tuple[int, ...]] | None = None
-        """The slots of the last batch's rows, after so many changes."""
-        self._indexed: tuple[Sequence[int], torch.Tensor] | None = None
-        """The last slots that were brought to the device."""
+        self._fillers = fillers
         self.changes = 0
         """How often a slot was given to another adapter, or an adapter came or went."""
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -112,7 +112,7 @@ class EngineAdapters:
     def refresh(self) -> None:
         """No request runs, and anything may have happened to the peft model: look at it again."""
         if self.contents.refresh():
-            self.changes += 1
+            self._note_change()
             for name, own in self.contents.own.items():
                 own.follow(self.model)
                 self._release(name)
@@ -130,6 +130,7 @@ class EngineAdapters:
         if layers != self.layers:
             self.table.renew_layout()  # a captured step adds to the layers that it was captured with
         self.layers = layers
+        self._fillers.fill(ADAPTER_SLOT.name, weakly(self._slots_of) if layers else None)
 
     def changes_layer(self, layer: nn.Module | None) -> bool:
         """True if adapters may add to a layer's outputs."""
@@ -149,8 +150,7 @@ class EngineAdapters:
         """Forget all that lies on the device."""
         for names in list(self.slots):
             self._free(names)
-        self._last = None
-        self._indexed = None
+        self._fillers.fill(ADAPTER_SLOT.name, None)
         self._over = True
         if self._compiling is not None:
             self._compiling.stop()
@@ -185,7 +185,7 @@ class EngineAdapters:
         self.contents.own[name] = loaded
         self.numbers[name] = self._next_number if number is None else number
         self._next_number += 1
-        self.changes += 1
+        self._note_change()
         self._note_layers()
         self._expect([loaded.host])
 
@@ -205,7 +205,7 @@ class EngineAdapters:
         """Forget an adapter of the engine's own, which no request has."""
         del self.contents.own[name]
         del self.numbers[name]
-        self.changes += 1
+        self._note_change()
         self.leaving.discard(name)
         self._note_layers()
         self._release(name)
@@ -321,7 +321,7 @@ class EngineAdapters:
 
     def _load(self, names: AdapterNames, slot: int) -> None:
         """Begin to bring adapters into a slot."""
-        self.changes += 1
+        self._note_change()
         try:
             if self._side is None or not any(name in self.contents.own for name in names):
                 self._enter(names, slot)
@@ -355,7 +355,7 @@ class EngineAdapters:
             self.table.put(slot, adapter)
         except Exception as error:
             self.failed[names] = error
-        self.changes += 1
+        self._note_change()
         del self._loading[names]  # behind the put, which an interrupt may have to do again
         return names not in self.failed
 
@@ -414,28 +414,14 @@ class EngineAdapters:
 
     # ---- a step
 
-    def of_rows(self, sequences: tuple[TokenSequence, ...]) -> tuple[int, ...] | None:
-        """The slot of each row's adapter; None if all are the model alone."""
-        if self._last is None or self._last[:2] != (self.changes, sequences):
-            slots = tuple([self.slots.slot(sequence.group.request.adapter) for sequence in sequences])
-            self._last = self.changes, sequences, slots
-        slots = self._last[2]
-        if max(slots, default=-1) < 0:
-            return None
-        self.wait_for_kernels()
-        return slots
+    def _slots_of(self, sequences: Sequence[TokenSequence]) -> list[int]:
+        """The slots of sequences' adapters: the filler of their column."""
+        return [self.slots.slot(sequence.group.request.adapter) for sequence in sequences]
 
-    def wait_for_kernels(self) -> None:
-        """Wait until the kernels that a step with adapters needs are compiled."""
-        if self._compiling is not None:
-            self._compiling.wait()
-            self._compiling = None
-
-    def index(self, slots: Sequence[int]) -> torch.Tensor:
-        """Slots on the device, the same tensor as long as they are the last batch's."""
-        if self._indexed is None or self._indexed[0] is not slots:
-            self._indexed = slots, upload(slots, self.device, torch.int32)
-        return self._indexed[1]
+    def _note_change(self) -> None:
+        """Note that slots may be of other adapters than before."""
+        self.changes += 1
+        self._fillers.renew(ADAPTER_SLOT.name)
 
     def of_request(self, names: AdapterNames) -> AdapterBatch | None:
         """The adapters of a running request, for a forward of its own."""
@@ -443,16 +429,22 @@ class EngineAdapters:
         return None if adapter is None else AdapterBatch.of_one(self.table, adapter)
 
     def applied(self, batch: AdapterBatch | None) -> AbstractContextManager[None]:
-        """Let a forward add the adapters of a batch, or none, whatever is active on the peft model."""
+        """Let a forward add the adapters of a batch, or none, whatever is active on the peft model, once the
+        kernels that they need are compiled.
+        """
+        if batch is not None and self._compiling is not None:
+            self._compiling.wait()
+            self._compiling = None
         return applied(self.layers, batch)
 
     def of_batch(self, batch: ForwardBatch, last: torch.Tensor | None = None) -> AdapterBatch | None:
         """The adapters of a forward's tokens. last: the places of those that the head is given."""
-        if batch.adapters is None:
+        slots = batch.forward_columns.get(ADAPTER_SLOT.name)
+        if slots is None:
             return None
         in_torch = self.table.kernels is None or self.table.why_not is not None
-        if in_torch and len(set(batch.adapters)) == 1:
-            adapter = self.table.slots[batch.adapters[0]]
+        if in_torch and len(set(slots)) == 1:
+            adapter = self.table.slots[slots[0]]
             assert adapter is not None
             return AdapterBatch.of_one(self.table, adapter)
-        return AdapterBatch(self.table, batch.spread_adapters(), last)
+        return AdapterBatch(self.table, slots, last)

@@ -15,11 +15,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ..blocks import LayerKind
+from ..blocks import ADAPTER_SLOT, COLUMNS, LOGIT_PLACE, NO_NUMBERS, ROPE_DELTA, LayerKind
 from ..kv import LayerGroup, StaticBatch, StaticSpans
 from ..kv.budget import free_bytes
+from ..kv.columns import StaticColumns
 from ..kv.ordinary import ordinary_tensors
-from ..kv.upload import upload
 from ..model.adapters import AdapterBatch
 from ..model.attention import Forward, running
 from ..model.cache_name import CACHE
@@ -68,40 +68,32 @@ class _DecodeStep(CapturedStep):
 
     def __init__(
         self,
+        size: Size,
         ids: torch.Tensor,
-        places: torch.Tensor | None,
-        rope_delta: torch.Tensor | None,
+        columns: StaticColumns,
         batches: dict[LayerKind, StaticBatch],
         logits: torch.Tensor,
         best: torch.Tensor,
-        spans: bool,
-        slots: torch.Tensor | None,
         tables: Sequence[torch.Tensor],
     ) -> None:
+        self.size = size
         self.ids = ids
-        self.places = places
-        self.rope_delta = rope_delta
+        """[rows, 1]"""
+        self.columns = columns
         self.batches = batches
-        """ids [rows, 1]. places [most sequences]: the rows whose logits are wanted; None if all are.
-        rope_delta [rows]: of each token, where any may have one.
-        """
         self.logits = logits
         self.best = best
         """[most sequences, vocabulary] and [2, most sequences]: the answer for the wanted rows, in the same
         memory for all graphs. The next replay writes over it.
         """
-        self.spans = spans
-        """True if chunks of prompts are spans."""
-        self.slots = slots
-        """[rows]: the slot of each token's adapter; None for the model alone."""
-        self.slots_of: torch.Tensor | None = None
-        """Slots that were copied there last."""
+        self.places = None if size.form == "single" else columns.tensors[LOGIT_PLACE.name]
+        """[most sequences]: the rows whose logits are wanted; None if all are."""
         self._tables = tables
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         yield self.ids
-        yield from (each for each in (self.places, self.rope_delta, self.slots) if each is not None)
+        yield from self.columns.tensors.values()
         for batch in self.batches.values():
             yield from batch.tensors
 
@@ -118,8 +110,6 @@ class CapturedRunner:
         self.states = states_of(eager.cache.layers)
         """The recurrent states that layers keep in slots; None if none does."""
         self.compilation = Compilation() if eager.pools.config.compile else None
-        self.has_rope_deltas = False
-        """True if tokens may have a RoPE delta, which captured steps are then given."""
         self._most = bucket_of(eager.pools.config.limits().sequences)
         """Rows whose logits may be wanted in one step."""
         self._answer: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -355,7 +345,7 @@ class CapturedRunner:
         if form is None:
             return None
         adapters = 0
-        if batch.adapters is not None:
+        if ADAPTER_SLOT.name in batch.columns:
             assert self.eager.adapters is not None
             table = self.eager.adapters.table
             if table.why_not is not None or table.kernels is None:
@@ -387,8 +377,9 @@ class CapturedRunner:
 
     def _load(self, step: _DecodeStep, batch: ForwardBatch) -> None:
         """Enter a batch in a captured step's tensors; the tables have taken its tokens already."""
+        places: tuple[int, ...] = ()
         if step.places is not None:
-            batch = self._load_chunks(step, step.places, batch)
+            batch, places = self._load_chunks(step, batch)
         if self.states is not None:
             self.states.begin(state_rows(batch))
         rows = batch.rows
@@ -396,52 +387,38 @@ class CapturedRunner:
             static.load_array(tables, rows.row_ids, rows.starts, rows.counts)
         ids = batch.ids(step.ids.device)
         step.ids[: len(ids), 0].copy_(ids)
-        if step.slots is not None:
-            self._load_adapters(step, step.slots, batch)
-        if step.rope_delta is not None:
-            step.rope_delta[: len(ids)].copy_(upload(batch.rope_deltas(), step.rope_delta.device))
+        columns = batch.forward_columns if batch.columns else NO_NUMBERS
+        if places:
+            columns = {**columns, LOGIT_PLACE.name: places}
+        if columns is not step.columns.loaded:
+            step.columns.load(columns)
 
-    def _load_adapters(self, step: _DecodeStep, slots: torch.Tensor, batch: ForwardBatch) -> None:
-        adapters = self.eager.adapters
-        assert adapters is not None and batch.adapters is not None
-        found = adapters.index(batch.spread_adapters())
-        if found is not step.slots_of:
-            slots[: len(found)].copy_(found)
-            step.slots_of = found
-
-    def _load_chunks(self, step: _DecodeStep, places: torch.Tensor, batch: ForwardBatch) -> ForwardBatch:
-        """Enter which tokens' logits are wanted: the batch in the order of the step's rows."""
+    @staticmethod
+    def _load_chunks(step: _DecodeStep, batch: ForwardBatch) -> tuple[ForwardBatch, tuple[int, ...]]:
+        """The batch in the order of the step's rows, and the tokens whose logits are wanted."""
         wanted = batch.wanted
         order = list(range(len(batch.rows)))
-        if step.spans:
+        if step.size.form == "spans":
             order.sort(key=lambda i: batch.rows.counts[i] > 1)  # sequences of one token come first
             batch = batch.select(order)
         ends = dict(zip(order, accumulate(batch.rows.counts), strict=True))
-        last = [ends[i] - 1 for i in wanted] or [0]
-        places[: len(last)].copy_(upload(last, places.device))
-        return batch
+        return batch, tuple([ends[i] - 1 for i in wanted])
 
     def make(self, size: Size) -> _DecodeStep:
         """Static tensors for steps of a size."""
         rows = size.rows
         device = self.eager.device
-        mixed = size.form != "single"
         batches = {kind: self._batch(size, group) for kind, group in self.eager.pools.own.items()}
         with ordinary_tensors():
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
-            places = torch.zeros(self._most, dtype=torch.long, device=device) if mixed else None
-            rope_delta = torch.zeros(rows, dtype=torch.long, device=device) if self.has_rope_deltas else None
-            slots = torch.full((rows,), -1, dtype=torch.int32, device=device) if size.adapters else None
             if self._answer is None:
                 logits = torch.empty(self._most, self._vocabulary, dtype=torch.float32, device=device)
                 self._answer = logits, torch.empty(2, self._most, dtype=torch.long, device=device)
         logits, tokens = self._answer
-        wanted = self._most if mixed else rows
+        wanted = rows if size.form == "single" else self._most
         tables = self.eager.adapters.table.weights.tensors if size.adapters and self.eager.adapters else ()
-        spans = size.form == "spans"
-        return _DecodeStep(
-            ids, places, rope_delta, batches, logits[:wanted], tokens[:, :wanted], spans, slots, tables
-        )
+        columns = StaticColumns(COLUMNS.values(), wanted, rows, device)
+        return _DecodeStep(size, ids, columns, batches, logits[:wanted], tokens[:, :wanted], tables)
 
     def _batch(self, size: Size, group: LayerGroup) -> StaticBatch:
         form, rows, width, _ = size
@@ -454,17 +431,18 @@ class CapturedRunner:
         eager = self.eager
         sequences = eager.cache.sequences
         sequences.static = step.batches
+        sequences.static_columns = step.columns.tensors
         outer = running.get()
         try:
             running.set(Forward(eager.cache))
             for kind, batch in step.batches.items():
                 batch.begin(eager.pools.groups[kind].captured_ops.advance)
             seen = next(iter(step.batches.values())).seen
-            positions = seen.long() - 1 if step.rope_delta is None else seen.long() - 1 + step.rope_delta
+            positions = step.columns.tensors[ROPE_DELTA.name].to(seen.device) + seen - 1
             arguments = {"input_ids": step.ids, "position_ids": positions.clamp(min=0)[:, None]}
             if eager.keeps_some:
                 arguments["logits_to_keep"] = 1  # type: ignore[assignment]  # a number among tensors
-            head = self._head(step.slots is not None)
+            head = self._head(step.size.adapters > 0)
             with self._with_adapters(step), eager.head.of_rows(head, len(step.ids), step.places) as headed:
                 answer = eager.model(**arguments, **{CACHE: eager.cache}, use_cache=True, return_dict=True)
             logits: torch.Tensor = answer.logits[:, -1]
@@ -477,6 +455,7 @@ class CapturedRunner:
         finally:
             running.set(outer)
             sequences.static = None
+            sequences.static_columns = {}
 
     def _head(self, adapters: bool) -> Any:
         """The head, if it can be given some rows of a step alone: they lie on its device, and no adapter in
@@ -492,7 +471,8 @@ class CapturedRunner:
         adapters = self.eager.adapters
         if adapters is None:
             return nullcontext()
-        return adapters.applied(None if step.slots is None else AdapterBatch(adapters.table, step.slots))
+        slots = step.columns.tensors[ADAPTER_SLOT.name]
+        return adapters.applied(AdapterBatch(adapters.table, slots) if step.size.adapters else None)
 
 
 def state_rows(batch: ForwardBatch) -> list[StateRow]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ..blocks import LayerKind
+from ..blocks import NO_NUMBERS, LayerKind
 from ..kv import Batch, FlatBatch, RowBatch
 from ..kv.upload import upload
 from ..model.attention import NAME, Forward, running
@@ -228,6 +228,7 @@ class EagerModel:
         extras = self._extras(batch) if batch.inputs else {}
         outer = running.get()
         try:
+            self.cache.sequences.numbers = batch.forward_columns
             running.set(Forward(self.cache, flat=flat))
             with (
                 decoder_arguments(self.model, extras),
@@ -239,6 +240,7 @@ class EagerModel:
                     answer = self.model(**arguments)
         finally:
             running.set(outer)
+            self.cache.sequences.numbers = NO_NUMBERS
         if getattr(answer, CACHE) is not arguments[CACHE]:
             raise Unservable(
                 f"{type(self.model).__name__} continued with another cache than the engine's; use generate()"

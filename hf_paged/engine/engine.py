@@ -126,7 +126,9 @@ class Engine:
         self.preemption = Preemption(self.pools, self.config.preemption)
         device = self.runner.eager.device
         with arithmetic():  # it decides whether kernels add the adapters
-            self._adapters = EngineAdapters(self.model, self.config.max_adapters, device, self.config.kernels)
+            self._adapters = EngineAdapters(
+                self.model, self.config.max_adapters, device, self.config.kernels, self.runner.fillers
+            )
         self.runner.eager.adapters = self._adapters
         self.scheduler = _scheduler_of(self.pools, self.preemption, self._adapters)
         self.checks = self.runner.eager.checks

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..blocks import NO_NUMBERS, Numbers
+from ..blocks.columns import by_token, selected
 from ..kv.ordinary import ordinary_tensors
 from ..kv.upload import upload
 from ..scheduling import ScheduledBatch, TokenSequence
@@ -73,8 +75,8 @@ class RowInputs(NamedTuple):
     """The input of its encoder, if the model has one."""
     positions: torch.Tensor | None = None
     """[axes, tokens] on the host: the RoPE positions, if these are not consecutive."""
-    rope_delta: int | None = 0
-    """The number added to its consecutive positions; None if no single number does it."""
+    one_delta: bool = True
+    """True if its positions are consecutive but for one number, the column rope_delta."""
     extras: DecoderExtras | None = None
     """Inputs of its decoder for some of its tokens, in addition to embeddings."""
     cross: CrossInputs | None = None
@@ -90,7 +92,7 @@ class RowInputs(NamedTuple):
     def of_ids(self) -> bool:
         """True if a captured step can take it: ids only, and at most one delta."""
         plain = self.embeds is None and self.source is None and self.cross is None
-        return plain and self.scored is None and self.rope_delta is not None
+        return plain and self.scored is None and self.one_delta
 
 
 PLAIN = RowInputs()
@@ -118,15 +120,15 @@ def inputs_of(given: PromptInputs | None, start: int, count: int, begun: bool) -
 
 class ForwardBatch(NamedTuple):
     """The rows of one forward. inputs: of the rows that are more than token ids. unseen: the sequences of the
-    step in flight, whose last tokens the host has not seen. adapters: the slot of each row's adapter, -1 for
-    the model alone; None if all are.
+    step in flight, whose last tokens the host has not seen. columns: by name the number of every row; the
+    same object as in the step before where no number has changed.
     """
 
     rows: ScheduledBatch
     last_tokens: LastTokens
     inputs: Mapping[int, RowInputs] = MappingProxyType({})
     unseen: tuple[TokenSequence, ...] = ()
-    adapters: tuple[int, ...] | None = None
+    columns: Numbers = NO_NUMBERS
 
     def ids(self, device: torch.device) -> torch.Tensor:
         """The token ids [tokens] of all rows."""
@@ -215,27 +217,19 @@ class ForwardBatch(NamedTuple):
             found.append(plain if own is None else own)
         return torch.cat(found, 1)[:, None]
 
-    def spread_adapters(self) -> tuple[int, ...]:
-        """For every token the slot of its adapter: the same object if every row has one token."""
-        adapters = self.adapters
-        assert adapters is not None
-        if len(self.rows.counts) == self.rows.tokens:
-            return adapters
+    @property
+    def forward_columns(self) -> Numbers:
+        """The columns as a forward over all tokens reads them: the same object if every row has one token."""
         counts = self.rows.counts
-        return tuple([slot for slot, count in zip(adapters, counts, strict=True) for _ in range(count)])
-
-    def rope_deltas(self) -> list[int]:
-        """For every token what is added to its position."""
-        counts = enumerate(self.rows.counts)
-        return [self.inputs.get(i, PLAIN).rope_delta or 0 for i, count in counts for _ in range(count)]
+        if not self.columns or len(counts) == self.rows.tokens:
+            return self.columns
+        return by_token(self.columns, counts)
 
     def select(self, rows: Sequence[int]) -> ForwardBatch:
         """A batch of some of the rows, in this order."""
         inputs = {place: self.inputs[i] for place, i in enumerate(rows) if i in self.inputs}
-        adapters = None if self.adapters is None else tuple([self.adapters[i] for i in rows])
-        if adapters is not None and max(adapters, default=-1) < 0:
-            adapters = None
-        return ForwardBatch(self.rows.select(rows), self.last_tokens, inputs, self.unseen, adapters)
+        columns = selected(self.columns, rows)
+        return ForwardBatch(self.rows.select(rows), self.last_tokens, inputs, self.unseen, columns)
 
 
 class Answer(NamedTuple):

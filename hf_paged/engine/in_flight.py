@@ -110,8 +110,8 @@ class InFlightStep:
         self._download = download(wanted)
 
     def _add_other_rows(self) -> tuple[array[int], Answer]:
-        """Add the sequences of the rows after the decode batch, to the host's sampler where they need it: the
-        rows and the logits of all that are sampled on the device.
+        """Add the sequences of the other rows, to the host's sampler where they need it: the rows and the
+        logits of all that are sampled on the device.
         """
         decodes = self.batch.decodes
         jobs = self._sampling.jobs

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..blocks import NO_NUMBERS, ROPE_DELTA
 from ..model.state_slots import StatesAdvanced
 from ..scheduling import Request, ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan, TokenSequence
 from ..trace import Step, Trace, Writer
@@ -20,7 +21,7 @@ from .in_flight import InFlightStep, SamplingState
 from .job import Job
 from .model_check import ModelCheck
 from .multimodal.cross import CrossMedia
-from .multimodal.media import Media
+from .multimodal.media import Media, rope_delta_filler
 from .outputs.output import FinishReason, Output
 from .own_code import raised_by, reaches_driver
 from .parallel.ranks import RankError
@@ -222,8 +223,9 @@ class StepLoop:
         shown = self._encode_media(batch) if self.with_inputs else []
         inputs = self._inputs(batch) if self.with_inputs else {}
         unseen = () if self.in_flight is None else self.in_flight.sequences
-        adapters = self.adapters.of_rows(batch.sequences) if self.adapters.layers else None
-        forward = ForwardBatch(batch, self._sampling.last_tokens, inputs, unseen, adapters)
+        fillers = self.runner.fillers
+        columns = fillers.of(batch.sequences) if fillers.by_name else NO_NUMBERS
+        forward = ForwardBatch(batch, self._sampling.last_tokens, inputs, unseen, columns)
         answer = self.executor.run(forward)
         for media in shown:
             media.forget_spent()
@@ -372,6 +374,7 @@ class StepLoop:
                 self.executor.encode_media(media, sequence.group)
             if media.rope_deltas:
                 sequence.group.leave_decode_batch()
+                self.runner.fillers.fill(ROPE_DELTA.name, rope_delta_filler(self.with_inputs))
             if media.spent(start, count):
                 done.append(media)
         return done
@@ -383,7 +386,7 @@ class StepLoop:
                 params.media.forget()
 
     def _inputs(self, batch: ScheduledBatch) -> dict[int, RowInputs]:
-        """The inputs of rows other than token ids; rows of the decode batch have none."""
+        """The inputs of rows other than token ids; those of one token each have none."""
         inputs: dict[int, RowInputs] = {}
         for i, (sequence, start, count, _) in enumerate(batch.other_rows, batch.decodes):
             params = self.with_inputs.get(sequence.group)
@@ -398,8 +401,8 @@ class StepLoop:
                 row = row._replace(ids=media.ids_of(start, sequence.tokens[start : start + count]))
             elif media is not None:
                 positions = media.where(start, count)
-                delta = 0 if positions is None else media.moved_by(start)
-                row = row._replace(positions=positions, rope_delta=delta)
+                one_delta = positions is None or media.moved_by(start) is not None
+                row = row._replace(positions=positions, one_delta=one_delta)
             inputs[i] = row
         return inputs
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from ..blocks import ADAPTER_SLOT, ColumnFillers
 from ..kv.upload import upload
 from ..kv.warmup import Warming
 from ..model.adapters import Inapplicable
@@ -35,6 +36,8 @@ class Runner:
     """
 
     def __init__(self, model: nn.Module, pools: Pools) -> None:
+        self.fillers = ColumnFillers()
+        """The fillers of columns: each is given a sequence."""
         self.eager = EagerModel(model, pools)
         """The model over pages, operation by operation."""
         self.states = states_of(self.eager.cache.layers)
@@ -100,7 +103,7 @@ class Runner:
 
     def run(self, batch: ForwardBatch) -> Answer:
         """The logits behind the rows that are sampled from, from a captured step if there is one."""
-        parts = self._parts(batch) if batch.inputs or batch.adapters is not None else []
+        parts = self._parts(batch) if batch.inputs or batch.columns else []
         if parts:
             return self._join(batch, parts)
         try:
@@ -121,7 +124,7 @@ class Runner:
         if cross:
             texts = [i for i in range(len(batch.rows)) if i not in cross]
             return [(cross, self._one_by_one), (texts, self.run)]
-        slots = batch.adapters
+        slots = batch.columns.get(ADAPTER_SLOT.name)
         adapters = self.eager.adapters
         if slots is None or adapters is None or adapters.table.why_not is None or len(set(slots)) == 1:
             return []
@@ -174,9 +177,6 @@ class Runner:
         adapters = self.eager.adapters
         with nullcontext() if adapters is None else adapters.applied(adapters.of_request(names)):
             self.merger.run(media)
-        if media.rope_deltas and self.captured is not None and not self.captured.has_rope_deltas:
-            self.captured.has_rope_deltas = True
-            self.captured.forget()
 
     def check_captures(self) -> None:
         """See whether the captured steps are still of the model as it is."""

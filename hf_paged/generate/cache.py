@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from ..blocks import LayerKind
+from ..blocks import LayerKind, Numbers
 from ..kv import Arithmetic, Sequences
 from ..kv.config import CacheConfig
 from ..model.layer import DIFFER, PagedLayer
@@ -37,6 +37,8 @@ class Mark(NamedTuple):
     """The column at which each row begins."""
     outside: OutsideContent | None
     """The content outside the pages; None where a step that fails loses it, as saving it takes a copy."""
+    numbers: Numbers
+    """The numbers of the rows."""
 
 
 class PagedCache(DynamicCache):
@@ -299,7 +301,8 @@ class PagedCache(DynamicCache):
         columns = self.sequences.positions
         begins = not all(columns.values())
         initialized = [layer.is_initialized for layer in self.own_layers] if begins else None
-        return Mark(columns, initialized, self.sequences.starts, self._outside_before(repeats))
+        starts, numbers = self.sequences.starts, self.sequences.numbers
+        return Mark(columns, initialized, starts, self._outside_before(repeats), numbers)
 
     def _outside_before(self, repeats: bool) -> OutsideContent | None:
         """The content outside the pages before a step; None if only a copy would keep it: stock's layers
@@ -332,6 +335,7 @@ class PagedCache(DynamicCache):
             if rows.columns > mark.columns[kind] and not rows.torn:
                 rows.crop(rows.columns - mark.columns[kind])
                 rows.begin_at(mark.starts)  # a crop to nothing forgets them
+        self.sequences.numbers = mark.numbers
         layers = self.own_layers
         for layer, initialized in zip(layers, mark.initialized or [True] * len(layers), strict=True):
             layer.is_initialized &= initialized

@@ -145,9 +145,12 @@ def _comparable(
         adapters = adapters_by_row(model, rows)
     except ValueError:
         return None  # peft's layers say what they were given
-    if not tensors or adapters is None:
-        return tensors or None
-    return [*tensors, torch.tensor(adapters, device=tensors[0].device)]
+    if not tensors:
+        return None
+    given: list[Sequence[int]] = [] if adapters is None else [adapters]
+    if cache.sequences.sources is None:  # else rows stand for others, of equal numbers
+        given += cache.sequences.numbers.values()
+    return [*tensors, *(torch.tensor(each, device=tensors[0].device) for each in given)]
 
 
 # ---- which rows are equal

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 
+from ..blocks.columns import selected
 from ..model.adapters.apply import Inapplicable
 from ..model.attention import Forward, running
 from ..model.cache_name import CACHE, named_as_now
@@ -119,6 +120,7 @@ def _run(
     if not sequences.columns:
         for part in parts:
             part.sequences.sources = None
+        sequences.fill(rows_of(arguments))
     prompt = read_prompt(model, arguments, parts[0])
     if prompt is not None and prompt.equal is not None:
         equal = prompt.equal
@@ -158,6 +160,9 @@ def _unique(
         before = [part.mark(repeats=True) for part in parts]
         for part in parts:
             part.sequences.expect_rows(len(index))
+        sequences = parts[0].sequences
+        if sequences.sources is None:  # else a chunk before this one has done so
+            sequences.numbers = selected(sequences.numbers, first)
         with narrow_adapter_names(model, len(index), first):
             answer = _paged(model, original, kept, parts, masks_known, prompt.padding_of(first))
         drawn = has_drawn(states, device)

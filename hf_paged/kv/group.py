@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..blocks import BlockPool, Copy, LayerKind, OutOfBlocks
+from ..blocks import BlockPool, ColumnFillers, Copy, LayerKind, OutOfBlocks
 from .budget import free_bytes, require_room_for_books
 from .config import CacheConfig
 from .forks import fork_safe_lock
@@ -421,6 +421,8 @@ class Memory:
         """Why prompts were computed whole or not kept for others, and how often."""
         self.paths: list[str] = []
         """How attention read each layer in the last call."""
+        self.row_fillers = ColumnFillers()
+        """The fillers of columns in generate(): each is given the place of a row in the call."""
         self.training = TrainingMemory()
         """Memory of training beside the pools."""
         self._told_training = False

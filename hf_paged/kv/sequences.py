@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from ..blocks import BlockTable, LayerKind
+from ..blocks import COLUMNS, NO_NUMBERS, BlockTable, LayerKind, Numbers
+from ..blocks.columns import selected, with_numbers
 from .batch import Batch
 from .group import LayerGroup, Memory
 from .history import TokenHistory
 from .rows import Rows
 from .static import StaticBatch
+from .upload import upload
 
 
 class Sequences:
@@ -35,6 +37,12 @@ class Sequences:
         """True if the rows' starts determine this call's attention mask."""
         self.static: Mapping[LayerKind, StaticBatch] | None = None
         """The index tensors of a step while it is captured."""
+        self.numbers: Numbers = NO_NUMBERS
+        """By column the numbers of the rows, which move with them."""
+        self.static_columns: Mapping[str, torch.Tensor] = {}
+        """The columns of a step while it is captured."""
+        self._uploaded: dict[str, tuple[object, torch.Tensor]] = {}
+        """By column the numbers that were uploaded last, and where they are."""
         self.changes_all = False
         """True while the cache changes its rows, so that all layers may take part."""
         self.history: TokenHistory | None = None
@@ -94,6 +102,32 @@ class Sequences:
         self.flush()
         return self.rows[kind].extend(rows, new)
 
+    # ---- columns
+
+    def fill(self, rows: int) -> None:
+        """Have the columns of so many new rows filled."""
+        fillers = self.memory.row_fillers
+        fillers.forget()  # rows of another call
+        self.numbers = fillers.of(range(rows)) if fillers.by_name else NO_NUMBERS
+
+    def put(self, name: str, numbers: Sequence[int]) -> None:
+        """Give the rows their numbers of a column."""
+        self.numbers = with_numbers(self.numbers, name, numbers)
+
+    def column(self, name: str, device: torch.device) -> torch.Tensor | None:
+        """The numbers of a column in the step that runs, on a device; None if all rows are empty there."""
+        if self.static is not None:
+            static = self.static_columns.get(name)
+            return None if static is None else static.to(device)
+        numbers = self.numbers.get(name)
+        if numbers is None:
+            return None
+        held, tensor = self._uploaded.get(name, (None, None))
+        if held != numbers or tensor is None or tensor.device != device:
+            tensor = upload(list(numbers), device, getattr(torch, COLUMNS[name].dtype))
+            self._uploaded[name] = numbers, tensor
+        return tensor
+
     # ---- debts
 
     def reorder(self, index: torch.Tensor) -> None:
@@ -130,6 +164,7 @@ class Sequences:
             for rows in self.rows.values():
                 if rows.columns:
                     rows.reorder(sources)
+            self.numbers = selected(self.numbers, sources)
             if self.history is not None:
                 self.history.select(sources)
 
@@ -172,6 +207,7 @@ class Sequences:
         twin = Sequences(self.memory, {kind: rows.group for kind, rows in self.rows.items()})
         twin.rows = {kind: rows.fork() for kind, rows in self.rows.items()}
         twin.padding_known = self.padding_known
+        twin.numbers = self.numbers
         twin.history = None if self.history is None else self.history.fork()
         return twin
 
@@ -180,6 +216,7 @@ class Sequences:
         self._pending = None
         self.sources = None
         self.copies = 0
+        self.numbers = NO_NUMBERS
         for rows in self.rows.values():
             rows.expected_rows = 0
             rows.free()

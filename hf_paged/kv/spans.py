@@ -5,14 +5,14 @@ decoding rows together.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from ..blocks import BlockTableArray
 from .batch import SpanTensors
-from .static import LONGS, StaticBatch, tokens_of
+from .static import StaticBatch, UploadPart, tokens_of
 
 
 class StaticSpans(StaticBatch):
@@ -35,12 +35,23 @@ class StaticSpans(StaticBatch):
         self.most = most
         super().__init__(rows, 1, width, block_size, columns, device, window)
 
-    def _parts(self) -> list[int]:
-        return [LONGS, self.most * self.width, self.rows, self.rows, self.most, self.most + 1]
+    def _parts(self) -> list[UploadPart]:
+        """The parts of an upload: the blocks of every sequence; the position of every token (-1: it is not
+        there) and its sequence; the tokens of every sequence with this step's, and where its own begin.
+        """
+        return [
+            UploadPart("table", (self.most, self.width)),
+            UploadPart("tokens", (self.rows,)),
+            UploadPart("owners", (self.rows,)),
+            UploadPart("totals", (self.most,)),
+            UploadPart("borders", (self.most + 1,)),
+        ]
 
-    def _take(self, parts: Sequence[torch.Tensor]) -> None:
-        _, blocks, self.tokens, self._owners, totals, borders = parts
-        self.spans: SpanTensors = SpanTensors(blocks.view(self.most, self.width), totals, borders, totals)
+    def _take(self, parts: Mapping[str, torch.Tensor]) -> None:
+        self.tokens = parts["tokens"]
+        self._owners = parts["owners"]
+        totals = parts["totals"]
+        self.spans: SpanTensors = SpanTensors(parts["table"], totals, parts["borders"], totals)
 
     def load_array(
         self, tables: BlockTableArray, row_ids: array[int], starts: array[int], counts: array[int]
@@ -54,10 +65,11 @@ class StaticSpans(StaticBatch):
         places, positions = tokens_of(np.arange(len(rows)), before, counts)
         width = int(positions.max()) // self.block_size + 1
         blocks = np.asarray(tables.ids).reshape(tables.height, tables.width)
-        with self._upload() as (_, ids, tokens, owners, totals, borders):
-            ids.reshape(self.most, self.width)[: len(rows), :width] = blocks.take(rows, 0)[:, :width]
-            tokens[: len(places)] = positions
-            owners[: len(places)] = places
+        with self._upload() as parts:
+            parts["table"][: len(rows), :width] = blocks.take(rows, 0)[:, :width]
+            parts["tokens"][: len(places)] = positions
+            parts["owners"][: len(places)] = places
+            totals, borders = parts["totals"], parts["borders"]
             totals[: len(rows)] = before + many
             totals[len(rows) :] = 0
             borders[0] = 0

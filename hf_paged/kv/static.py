@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +21,7 @@ BUFFERS = 2
 PIECE = 2**21
 """Numbers that are locked at once: 8 MiB."""
 LINE = 16
-"""Parts begin at multiples of so many numbers."""
-LONGS = 4
-"""The columns before and after a step take two numbers each of the buffer's."""
+"""Buffers begin at multiples of so many numbers."""
 _taking = threading.Lock()
 _left = torch.empty(0, dtype=torch.int32, device="cpu")
 """The unused rest of the last piece."""
@@ -50,6 +49,28 @@ def staging(count: int, device: torch.device) -> torch.Tensor:
             _left = torch.zeros(PIECE, dtype=torch.int32, device="cpu", pin_memory=True)
         taken, _left = _left[:count], _left[room:]
     return taken
+
+
+class UploadPart(NamedTuple):
+    """One of the tensors that an upload consists of. Those of 64 bits come first."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.int32
+
+    @property
+    def size(self) -> int:
+        """Its share of a buffer of 32-bit numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize // torch.int32.itemsize
+
+
+def divided(buffer: torch.Tensor, parts: Sequence[UploadPart]) -> dict[str, torch.Tensor]:
+    """The parts of a buffer, by name."""
+    sizes = [part.size for part in parts]
+    pieces = buffer[: sum(sizes)].split(sizes)
+    return {
+        part.name: piece.view(part.dtype).view(part.shape) for part, piece in zip(parts, pieces, strict=True)
+    }
 
 
 class StaticBatch(Batch):
@@ -92,26 +113,38 @@ class StaticBatch(Batch):
         self._visible: dict[tuple[torch.device, int | None], torch.Tensor] = {}
         self._elsewhere: dict[tuple[torch.device, int], torch.Tensor] = {}
         """Tensors of the step for layers on other devices, by device and the id of the tensor here."""
-        self._sizes = self._parts()
+        parts = self._parts()
+        size = -(-sum(part.size for part in parts) // LINE) * LINE
         with ordinary_tensors():
-            self._data = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+            self._data = torch.zeros(size, dtype=torch.int32, device=device)
             self.seen = torch.zeros(rows, dtype=torch.int32, device=device)
             self._targets_of_step = torch.full((rows * new,), -1, dtype=torch.long, device=device)
-            self._staging = staging(BUFFERS * sum(self._sizes), device).chunk(BUFFERS)
-            self._take(self._data.split(self._sizes))
-        self._views = [[part.numpy() for part in buffer.split(self._sizes)] for buffer in self._staging]
+            self._staging = staging(BUFFERS * size, device).split(size)
+            self._take(divided(self._data, parts))
+            views = [divided(buffer, parts) for buffer in self._staging]
+        self._views = [{name: part.numpy() for name, part in each.items()} for each in views]
         self._events: list[torch.cuda.Event | None] = [None] * BUFFERS
         self._turn = 0
 
-    def _parts(self) -> list[int]:
-        """The sizes of the parts of an upload. The third part marks the rows in use."""
-        return [LONGS, self.rows * self.width, self.rows, self.rows, self.rows]
+    def _parts(self) -> list[UploadPart]:
+        """The parts of an upload: the columns before and after the step, the blocks of every row and its
+        tokens before the step (-1: the row is not in use), the blocks that are copied and where to.
+        """
+        return [
+            UploadPart("columns", (2,), torch.long),
+            UploadPart("table", (self.rows, self.width)),
+            UploadPart("tokens", (self.rows,)),
+            UploadPart("sources", (self.rows,)),
+            UploadPart("targets", (self.rows,)),
+        ]
 
-    def _take(self, parts: Sequence[torch.Tensor]) -> None:
-        """Name the parts of what is uploaded, on the device."""
-        longs, table, self.tokens, self._sources, self._targets = parts
-        self._columns = longs.view(torch.long)
-        self._table: torch.Tensor = table.view(self.rows, self.width)
+    def _take(self, parts: Mapping[str, torch.Tensor]) -> None:
+        """Keep the parts of what is uploaded, on the device."""
+        self._columns = parts["columns"]
+        self._table: torch.Tensor = parts["table"]
+        self.tokens = parts["tokens"]
+        self._sources = parts["sources"]
+        self._targets = parts["targets"]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -124,14 +157,15 @@ class StaticBatch(Batch):
         """Upload a step of `new` tokens that `tables` have taken already, as it was before it, at `columns`
         columns.
         """
-        with self._upload() as (before, ids, tokens, sources, targets):
+        with self._upload() as parts:
+            ids, tokens = parts["table"].reshape(-1), parts["tokens"]
             for i, table in enumerate(tables):
                 begin = i * self.width + table.released
                 ids[begin : begin + len(table.blocks)] = table.blocks
                 tokens[i] = table.length - new
-            # Two numbers of 64 bits, on a machine that puts the low half first.
-            before[:] = (columns, 0, columns, 0)
+            parts["columns"].fill(columns)
             if copies:
+                sources, targets = parts["sources"], parts["targets"]
                 sources[: len(copies)], targets[: len(copies)] = zip(*copies, strict=True)
 
     def load_array(
@@ -146,9 +180,9 @@ class StaticBatch(Batch):
             rows, positions = tokens_of(rows, positions, counts)
         width = int(positions.max()) // self.block_size + 1
         blocks = np.asarray(tables.ids).reshape(tables.height, tables.width)
-        with self._upload() as (_, ids, tokens, _, _):
-            tokens[: len(rows)] = positions
-            ids.reshape(self.rows, self.width)[: len(rows), :width] = blocks.take(rows, 0)[:, :width]
+        with self._upload() as parts:
+            parts["tokens"][: len(rows)] = positions
+            parts["table"][: len(rows), :width] = blocks.take(rows, 0)[:, :width]
 
     def load_nothing(self) -> None:
         """Upload a step without tokens: a run writes nothing and sees nothing."""
@@ -156,14 +190,14 @@ class StaticBatch(Batch):
             pass
 
     @contextmanager
-    def _upload(self) -> Iterator[list[Any]]:
-        """Upload what is written meanwhile: the parts of a buffer, as numpy's arrays, with no row in them."""
+    def _upload(self) -> Iterator[dict[str, Any]]:
+        """Upload what is written meanwhile: the parts of a buffer, as numpy's arrays, with no row in use."""
         self._turn = (self._turn + 1) % BUFFERS
         event = self._events[self._turn]
         if event is not None:
             event.synchronize()  # two uploads ago: long done
         parts = self._views[self._turn]
-        parts[2].fill(-1)
+        parts["tokens"].fill(-1)
         yield parts
         self._data.copy_(self._staging[self._turn], non_blocking=True)
         if self.device.type == "cuda":

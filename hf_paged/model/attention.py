@@ -46,6 +46,10 @@ class Forward(NamedTuple):
     dense: bool = False
     flat: bool = False
 
+    def column(self, name: str, device: torch.device) -> torch.Tensor | None:
+        """The numbers of its rows in a column (blocks/columns.py), on a device; None if all are empty."""
+        return self.cache.sequences.column(name, device)
+
 
 running: ContextVar[Forward | None] = ContextVar("hf_paged_forward", default=None)
 

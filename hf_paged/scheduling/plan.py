@@ -89,7 +89,7 @@ class ScheduledBatch:
         )
 
     def select(self, rows: Sequence[int]) -> ScheduledBatch:
-        """A batch of some of the rows, in this order; all of them count as rows outside the decode batch."""
+        """A batch of some of the rows, in this order; all of them count as planned one by one."""
         counts = array("i", [self.counts[i] for i in rows])
         return ScheduledBatch(
             tuple([self.sequences[i] for i in rows]),
@@ -109,7 +109,7 @@ class ScheduledBatch:
 
     @property
     def other_rows(self) -> tuple[ScheduledRow, ...]:
-        """The rows after those of the decode batch, one by one."""
+        """The rows behind those of one token each, one by one."""
         return self.rows[self.decodes :] if len(self.sequences) > self.decodes else ()
 
     @cached_property

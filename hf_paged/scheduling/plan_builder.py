@@ -19,7 +19,7 @@ class PlanBuilder:
     def __init__(self, kv_groups: int, room: int) -> None:
         self.room = room
         self.batch = NOTHING
-        """The rows of the decode batch."""
+        """The rows of the table."""
         self.rows: list[ScheduledRow] = []
         """All other rows."""
         self.copies: list[list[Copy]] = [[] for _ in range(kv_groups)]

@@ -33,7 +33,7 @@ class Request:
     prompt included. width: how many sequences it becomes after its prompt (samples or beams). priority:
     higher is sooner, if the policy uses it. extra: what changes keys and values for the same tokens (C24).
     source: tokens that it attends to across, of its encoder or its pictures. source_key: their content;
-    without it no prefix is shared. batchable: whether its sequences may be in the decode batch. adapter:
+    without it no prefix is shared. batchable: whether its sequences may be in the table of rows. adapter:
     names, adapter_key: their content. scored: numbers for each token of its prompt. tenant: for cache_shares.
     """
 

@@ -76,7 +76,7 @@ class Scheduler:
         self.kv_groups = tuple(kv_groups)
         self.limits = limits
         self.prefixes = SharedPrefixes(self.kv_groups, prefix_caching, verify)
-        """What groups find in the cache, and leave there."""
+        """The beginnings of groups that are cached."""
         self._growing = self.prefixes.growing
         self._never_full = tuple(i for i, each in enumerate(self.kv_groups) if not each.kind.fills)
         if self._growing != self.kv_groups[: len(self._growing)]:
@@ -89,9 +89,9 @@ class Scheduler:
         self.preempted: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         """These three are in the order of the policy."""
-        self.decode_batch = RowTable(self._growing)
+        self.rows = RowTable(self._growing)
         self._others: list[SequenceGroup] = []
-        """The running groups outside the decode batch, in the same order."""
+        """The running groups outside the table of rows, in the same order."""
         self._free_rows = list(range(limits.sequences))
         """Rows that no sequence owns, a heap: the lowest is given first."""
         self.adapters = adapters
@@ -117,7 +117,7 @@ class Scheduler:
         """Give back everything of a group, in whatever state it is (C34)."""
         if group.status is Status.FINISHED:
             return
-        self._leave_batch(group)
+        self._leave_table(group)
         for sequence in group.sequences:
             sequence.free()
         self._leave(group)
@@ -125,7 +125,7 @@ class Scheduler:
     def finish(self, sequence: TokenSequence) -> None:
         """A sequence has its last token: its blocks go back, and its group ends with its last sequence."""
         group = sequence.group
-        self._leave_batch(group)
+        self._leave_table(group)
         self.admission.finish(sequence)
         self.prefixes.name_tail(sequence)
         sequence.free()
@@ -152,7 +152,7 @@ class Scheduler:
         """Take all blocks of a running group. They wait on the host, or are recomputed, from the prefix cache
         where possible (C29 to C31); `swap` False means recomputed.
         """
-        self._leave_batch(group)
+        self._leave_table(group)
         self.prefixes.forget(group)
         self.admission.leave(group)
         for sequence in group.sequences:
@@ -194,7 +194,7 @@ class Scheduler:
         self.preempted = []
         self.running = []
         self._others = []
-        self.decode_batch.clear()
+        self.rows.clear()
         self._free_rows = list(range(self.limits.sequences))
         self.prefixes.clear()
         self.admission.clear()
@@ -238,12 +238,12 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. Its blocks are taken in the books; `commit` reports that it has been computed."""
-        batch = self.decode_batch
+        batch = self.rows
         if batch.ending:
             for sequence in batch.complete():
-                self._leave_batch(sequence.group)
+                self._leave_table(sequence.group)
         if self._others:
-            self._fill_batch()
+            self._fill_table()
         waiting = self.preempted or self.waiting or self.swapping.moves
         # Most steps take one token of every sequence, for which their blocks have room.
         planned = self._others or waiting or batch.growing or batch.uneven
@@ -256,9 +256,9 @@ class Scheduler:
         """A step that takes blocks, or in which groups come and go."""
         builder = PlanBuilder(len(self.kv_groups), self.limits.tokens)
         steps: list[Steps] = []
-        if self._others or self.decode_batch.growing or self.decode_batch.uneven:
+        if self._others or self.rows.growing or self.rows.uneven:
             steps = self._make_room(builder)
-        builder.batch = self.decode_batch.step()
+        builder.batch = self.rows.step()
         builder.room -= builder.batch.tokens
         for i in self._never_full:
             builder.keep_named(i, [row for of_group in steps for row in of_group])
@@ -273,23 +273,23 @@ class Scheduler:
         batch.
         """
         others = sum(len(group.sequences) for group in self._others if group.decoding)
-        self.decode_batch.limit(self.limits.tokens - others)
-        steps = share(self._others, self.limits.tokens - self.decode_batch.pending)
+        self.rows.limit(self.limits.tokens - others)
+        steps = share(self._others, self.limits.tokens - self.rows.pending)
         while last := self._victim(steps):
             self.preempt(last)
             last.setbacks += 1
             builder.preempted.append(last)
-            steps = share(self._others, self.limits.tokens - self.decode_batch.pending)
+            steps = share(self._others, self.limits.tokens - self.rows.pending)
         return steps
 
     def _victim(self, steps: list[Steps]) -> SequenceGroup | None:
         """The group to preempt for want of blocks: the last of a tenant above its share that runs others too
         (C43), else the last of all, if blocks are missing whatever tenants keep.
         """
-        need = self.decode_batch.need()
+        need = self.rows.need()
         enough = not self.running or fit(self.kv_groups, steps, need)
         if self.divided:
-            growth = [self.decode_batch.growth(i) for i in range(len(self.kv_groups))]
+            growth = [self.rows.growth(i) for i in range(len(self.kv_groups))]
             for sequence, count in (row for each in steps for row in each):
                 for kv_group, more in zip(self.kv_groups, growth, strict=True):
                     more[sequence.group.request.tenant] += count // kv_group.pool.block_size + 1
@@ -322,8 +322,8 @@ class Scheduler:
                 continue
             sequence.computed = start + count
             sequence.begun = True
-            if sequence in self.decode_batch:
-                self.decode_batch.note(sequence)
+            if sequence in self.rows:
+                self.rows.note(sequence)
             if not group.forked and sequence.computed >= group.common:
                 group.fork()
 
@@ -343,9 +343,9 @@ class Scheduler:
         for sequence, end in batch.full:
             if sequence.computed >= end and sequence.group not in without:
                 known = min(end, len(sequence.tokens) - sequence.drafts)
-                renamed = self.prefixes.name(sequence, known, in_place=sequence in self.decode_batch)
+                renamed = self.prefixes.name(sequence, known, in_place=sequence in self.rows)
                 if renamed is not None:
-                    self.decode_batch.renamed(sequence, renamed)
+                    self.rows.renamed(sequence, renamed)
         for sequence, start, count, _ in batch.other_rows if len(batch.sequences) > batch.decodes else ():
             group = sequence.group
             end = start + count
@@ -368,7 +368,7 @@ class Scheduler:
         as it has room for; `settle` says which were right. A sequence that leaves the table forgets them.
         """
         room = sequence.group.request.most_tokens - 1 - len(sequence.tokens)
-        if room > 0 and sequence in self.decode_batch:
+        if room > 0 and sequence in self.rows:
             sequence.tokens += tokens[:room]
             sequence.drafts += len(tokens[:room])
             self._note(sequence)
@@ -397,8 +397,8 @@ class Scheduler:
         """A sequence takes another number of tokens in the next step than was expected."""
         if sequence.behind > 1 and sequence.group.status is Status.RUNNING:
             self.admission.fall_behind(sequence.group)
-        if sequence in self.decode_batch:
-            self.decode_batch.note(sequence)
+        if sequence in self.rows:
+            self.rows.note(sequence)
 
     def reorder(self, group: SequenceGroup, sources: Sequence[int], tokens: Sequence[int]) -> None:
         """Make sequence i what sequence sources[i] was, and give it its next token: a step of beams (C6,
@@ -419,23 +419,23 @@ class Scheduler:
     def may_admit(self) -> bool:
         """True if the next step may admit a group, or look its prefix up."""
         waits = bool(self.preempted or self.waiting)
-        return waits and self._taken - len(self.decode_batch.complete()) < self.limits.sequences
+        return waits and self._taken - len(self.rows.complete()) < self.limits.sequences
 
     # ---- the parts of a step
 
-    def _fill_batch(self) -> None:
-        """Groups that only decode by now join the decode batch."""
+    def _fill_table(self) -> None:
+        """Groups that only decode by now join the table of rows."""
         for group in self._others.copy():
-            if self.decode_batch.accepts(group):
+            if self.rows.accepts(group):
                 for sequence in group.sequences:
-                    self.decode_batch.join(sequence)
+                    self.rows.join(sequence)
                 self._others.remove(group)
 
-    def _leave_batch(self, group: SequenceGroup) -> None:
-        """Out of the decode batch, if it is there."""
-        if group.leader in self.decode_batch:
+    def _leave_table(self, group: SequenceGroup) -> None:
+        """Take a group out of the table of rows, if it is there."""
+        if group.leader in self.rows:
             for sequence in group.sequences:
-                self.decode_batch.leave(sequence)
+                self.rows.leave(sequence)
             insort(self._others, group, key=self._key)
 
     def _release_row(self, sequence: TokenSequence) -> None:
@@ -543,7 +543,7 @@ class Scheduler:
     @property
     def _taken(self) -> int:
         """How many sequences run."""
-        return len(self.decode_batch) + sum([len(group.sequences) for group in self._others])
+        return len(self.rows) + sum([len(group.sequences) for group in self._others])
 
     def _state(self, room: int) -> SchedulerState:
         return SchedulerState(self.counts["steps"], room, self.running, self._taken)
@@ -596,14 +596,14 @@ class Scheduler:
         )
         state = self._state(self.limits.tokens)
         self.admission.check(state)
-        self.decode_batch.check()
-        apart = [group for group in self.running if group.leader not in self.decode_batch]
+        self.rows.check()
+        apart = [group for group in self.running if group.leader not in self.rows]
         rows = [sequence.row for group in self.running for sequence in group.sequences]
         every = sorted([*rows, *self._free_rows])
         expect(every == list(range(self.limits.sequences)), "a row belongs to two sequences, or is lost")
         expect(state.taken == len(rows), "a running sequence is not counted")
         if self.adapters is not None:
             self.adapters.check({group.request.adapter for group in self.running} - {()})
-        kept = len(self.decode_batch) == len(rows) - sum(len(group.sequences) for group in apart)
+        kept = len(self.rows) == len(rows) - sum(len(group.sequences) for group in apart)
         expect(self._others == apart and kept, "a running group is in two places, or in none")
         expect(state.taken <= self.limits.sequences, f"{state.taken} run, {self.limits.sequences} may")

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import PROMPTS, alone, answers, right
+from families import BY_NAME, build
 from fused_models import Kernels
 from kernel_cases import load as load_kernels
+from marked import MARK, SEEN, by_request, fillers_of, marked, with_mark
 from processes import LIMIT
 from rank_support import ASKED, CUDA, FEW, GREEDY, NEW, SMALL, asked, compare, led, loaded, whole
 from tape import record, rerun
 
+from hf_paged.blocks.columns import declared
 from hf_paged.engine import Engine
 from hf_paged.engine.runner import Runner
 from hf_paged.kv import Ops
@@ -34,6 +37,30 @@ def captured_steps(rank: int) -> None:
         RECORDERS.pop("cpu", None)
     if rank == 0:
         assert all(stats["graphs"]["replayed"] > 10 for stats in several), several
+
+
+def a_column_of_a_test(rank: int) -> None:
+    """Rank 0 fills it, all ranks read it, in captured steps and outside of them."""
+    requests = [(0, 1), (1, 0), (2, 2), (1, 3), (3, 1)]
+    model, reference = marked(loaded("llama")), marked(build(BY_NAME["llama"]).to(whole("llama").device))
+    SEEN.clear()
+
+    def act(engine: Engine) -> dict[str, Any]:
+        fillers_of(engine).fill("mark", by_request([mark for _, mark in requests]))
+        handles = []
+        for p, _ in requests:
+            handles.append(engine.submit(PROMPTS[p], **GREEDY))
+            engine.step()
+        found = [answers(handle.result()) for handle in handles]
+        assert found == [with_mark(reference, mark, PROMPTS[p], **GREEDY) for p, mark in requests]
+        return engine.stats()
+
+    with pytest.MonkeyPatch.context() as patch, declared(MARK):
+        if not CUDA:
+            patch.setitem(RECORDERS, "cpu", record)
+        stats = led(rank, model, act, run_ahead=True, prefix_caching=False)
+    assert rank or stats["graphs"]["replayed"] > 4, stats
+    assert {mark for step in SEEN for mark in step} == {0, 1, 2, 3}
 
 
 def kernels_that_are_ready_later_on_one_rank(rank: int) -> None:

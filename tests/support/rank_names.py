@@ -11,6 +11,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "windows", ()),
     (2, "other_families", ()),
     (2, "captured_steps", ()),
+    (2, "a_column_of_a_test", ()),
     (2, "captured_steps_of_code_that_changes_on_one_rank", ()),
     (2, "a_capture_that_fails_on_one_rank", ()),
     (2, "kernels_that_are_ready_later_on_one_rank", ()),

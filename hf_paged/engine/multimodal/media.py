@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import torch
 
+from ...blocks.columns import Filler
 from ...model.cache_name import NAMES
 from ...model.weights_digest import host_bytes
+from ...scheduling import SequenceGroup, TokenSequence
 from .extras import DecoderExtras
 
 SHOWN = re.compile(
@@ -137,6 +139,19 @@ class Media:
         if other is None:
             return list(self.ids)
         return [other if token in self.marks else token for token in self.ids]
+
+
+def rope_delta_filler(requests: Mapping[SequenceGroup, Any]) -> Filler:
+    """The filler of the column rope_delta; requests: those that may have media."""
+
+    def fill(sequences: Sequence[TokenSequence]) -> list[int]:
+        media = [getattr(requests.get(sequence.group), "media", None) for sequence in sequences]
+        return [
+            0 if each is None else each.moved_by(sequence.computed) or 0
+            for each, sequence in zip(media, sequences, strict=True)
+        ]
+
+    return fill
 
 
 def media_arguments(model: Any, keywords: dict[str, Any]) -> dict[str, Any]:

@@ -204,8 +204,6 @@ class Follower(Ranked):
             tokens = upload(list(received.known.values()), last.tokens.device)
             last.tokens[last.index_of(array("i", received.known))] = tokens
         self._note(received.news)
-        if received.batch.adapters is not None:
-            self._adapters.wait_for_kernels()
         self.runner.run(received.batch)
 
     def _reserve(self, tops: Sequence[int]) -> None:

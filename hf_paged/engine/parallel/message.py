@@ -8,12 +8,12 @@ from enum import IntEnum
 from operator import add, is_
 from typing import NamedTuple, cast
 
-from ...blocks import BlockPool, BlockTable, BlockTableArray, Copy
+from ...blocks import COLUMNS, NO_NUMBERS, BlockPool, BlockTable, BlockTableArray, Copy, Numbers
 from ...model.slots import CROSS
 from ...scheduling import ScheduledBatch, StepPlan, Swaps, TokenSequence
 from ..forward_batch import PLAIN, ForwardBatch, LastTokens, PromptInputs, RowInputs, Scored
 from ..pools import Pools
-from .prompt_inputs import SentRow, SharedInputs
+from .prompt_inputs import UNCHANGED, SentRow, SharedInputs
 
 UNSEEN = -1
 """In the place of a token that only rank 0's device has."""
@@ -106,7 +106,7 @@ class StepEncoder:
         """The rows of the last step, and the tokens that each took."""
         self._ends = array("i")
         """The length of each behind it."""
-        self._adapters: tuple[int, ...] | None = None
+        self._numbers = NO_NUMBERS
 
     def encode(
         self, batch: ForwardBatch, preparations: Sequence[Preparation], checks: bool, news: AdapterNews
@@ -135,12 +135,13 @@ class StepEncoder:
         out.append(len(ids))
         out.extend(ids)
         self._write_tables(out, rows)
-        self._write_adapters(out, batch, news)
+        news.write(out)
+        self._write_columns(out, batch.columns)
         self._write_given(out, batch)
         return out, shares
 
     def _write_given(self, out: array[int], batch: ForwardBatch) -> None:
-        """Write the inputs of rows behind the decode batch beside token ids, if any."""
+        """Write the inputs of the other rows beside token ids, if any."""
         gone = self._shared.take_gone()
         out.append(len(gone))
         out.extend(gone)
@@ -157,16 +158,18 @@ class StepEncoder:
             self._cross[sequence.row] = cross
             row.write(out, 0 if row.inputs.prompt is None else self._shared.of(sequence.group))
 
-    def _write_adapters(self, out: array[int], batch: ForwardBatch, news: AdapterNews) -> None:
-        """The slots of rows, if they are others than in the step before."""
-        news.write(out)
-        slots = batch.adapters
-        same = slots is self._adapters
-        out.append(same)
-        if not same:
-            self._adapters = slots
-            out.append(0 if slots is None else len(slots))
-            out.extend(slots or ())
+    def _write_columns(self, out: array[int], numbers: Numbers) -> None:
+        """Write the columns whose numbers are others than in the step before."""
+        before, self._numbers = self._numbers, numbers
+        out.append(numbers is before)
+        if numbers is before:
+            return
+        for column in COLUMNS.values():
+            if column.sent:
+                given = numbers.get(column.name, ())
+                same = given is before.get(column.name, ())
+                out.append(UNCHANGED if same else len(given))
+                out.extend(() if same else given)
 
     def _write_tables(self, out: array[int], rows: ScheduledBatch) -> None:
         """Write the changes of tables since the last step; of arrays that are new the rows of the step."""
@@ -195,7 +198,7 @@ class StepDecoder:
         """The rows of the last step, where each began and what it took."""
         self._sequences: dict[int, _RankRow] = {}
         self._members: tuple[TokenSequence, ...] = ()
-        self._adapters: tuple[int, ...] | None = None
+        self._numbers = NO_NUMBERS
         self.prompts: dict[int, PromptInputs] = {}
         """Inputs of rows, by rank 0's numbers."""
 
@@ -221,7 +224,7 @@ class StepDecoder:
                 tables.write(row, first, array("i", _take(read, count)))
         news = AdapterNews.read(read)
         if not next(read):
-            self._adapters = tuple(_take(read, next(read))) or None
+            self._numbers = self._read_columns(read)
         members = self._members
         alone = tuple([(each,) for each in members[:decodes]])
         behind = zip(members[decodes:], samples, strict=True)
@@ -241,8 +244,19 @@ class StepDecoder:
             self.prompts.pop(number, None)
         inputs = self._enter(rows, ids[len(own) :], scored, read if next(read) else None)
         on_host = {row: token for row, token in zip(row_ids, own, strict=False) if token != UNSEEN}
-        batch = ForwardBatch(rows, self._last_tokens, inputs, members[:decodes], self._adapters)
+        batch = ForwardBatch(rows, self._last_tokens, inputs, members[:decodes], self._numbers)
         return Received(preparations, bool(checks), bool(shares), on_host, batch, news)
+
+    def _read_columns(self, read: Iterator[int]) -> Numbers:
+        """The columns of a step in which some differ from those of the step before."""
+        found: dict[str, tuple[int, ...]] = {}
+        for column in COLUMNS.values():
+            count = next(read) if column.sent else 0
+            before = self._numbers.get(column.name, ())
+            given = before if count == UNCHANGED else tuple(_take(read, count))
+            if given:
+                found[column.name] = given
+        return found or NO_NUMBERS
 
     def _row(self, number: int) -> _RankRow:
         if number not in self._sequences:
@@ -252,7 +266,7 @@ class StepDecoder:
     def _enter(
         self, rows: ScheduledBatch, ids: list[int], scored: list[int], given: Iterator[int] | None
     ) -> dict[int, RowInputs]:
-        """Note the place of every row, and what those behind the decode batch are: they are inputs. given:
+        """Note the place of every row, and what those behind the first ones are: they are inputs. given:
         what they are beside ids, if any is.
         """
         own = cast(tuple[_RankRow, ...], rows.sequences)
@@ -332,9 +346,7 @@ def _last(sequence: TokenSequence) -> int:
 
 
 def _ids_behind(batch: ForwardBatch) -> list[int]:
-    """The ids of rows behind the decode batch; a last one may be on its way to the host. What is no id has
-    any.
-    """
+    """The ids of the other rows; a last one may be on its way to the host. What is no id has any."""
     found: list[int] = []
     for i, row in enumerate(batch.rows.other_rows, batch.rows.decodes):
         known = row.tokens

@@ -37,9 +37,9 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         """The dtype and shape of a large tensor on the host; None for what is pickled."""
-        if type(value) is not torch.Tensor or value.device.type != "cpu" or value.nbytes < LARGE:
+        if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided:
             return None
-        if value.layout != torch.strided or value.requires_grad or value.is_complex() or value.is_quantized:
+        if value.nbytes < LARGE or value.requires_grad or value.is_complex() or value.is_quantized:
             return None
         self.tensors.append(value.contiguous().flatten().view(torch.uint8))
         return value.dtype, tuple(value.shape)

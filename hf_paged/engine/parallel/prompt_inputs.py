@@ -16,8 +16,6 @@ from ..multimodal.encoder import EncoderInput
 from ..multimodal.media import Media, put_on
 from ..requests.params import RequestParams
 
-NO_DELTA = -(2**31)
-"""In the place of a RoPE delta that is no single number."""
 UNCHANGED = -1
 """In the place of the number of blocks of a table that the other ranks know."""
 
@@ -109,7 +107,7 @@ class SentRow(NamedTuple):
         inputs = self.inputs
         if inputs.prompt is not None and not number:
             raise RuntimeError("other ranks do not have what a row is given; report this")
-        out.extend((number, NO_DELTA if inputs.rope_delta is None else inputs.rope_delta))
+        out.extend((number, inputs.one_delta))
         positions = inputs.positions
         if positions is None:
             out.append(0)
@@ -130,7 +128,7 @@ class SentRow(NamedTuple):
     def read(cls, read: Iterator[int], given: Mapping[int, PromptInputs], start: int, count: int) -> SentRow:
         """The row as `write` wrote it, for `count` tokens from `start` on."""
         number = next(read)
-        delta = next(read)
+        one_delta = bool(next(read))
         axes = next(read)
         numbers = list(itertools.islice(read, abs(axes) * count))
         length = next(read)
@@ -143,5 +141,5 @@ class SentRow(NamedTuple):
         if axes:
             positions = torch.tensor(numbers, dtype=torch.int32, device="cpu").view(abs(axes), count)
             positions = positions.long() if axes > 0 else positions.view(torch.float32)
-        inputs = inputs._replace(positions=positions, rope_delta=None if delta == NO_DELTA else delta)
+        inputs = inputs._replace(positions=positions, one_delta=one_delta)
         return cls(inputs, length, blocks)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ...kv.upload import upload
+from ...blocks import ADAPTER_SLOT
+from ...kv import Sequences
 from ..hooks import adapters_of_rows, names_of_rows
 from ..lora import combine
 from ..peft_layers import LoraLayers
@@ -35,13 +36,15 @@ class StepAdapters(NamedTuple):
     layers: Sequence[nn.Module] = ()
     table: AdapterTable | None = None
     """Where kernels find them; None if peft's own code computes them."""
-    slots: torch.Tensor | None = None
-    """[rows], on the device"""
+    slots: Sequence[int] = ()
+    """The column adapter_slot of the rows, if kernels compute the adapters."""
 
-    def applied(self, slots: torch.Tensor) -> AbstractContextManager[None]:
-        """Let a forward's layers add the adapters in these slots."""
-        assert self.table is not None
-        return applied(self.layers, AdapterBatch(self.table, slots))
+    def applied(self, sequences: Sequences) -> AbstractContextManager[None]:
+        """Let a forward's layers add the adapters in the slots of its rows."""
+        if self.table is None:
+            return nullcontext()
+        slots = sequences.column(ADAPTER_SLOT.name, self.table.device)
+        return applied(self.layers, None if slots is None else AdapterBatch(self.table, slots))
 
 
 class RowAdapters:
@@ -57,7 +60,6 @@ class RowAdapters:
         self._slots: OrderedDict[AdapterNames, int] = OrderedDict()
         self._facts: dict[AdapterNames, Any] = {}
         """Facts about the tensors in the table."""
-        self._last: tuple[list[int], torch.Tensor] | None = None
         self._checked: weakref.ref[ModelSnapshot] | None = None
         """The model when the table was compared with it; these adapters must not keep it."""
 
@@ -81,7 +83,7 @@ class RowAdapters:
             self._checked = weakref.ref(snapshot)
         assert self.table is not None
         form = "slots", self.table.layout
-        return StepAdapters(form, lora.layers, self.table, self._index(names, device))
+        return StepAdapters(form, lora.layers, self.table, [self._slots.get(each, -1) for each in names])
 
     def _in_peft(self, lora: LoraLayers, names: list[AdapterNames]) -> StepAdapters:
         """A step in which peft's own layers compute: it depends on each adapter, its layers and where it
@@ -138,27 +140,21 @@ class RowAdapters:
         self._slots.move_to_end(each)
         return slot
 
-    def _index(self, names: list[AdapterNames], device: torch.device) -> torch.Tensor:
-        """The slots of rows on the device, the same tensor for the same rows."""
-        slots = [self._slots.get(each, -1) for each in names]
-        if self._last is None or self._last[0] != slots or self._last[1].device != device:
-            self._last = slots, upload(slots, device, torch.int32)
-        return self._last[1]
-
     @contextmanager
     def forward(
-        self, snapshot: ModelSnapshot, rows: int, kernels: Any, device: torch.device
+        self, snapshot: ModelSnapshot, sequences: Sequences, rows: int, kernels: Any, device: torch.device
     ) -> Iterator[bool]:
         """Around a forward outside of captured steps: rows get their adapters from kernels there, too, so
-        that both round alike. The answer is whether they do.
+        that both round alike. The answer is whether they do. sequences: those of the rows.
         """
         named = adapters_of_rows(snapshot.hooked, rows) is not None
         wanted = snapshot.lora.apart and (named or kernels is not None)
         found = self.of_step(snapshot, rows, kernels, device) if wanted else None
-        if found is None or found.slots is None:
+        if found is None or found.table is None:
             yield False
             return
-        with found.applied(found.slots):
+        sequences.put(ADAPTER_SLOT.name, found.slots)
+        with found.applied(sequences):
             yield True
 
 

@@ -12,8 +12,9 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from ...blocks import LayerKind
+from ...blocks import COLUMNS, LayerKind
 from ...kv import LayerGroup, Rows, Sequences, StaticBatch
+from ...kv.columns import StaticColumns
 from ...kv.config import CacheConfig
 from ...kv.ordinary import ordinary_tensors
 from ..adapters.rows import StepAdapters
@@ -84,23 +85,27 @@ class Graph(CapturedStep):
     """A captured step and the tensors that it reads and writes."""
 
     def __init__(
-        self, bucket: int, inputs: dict[str, Any], batches: list[dict[LayerKind, StaticBatch]]
+        self,
+        bucket: int,
+        inputs: dict[str, Any],
+        batches: list[dict[LayerKind, StaticBatch]],
+        columns: StaticColumns,
+        tables: Sequence[torch.Tensor],
     ) -> None:
+        """tables: those of adapters that kernels read."""
         self.bucket = bucket
         self.inputs = inputs
         self.batches = batches
-        self.slots: torch.Tensor | None = None
-        """[bucket]: the slot of each row's adapter, where kernels compute these."""
-        self._slots_of: torch.Tensor | None = None
-        self._tables: list[torch.Tensor] = []
+        self.columns = columns
+        self._tables = tables
         self.answer: Any = None
         """The forward's answer in static tensors, with places for what belongs to the caller."""
         self.filled: dict[int, weakref.ref[torch.Tensor]] = {}
         """Sources of an encoder's static tensors, by the ids of these, since the user's code ran."""
 
     @classmethod
-    def prepare(cls, step: ReplayableStep) -> Graph:
-        """Static tensors for the step."""
+    def prepare(cls, step: ReplayableStep, device: torch.device) -> Graph:
+        """Static tensors for the step; device: where its inputs are."""
         bucket = rows_of_graph(step)
         batches = [
             {
@@ -114,18 +119,14 @@ class Graph(CapturedStep):
             for name, value in step.lean.items()
             if isinstance(value, (torch.Tensor, ModelOutput))
         }
-        made = cls(bucket, inputs, batches)
-        if step.adapters is not None and step.adapters.table is not None:
-            with ordinary_tensors():
-                made.slots = torch.full((bucket,), -1, dtype=torch.int32, device=step.adapters.table.device)
-            made._tables = step.adapters.table.weights.tensors
-        return made
+        table = None if step.adapters is None else step.adapters.table
+        columns = StaticColumns(COLUMNS.values(), bucket, bucket, device)
+        return cls(bucket, inputs, batches, columns, () if table is None else table.weights.tensors)
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from leaves(self.inputs)
-        if self.slots is not None:
-            yield self.slots
+        yield from self.columns.tensors.values()
         for batches in self.batches:
             for batch in batches.values():
                 yield from batch.tensors
@@ -162,10 +163,9 @@ class Graph(CapturedStep):
         for part in step.parts:
             if part.states is not None:
                 part.states.begin(rows_at(part.sequences.columns - step.new, step.rows, step.new))
-        slots = None if step.adapters is None else step.adapters.slots
-        if self.slots is not None and slots is not None and slots is not self._slots_of:
-            self.slots[: len(slots)].copy_(slots)
-            self._slots_of = slots
+        numbers = step.parts[0].sequences.numbers
+        if numbers is not self.columns.loaded:
+            self.columns.load(numbers)
         for name, target in self.inputs.items():
             self._fill(target, step.arguments[name])
 
@@ -236,6 +236,7 @@ def standing(step: ReplayableStep, graph: Graph) -> Iterator[None]:
     """Let the caches answer from the graph's static tensors, and begin the step there."""
     for part, batches in zip(step.parts, graph.batches, strict=True):
         part.sequences.static = batches
+        part.sequences.static_columns = graph.columns.tensors
     try:
         for part in step.parts:
             for kind, batch in part.sequences.static.items():  # type: ignore[union-attr]  # set a moment ago
@@ -244,6 +245,7 @@ def standing(step: ReplayableStep, graph: Graph) -> Iterator[None]:
     finally:
         for part in step.parts:
             part.sequences.static = None
+            part.sequences.static_columns = {}
 
 
 # ---- what a graph is captured for

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...blocks import ADAPTER_SLOT, COLUMNS
 from ...kv import Memory
 from ...kv.ops import triton_package
 from ..adapters.rows import RowAdapters
@@ -104,6 +105,8 @@ class GenerateSteps:
         adapters = self.adapters.of_step(
             snapshot, step.rows, kernels, device, foreign=kept is None or kept.foreign
         )
+        if adapters is not None:
+            step.parts[0].sequences.put(ADAPTER_SLOT.name, adapters.slots)
         return _source(model, step._replace(adapters=adapters), forward, device)
 
     def with_adapters(
@@ -118,7 +121,7 @@ class GenerateSteps:
         kept = call_snapshots.get()
         if kept is not None and id(model) not in kept.snapshots:
             kept = None  # between prompt and steps transformers may change how experts compute
-        return self.adapters.forward(_look(model, kept), rows, kernels, device)
+        return self.adapters.forward(_look(model, kept), cache.sequences, rows, kernels, device)
 
     def _answer(self, state: StateKey, source: _GenerateSource, graph: Graph) -> Any:
         """The answer of a replay. If it stood in for a smaller step, that may be captured now."""
@@ -216,16 +219,17 @@ class _GenerateSource(StepSource[Graph]):
         compile_step(self.model, self.step, fusion)
 
     def prepare(self) -> Graph:
-        return Graph.prepare(self.step)
+        return Graph.prepare(self.step, self.devices[0])
 
     def load(self, step: Graph) -> None:
         step.stage(self.step)
 
     def forward(self, step: Graph) -> Any:
         adapters = self.step.adapters
-        own = nullcontext() if step.slots is None or adapters is None else adapters.applied(step.slots)
-        with standing(self.step, step), own:
-            return self._run({**self.step.lean, **step.inputs})
+        with standing(self.step, step):
+            own = nullcontext() if adapters is None else adapters.applied(self.step.parts[0].sequences)
+            with own:
+                return self._run({**self.step.lean, **step.inputs})
 
     def agrees(self, step: Graph, answer: Any) -> bool:
         return agree(step.hand_out(self.step), answer)
@@ -250,7 +254,8 @@ def _source(
     if device.type not in RECORDERS or facts is None or any(too_wide(part, step.new) for part in step.parts):
         return None
     adapted = None if step.adapters is None else step.adapters.form
-    code = step.mask, facts, step.new, step.rows if has_fixed_rows(step) else None, adapted
+    rows = step.rows if has_fixed_rows(step) else None
+    code = step.mask, facts, step.new, rows, adapted, tuple(COLUMNS)
     return _GenerateSource(
         model, step, forward, code, (code, tuple(shapes(part, step.new) for part in step.parts))
     )
