@@ -258,7 +258,10 @@ class Captures(CapturePool):
         single = all(count == 1 and samples for _, _, count, samples in batch.other_rows)
         rows = bucket_of(batch.decodes if decodes else batch.tokens, 8 if single else 4)
         source: Any = SimpleNamespace(
-            size=Size("single" if single else "spans", rows), comparable=False, is_worth_it=lambda seen: True
+            size=Size("single" if single else "spans", rows),
+            comparable=False,
+            repeatable=True,
+            is_worth_it=lambda seen: True,
         )
         before = self.counts["captured"]
         stand_in = self.find(self._state, source.size, HOLDERS[source.size.form])

@@ -22,7 +22,8 @@ from tape import record
 from hf_paged.engine import Engine
 from hf_paged.engine.check_policy import SECONDS, STEPS, CheckPolicy, WeightsChanged
 from hf_paged.model.rehearsal import RECORDERS
-from hf_paged.scheduling import Scheduler, StepPlan
+from hf_paged.scheduling import StepPlan
+from hf_paged.scheduling.prefixes import SharedPrefixes
 
 LONG = {"max_new_tokens": 40, "do_sample": False}
 CHANGED = "weights have changed"
@@ -221,14 +222,14 @@ def test_a_hook_that_changes_the_weights_is_seen_in_the_next_step(model: Any) ->
 
 def test_an_admitted_group_finds_a_checked_model(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     warm(engine)
-    seen, adopt = looks(monkeypatch), Scheduler._adopt
+    seen, begin = looks(monkeypatch), SharedPrefixes.begin
     entered: list[int] = []
 
-    def watched(*args: Any) -> int:
+    def watched(*args: Any) -> Any:
         entered.append(seen.count("weights"))
-        return adopt(*args)
+        return begin(*args)
 
-    monkeypatch.setattr(Scheduler, "_adopt", watched)
+    monkeypatch.setattr(SharedPrefixes, "begin", watched)
     first = engine.submit(PROMPTS[0], **LONG)
     for _ in range(3):
         engine.step()
