@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 from serving import until
 
 from hf_paged import demo
+from hf_paged.serve.link.ranks import MEETING_PORTS, free_port
 
 
 def _lines(process: Command) -> queue.SimpleQueue[dict[str, Any] | None]:
@@ -157,3 +159,13 @@ def test_a_signal_while_ranks_load_ends_them_at_once(monkeypatch: pytest.MonkeyP
         assert ended(ranks)
     finally:
         process.kill()
+
+
+def test_ranks_meet_where_no_other_process_is_sent() -> None:
+    """Not at a port that the system gives to whoever asks for any: ranks take theirs seconds later."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        assert taken.getsockname()[1] not in range(*MEETING_PORTS)
+    found = {free_port() for _ in range(20)}
+    assert len(found) > 10
+    assert all(port in range(*MEETING_PORTS) for port in found)

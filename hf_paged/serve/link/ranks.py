@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any
 
 STARTED = "HF_PAGED_STARTED"
 """Set in the environment of ranks that `start` has started: their standard input ends with it."""
+MEETING_PORTS = 20_000, 30_000
+"""Below those that systems give to a process that asks for any."""
 POLL = 0.1
 LAST_SECONDS = 15.0
 """For the other ranks to end behind the first of them."""
@@ -120,11 +123,16 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port at which the ranks can meet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port at which the ranks can meet. They take it seconds later, so it is none of those that the system
+    gives to any other process in between.
+    """
+    for port in random.SystemRandom().sample(range(*MEETING_PORTS), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(
+        f"found no free port between {MEETING_PORTS[0]} and {MEETING_PORTS[1]} for the ranks to meet"
+    )
 
 
 def follow(engine: Any, in_pause: Callable[[Any, list[Any]], None]) -> int:
