@@ -130,9 +130,7 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise OSError(
-        f"found no free port between {MEETING_PORTS[0]} and {MEETING_PORTS[1]} for the ranks to meet"
-    )
+    raise OSError(f"found no free port in {MEETING_PORTS} for the ranks to meet")
 
 
 def follow(engine: Any, in_pause: Callable[[Any, list[Any]], None]) -> int:
