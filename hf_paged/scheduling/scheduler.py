@@ -366,9 +366,11 @@ class Scheduler:
     def propose(self, sequence: TokenSequence, tokens: Sequence[int]) -> None:
         """Let the next step compute guesses behind the last token of a sequence in the table of rows, as many
         as it has room for; `settle` says which were right. A sequence that leaves the table forgets them.
+        Behind a token that is on its way to the host there are none.
         """
         room = sequence.group.request.most_tokens - 1 - len(sequence.tokens)
-        if room > 0 and sequence in self.rows:
+        known = sequence.computed < len(sequence.tokens)
+        if room > 0 and known and sequence in self.rows:
             sequence.tokens += tokens[:room]
             sequence.drafts += len(tokens[:room])
             self._note(sequence)
