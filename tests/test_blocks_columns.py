@@ -65,3 +65,13 @@ def test_fillers_are_asked_where_something_has_changed() -> None:
 def test_a_filler_needs_a_declaration() -> None:
     with pytest.raises(ValueError, match="there is no column 'other'"):
         ColumnFillers().fill("other", list)
+
+
+def test_numbers_have_at_most_32_bits() -> None:
+    with declared(Column("narrow")):
+        fillers = ColumnFillers()
+        fillers.fill("narrow", lambda rows: [2**31 - 1, -(2**31)][: len(rows)])
+        assert fillers.of("ab") == {"narrow": (2**31 - 1, -(2**31))}
+        fillers.fill("narrow", lambda rows: [0, 2**31])
+        with pytest.raises(ValueError, match="column 'narrow' was given 0 to 2147483648"):
+            fillers.of("ab")

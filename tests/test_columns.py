@@ -19,6 +19,7 @@ from tape import record
 from hf_paged.blocks import COLUMNS, NO_NUMBERS
 from hf_paged.blocks.columns import declared
 from hf_paged.engine import Engine
+from hf_paged.model.attention import running
 from hf_paged.model.registry import memory_of
 from hf_paged.model.rehearsal import RECORDERS
 
@@ -159,3 +160,19 @@ def test_a_column_is_taken_back(model: Any) -> None:
             fillers_of(engine).fill("mark", by_request([1]))
         (output,) = engine.generate([PROMPTS[0]], **GREEDY)
     assert answers(output) == with_mark(model, 0, PROMPTS[0], **GREEDY)
+
+
+def test_a_name_that_nobody_has_declared_is_refused(llama: Any) -> None:
+    """A layer that misspells a column is told so; it would find no numbers, in silence."""
+    layer = llama.model.layers[0].mlp
+    forward = layer.forward
+
+    def misspelt(x: torch.Tensor) -> torch.Tensor:
+        step = running.get()
+        if step is not None:
+            step.column("mrak", x.device)
+        return forward(x)
+
+    layer.forward = misspelt
+    with pytest.raises(ValueError, match="there is no column 'mrak', expected one of"):
+        llama.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=2, cache_implementation="paged")

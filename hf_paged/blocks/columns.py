@@ -26,7 +26,9 @@ class Column(NamedTuple):
     empty: int = 0
     """The number of rows that have none."""
     sent: bool = True
-    """True if other ranks get it from rank 0; else each makes its own."""
+    """True if other ranks get it from rank 0. Else it is empty there, unless the code that runs a step fills
+    it itself: no filler is asked on other ranks.
+    """
 
 
 ADAPTER_SLOT = Column("adapter_slot", per="token", empty=-1)
@@ -83,6 +85,18 @@ def by_token(numbers: Numbers, counts: Sequence[int]) -> Numbers:
     }
 
 
+MOST = 2**31
+"""Numbers are below it, and not below its negative."""
+
+
+def no_column(name: str) -> ValueError:
+    """The error of a name that no declaration has."""
+    return ValueError(
+        f"there is no column {name!r}, expected one of {sorted(COLUMNS)}; declare it in blocks/columns.py "
+        "and add it to COLUMNS"
+    )
+
+
 Filler = Callable[[Sequence[Any]], Sequence[int]]
 """A function that gives the number of every row."""
 
@@ -104,7 +118,7 @@ class ColumnFillers:
     def fill(self, name: str, filler: Filler | None) -> None:
         """Have a column filled by this function from now on; None: by none, so that it is empty."""
         if name not in COLUMNS:
-            raise ValueError(f"there is no column {name!r}, expected one of {sorted(COLUMNS)}; declare it")
+            raise no_column(name)
         if filler is None:
             self.by_name.pop(name, None)
             self.forget()
@@ -128,7 +142,12 @@ class ColumnFillers:
             return numbers
         for name, filler in self.by_name.items():
             if not same or name in self._stale:
-                numbers = with_numbers(numbers, name, filler(rows))
+                given = filler(rows)
+                if given and not (min(given) >= -MOST and max(given) < MOST):
+                    raise ValueError(
+                        f"column {name!r} was given {min(given)} to {max(given)}, expected at most 32 bits"
+                    )
+                numbers = with_numbers(numbers, name, given)
         self._last = rows, numbers
         self._stale.clear()
         return numbers

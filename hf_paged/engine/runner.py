@@ -37,7 +37,7 @@ class Runner:
 
     def __init__(self, model: nn.Module, pools: Pools) -> None:
         self.fillers = ColumnFillers()
-        """The fillers of columns: each is given a sequence."""
+        """The fillers of columns: each is given the sequences of a step."""
         self.eager = EagerModel(model, pools)
         """The model over pages, operation by operation."""
         self.states = states_of(self.eager.cache.layers)

@@ -422,7 +422,7 @@ class Memory:
         self.paths: list[str] = []
         """How attention read each layer in the last call."""
         self.row_fillers = ColumnFillers()
-        """The fillers of columns in generate(): each is given the place of a row in the call."""
+        """The fillers of columns in generate(): each is given the places of all rows of the call."""
         self.training = TrainingMemory()
         """Memory of training beside the pools."""
         self._told_training = False

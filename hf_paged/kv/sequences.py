@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from ..blocks import COLUMNS, NO_NUMBERS, BlockTable, LayerKind, Numbers
-from ..blocks.columns import selected, with_numbers
+from ..blocks.columns import no_column, selected, with_numbers
 from .batch import Batch
 from .group import LayerGroup, Memory
 from .history import TokenHistory
@@ -116,6 +116,8 @@ class Sequences:
 
     def column(self, name: str, device: torch.device) -> torch.Tensor | None:
         """The numbers of a column in the step that runs, on a device; None if all rows are empty there."""
+        if name not in COLUMNS:
+            raise no_column(name)
         if self.static is not None:
             static = self.static_columns.get(name)
             return None if static is None else static.to(device)

@@ -9,7 +9,7 @@ import torch
 from engine_answers import alone
 from torch import nn
 
-from hf_paged.blocks import Column, ColumnFillers
+from hf_paged.blocks import COLUMNS, Column, ColumnFillers
 from hf_paged.blocks.columns import Filler
 from hf_paged.engine import Engine
 from hf_paged.model.attention import running
@@ -35,7 +35,9 @@ class Marked(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.inner(x)
         step = running.get()
-        marks = None if step is None else step.column("mark", x.device)
+        marks = None
+        if step is not None and MARK.name in COLUMNS:
+            marks = step.column(MARK.name, x.device)
         if marks is None:
             return y + self.shifts[self.alone]
         if step is not None and step.cache.sequences.static is None:
