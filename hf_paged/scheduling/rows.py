@@ -7,7 +7,8 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from itertools import compress, count
-from operator import add, attrgetter, ge
+from operator import attrgetter, ge
+from sys import byteorder
 from typing import NamedTuple
 
 from ..blocks import BlockTable, BlockTableArray
@@ -204,7 +205,12 @@ class RowTable:
         self.growing = {}
         columns = self._columns = self._columns or self._made_columns()
         sequences, starts = columns.sequences, self._lengths
-        self._lengths = lengths = array("i", map(add, starts, columns.ones))
+        self._lengths = lengths = array("i")
+        # All of them one longer, added as one large integer: none is so long that it carries over.
+        total = int.from_bytes(starts.tobytes(), byteorder) + int.from_bytes(
+            columns.ones.tobytes(), byteorder
+        )
+        lengths.frombytes(total.to_bytes(lengths.itemsize * len(starts), byteorder))
         self._longest += bool(sequences)
         for table in columns.tables:
             table.length += 1
