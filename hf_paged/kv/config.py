@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ..blocks.hashing import check_salt
+from ..blocks.options import check_flag, check_int, check_number
 from ..blocks.pool import check_block_size
 
 KERNELS = ("auto", "triton", "native", "torch")
@@ -49,10 +50,8 @@ class CacheConfig:
         check_block_size(self.block_size)
         if self.kernels not in KERNELS:
             raise ValueError(f"kernels={self.kernels!r} is not one of {KERNELS}")
-        if not isinstance(self.graphs, bool):
-            raise TypeError(f"graphs must be True or False, got {self.graphs!r}")
-        if not isinstance(self.prefix_caching, bool):
-            raise TypeError(f"prefix_caching must be True or False, got {self.prefix_caching!r}")
+        check_flag("graphs", self.graphs)
+        check_flag("prefix_caching", self.prefix_caching)
         check_keep_pools(self.keep_pools)
         check_salt(self.salt)
         if self.verify not in VERIFY:
@@ -63,13 +62,13 @@ class CacheConfig:
                 "pool; give one of them"
             )
         if self.num_blocks is not None:
-            _check_number("num_blocks", self.num_blocks, int)
+            check_int("num_blocks", self.num_blocks)
             if self.num_blocks < 1:
                 raise ValueError(
                     f"num_blocks={self.num_blocks} is not a pool; give 1 or more, or leave it out"
                 )
         if self.memory_fraction is not None:
-            _check_number("memory_fraction", self.memory_fraction, (int, float))
+            check_number("memory_fraction", self.memory_fraction)
             if not 0 < self.memory_fraction <= 1:
                 raise ValueError(f"memory_fraction={self.memory_fraction} is not in (0, 1] of free memory")
 
@@ -104,8 +103,3 @@ def check_keep_pools(value: object) -> None:
     """Raise unless this is a value of keep_pools."""
     if not isinstance(value, bool) and value is not None:
         raise TypeError(f"keep_pools must be True, False or None (where they fit), got {value!r}")
-
-
-def _check_number(name: str, value: object, kind: type | tuple[type, ...]) -> None:
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{name} must be {'an int' if kind is int else 'a number'}, got {value!r}")

@@ -130,9 +130,12 @@ class RowTable:
         """Members that are as long as they may become, and take no further step."""
         return [sequence for sequence in self.ending if sequence.complete]
 
+    def _lacking(self, sequence: TokenSequence, table: BlockTable) -> int:
+        """The blocks that one of a member's tables needs for what it takes in the next step."""
+        return max(0, table.pool.blocks_for(sequence.computed + self._takes(sequence)) - table.end)
+
     def _lacks(self, sequence: TokenSequence) -> bool:
-        length = sequence.computed + self._takes(sequence)
-        return any(length > table.end * table.pool.block_size for table in self._tables_of(sequence))
+        return any(self._lacking(sequence, table) for table in self._tables_of(sequence))
 
     def _takes(self, sequence: TokenSequence) -> int:
         """The tokens that a member takes in the next step."""
@@ -154,24 +157,18 @@ class RowTable:
         """The blocks that the next step takes of every pool; blocks behind a window go back first (C10)."""
         found = []
         for i, kv_group in enumerate(self.kv_groups):
-            size = kv_group.pool.block_size
-            count = 0
-            for sequence in self.growing:
+            for sequence in self.growing if kv_group.kind.releases else ():
                 table = sequence.tables[i]
-                if kv_group.kind.releases:
-                    table.stamp = kv_group.pool.tick()
-                    kv_group.kind.release(table)
-                count += max(0, -(-(sequence.computed + self._takes(sequence)) // size) - table.end)
-            found.append(count)
+                table.stamp = kv_group.pool.tick()
+                kv_group.kind.release(table)
+            found.append(self.growth(i).total())
         return found
 
     def growth(self, i: int) -> Counter[str]:
         """The blocks of pool `i` that the next step takes for the sequences of each tenant."""
         growth: Counter[str] = Counter()
         for sequence in self.growing if i < len(self.kv_groups) else ():
-            table = sequence.tables[i]
-            need = table.pool.blocks_for(sequence.computed + self._takes(sequence))
-            growth[sequence.group.request.tenant] += max(0, need - table.end)
+            growth[sequence.group.request.tenant] += self._lacking(sequence, sequence.tables[i])
         return growth
 
     def limit(self, most: int) -> None:
@@ -199,7 +196,8 @@ class RowTable:
         """
         limits = None if self._columns is None else self._columns.limits
         for sequence, place in self.growing.items():
-            self._limits[sequence] = limit = self._grow(sequence)
+            self._grow(sequence)
+            self._limits[sequence] = limit = self._limit_of(sequence)
             if limits is not None:
                 limits[place] = limit
         self.growing = {}
@@ -207,9 +205,8 @@ class RowTable:
         sequences, starts = columns.sequences, self._lengths
         self._lengths = lengths = array("i")
         # All of them one longer, added as one large integer: none is so long that it carries over.
-        total = int.from_bytes(starts.tobytes(), byteorder) + int.from_bytes(
-            columns.ones.tobytes(), byteorder
-        )
+        more = int.from_bytes(columns.ones.tobytes(), byteorder)
+        total = int.from_bytes(starts.tobytes(), byteorder) + more
         lengths.frombytes(total.to_bytes(lengths.itemsize * len(starts), byteorder))
         self._longest += bool(sequences)
         for table in columns.tables:
@@ -266,19 +263,13 @@ class RowTable:
             [table for sequence in sequences for table in self._tables_of(sequence)],
         )
 
-    def _grow(self, sequence: TokenSequence) -> int:
-        """Give a sequence the blocks of what it takes: its limit then."""
-        length = sequence.computed + self.uneven.get(sequence, 1)
-        limit = sequence.group.request.most_tokens - 1
-        for tables, table in zip(self.tables, sequence.tables, strict=False):
-            pool, blocks = table.pool, table.blocks
-            room = (table.released + len(blocks)) * pool.block_size
-            while room < length:
-                blocks.append(pool.take(blocks[-1] + 1 if blocks else NOWHERE, table.tenant))
+    def _grow(self, sequence: TokenSequence) -> None:
+        """Give a sequence the blocks of what it takes."""
+        for tables, table in zip(self.tables, self._tables_of(sequence), strict=True):
+            for _ in range(self._lacking(sequence, table)):
+                near = table.blocks[-1] + 1 if table.blocks else NOWHERE
+                table.blocks.append(table.pool.take(near, table.tenant))
                 tables.add(sequence.row, table)
-                room += pool.block_size
-            limit = min(limit, room)
-        return limit
 
     def renamed(self, sequence: TokenSequence, first: int) -> None:
         """The tables of a sequence name other blocks from their block `first` on."""
