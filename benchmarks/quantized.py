@@ -153,6 +153,28 @@ def tokens_of(model: Any, options: argparse.Namespace) -> str:
     return "ok" if report.ok else "DIFFER"
 
 
+def against_itself(model: Any, options: argparse.Namespace) -> str:
+    """Stock's four rows together beside each alone: how far the logits lie apart, of the largest, and the first
+    token of each row that differs.
+    """
+    chance = torch.Generator(options.device).manual_seed(3)
+    ids = torch.randint(10, 1000, (4, 32), device=options.device, generator=chance)
+    with torch.no_grad():
+        together = model(ids, use_cache=False).logits[:, -1].float()
+        alone = torch.cat([model(row[None], use_cache=False).logits[:, -1].float() for row in ids])
+    apart = ((together - alone).abs().max() / together.abs().max()).item()
+    asked = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    batch = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **asked)
+    rows = [
+        model.generate(input_ids=row[None], attention_mask=torch.ones_like(row[None]), **asked)[0]
+        for row in ids
+    ]
+    firsts = [(one != other).nonzero().flatten()[:1].tolist() for one, other in zip(batch, rows, strict=True)]
+    return (
+        f"stock beside itself: {apart:.3f}, first other tokens {[[i - 32 for i in each] for each in firsts]}"
+    )
+
+
 def cells(model: Any, options: argparse.Namespace) -> str:
     """The columns of a model: stock's and paged milliseconds for each count of rows, captures, the verdict."""
     found = []
@@ -173,6 +195,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
     FORMATS[name](model)
     torch.manual_seed(0)
     print(f"{name:28} | {cells(model, options)}", flush=True)
+    if options.itself:
+        print(f"    {against_itself(model, options)}", flush=True)
     if options.kernels:
         for kernel, took in kernels_of(model, options.rows[0], options):
             print(f"    {took:7.3f} ms  {kernel[:100]}", flush=True)
@@ -191,6 +215,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--new", type=int, default=48)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--itself", action="store_true", help="stock's rows together beside each alone, too")
     parser.add_argument("--lora", action="store_true", help="each format under a LoRA adapter, too")
     parser.add_argument(
         "--kernels", action="store_true", help="the ten kernels that a step spends its time in"

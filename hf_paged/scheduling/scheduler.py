@@ -269,7 +269,7 @@ class Scheduler:
         return builder.plan(self.swapping.plan() if self.swapping.moves else Swaps())
 
     def _make_room(self, builder: PlanBuilder) -> list[Steps]:
-        """Preempt groups until every pool has the blocks of the step: the steps of those outside the table."""
+        """Preempt groups until every pool has the blocks: the steps of groups outside the table."""
         others = sum(len(group.sequences) for group in self._others if group.decoding)
         self.rows.limit(self.limits.tokens - others)
         steps = share(self._others, self.limits.tokens - self.rows.pending)
