@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_answers import PROMPTS, alone, answers
+from engine_answers import PROMPTS, alone, answers, each_alone
 from engine_steps import broken_into
 from families import BY_NAME, build
 from tape import record
@@ -93,14 +93,7 @@ PARAMS = [(prompt, {**kind, "max_new_tokens": 14}) for prompt in PROMPTS[:3] for
 @functools.cache
 def right() -> list[list[list[int]]]:
     """The answers to each of them alone: those without draws are those of generate()."""
-    model = build(BY_NAME["llama"])
-    with Engine(model, num_blocks=200, run_ahead=False, prefix_caching=False) as engine:
-        expected = [answers(engine.generate([prompt], **kind)[0]) for prompt, kind in PARAMS]
-    for (prompt, kind), found in zip(PARAMS, expected, strict=True):
-        if not kind["do_sample"]:
-            asked = {name: value for name, value in kind.items() if name != "logprobs"}
-            assert found == alone(model, prompt, **asked)
-    return expected
+    return each_alone(PARAMS, lambda model, prompt, asked: alone(model, prompt, **asked))
 
 
 @pytest.mark.parametrize("ahead", [False, True])

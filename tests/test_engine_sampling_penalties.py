@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_answers import PROMPTS, alone, answers, checked_answers, small_engine
+from engine_answers import PROMPTS, alone, checked_answers, each_alone, small_engine
 from engine_steps import broken_into, job_of, own_steps
 from families import BY_NAME, VOCABULARY, build
 from hypothesis import given, settings
@@ -106,14 +106,7 @@ PARAMS = [(prompt, {**kind, "max_new_tokens": NEW}) for prompt in PROMPTS[:3] fo
 @functools.cache
 def right() -> list[list[list[int]]]:
     """The answers to each of them alone: those without draws are those of a processor that counts."""
-    model = build(BY_NAME["llama"])
-    with Engine(model, num_blocks=200, run_ahead=False, prefix_caching=False) as engine:
-        expected = [answers(engine.generate([prompt], **kind)[0]) for prompt, kind in PARAMS]
-    for (prompt, kind), found in zip(PARAMS, expected, strict=True):
-        if not kind["do_sample"]:
-            asked = {name: value for name, value in kind.items() if name != "logprobs"}
-            assert found == counting(model, prompt, asked), kind
-    return expected
+    return each_alone(PARAMS, counting)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

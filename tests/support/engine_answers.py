@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,21 @@ def _model(name: str) -> Any:
 def _roomy(name: str) -> Engine:
     """An engine in which a request is alone, with nothing cached."""
     return Engine(_model(name), prefix_caching=False, num_blocks=200, max_batch_sequences=8)
+
+
+def each_alone(
+    asked: Sequence[tuple[list[int], dict[str, Any]]],
+    stock: Callable[[Any, list[int], dict[str, Any]], list[list[int]]],
+) -> list[list[list[int]]]:
+    """The answers of an engine to prompts with options, each alone: those without draws are stock's."""
+    model = build(BY_NAME["llama"])
+    with Engine(model, num_blocks=200, run_ahead=False, prefix_caching=False) as engine:
+        expected = [answers(engine.generate([prompt], **kind)[0]) for prompt, kind in asked]
+    for (prompt, kind), found in zip(asked, expected, strict=True):
+        if not kind["do_sample"]:
+            options = {name: value for name, value in kind.items() if name != "logprobs"}
+            assert found == stock(model, prompt, options), kind
+    return expected
 
 
 KINDS: list[dict[str, Any]] = [
