@@ -145,8 +145,8 @@ def test_c10_behind_a_window_only_what_it_shows_is_needed(window: int) -> None:
 @pytest.mark.parametrize("length", [18, 19])
 @pytest.mark.parametrize("window", [2, 4, 5, 6, 9])
 def test_c10_behind_a_part_of_a_block_the_window_shows_less(window: int, length: int) -> None:
-    """What a row leaves that ended in the middle of a block: its last blocks, seen from there and not from
-    the block's beginning.
+    """A row that ended in the middle of a block leaves its last blocks, seen from there and not from the
+    block's beginning.
     """
     pool = BlockPool(16, 4)
     table = BlockTable(pool)

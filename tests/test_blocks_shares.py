@@ -197,8 +197,8 @@ def test_what_fits_beside_reserved_blocks_takes_none_of_them(
     ),
 )
 def test_running_totals_agree_with_a_recount(seed: int, tenants: int, weights: dict[str, float]) -> None:
-    """Whatever changes hands: what is reserved, with hits too, and who loses, ties included. Tenants come and
-    go, and ask before they have blocks.
+    """Tenants come and go, and ask before they have blocks: reservations, with hits too, and victims, ties
+    included, are the oracle's.
     """
     rng = random.Random(seed)
     names = "abcdefghijkl"[:tenants]

@@ -73,7 +73,7 @@ class World:
         return rows[number % len(rows)] if rows else None
 
     def computed(self, tokens: list[int], extra: int, before: int = 0) -> list[int]:
-        """What a forward over `tokens` yields, behind a position that holds `before`."""
+        """The values that a forward over `tokens` yields, behind a position that holds `before`."""
         values = []
         for token in tokens:
             before = hash((before, token, extra, self.weights))

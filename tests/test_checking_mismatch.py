@@ -243,8 +243,8 @@ def test_dynamic_int8_is_explained_by_its_own_rounding(
 
 
 def test_log_probabilities_of_paged_decoding(llama: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """What pages say of a completion step by step is what one forward says; ragged ends, and an end of
-    sequence in the middle.
+    """Pages say step by step of a completion what one forward says; ragged ends, and an end of sequence in
+    the middle.
     """
     completions = [[7, 9, 2, 11, 12], [8, 6], [5, 5, 5]]
     report = hf_paged.check_mismatch(llama, inputs, completions=completions)

@@ -1,4 +1,4 @@
-"""What counts as the same answer up to rounding, and the sweep over a device that rests on it."""
+"""Answers that are the same up to rounding, and the sweep over a device that rests on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = 2
 
 
 def answer(logits: torch.Tensor, tokens: torch.Tensor | None = None) -> Any:
-    """What generate() answers with logits [rows, steps, words]: the best words behind a prompt, or the given
+    """An answer of generate() with logits [rows, steps, words]: the best words behind a prompt, or the given
     ones.
     """
     tokens = logits.argmax(-1) if tokens is None else tokens
@@ -44,7 +44,7 @@ def test_the_same(logits: torch.Tensor) -> None:
 
 
 def test_tokens_that_part_at_a_tie(logits: torch.Tensor) -> None:
-    """What follows another token is another text, and not compared."""
+    """Tokens behind another token are another text, and not compared."""
     logits[0, 2, 5] = 3.99
     other = logits.clone()
     other[0, 2, 5] = 4.01

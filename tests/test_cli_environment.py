@@ -1,4 +1,4 @@
-"""What an installation says about itself."""
+"""The report of an installation on itself."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_the_name_of_a_request_under_way_is_taken(model: Any) -> None:
 def test_the_name_of_a_request_on_its_way_is_taken(
     model: Any, monkeypatch: pytest.MonkeyPatch, given: str | None
 ) -> None:
-    """Whether a caller gave it or not: another thread that gives it is refused, and nothing is lost."""
+    """By a caller or not: another thread that gives it is refused, and nothing is lost."""
     with model.continuous_batching_context_manager(greedy()) as manager:
         submit = manager.engine.submit
         entered = threading.Event()

@@ -158,7 +158,7 @@ def test_rows_of_a_prompt_share_the_picture(call: dict[str, Any]) -> None:
 
 
 def test_as_many_tokens_as_the_text(model: Any) -> None:
-    """What a layer holds is a matter of the layer, not of numbers."""
+    """A layer says whether it holds states; their number does not."""
     assert_same(
         model,
         input_ids=text(2, PICTURE),
@@ -232,7 +232,7 @@ def test_copies_and_rows(model: Any) -> None:
 
 
 def test_a_step_that_fails_leaves_no_picture(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a broken prompt wrote across is taken back with its text, and the cache goes on without a
+    """The states that a broken prompt wrote are taken back with its text, and the cache goes on without a
     picture.
     """
     cache = hf_paged.PagedCache(model, block_size=4)

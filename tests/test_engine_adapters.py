@@ -476,7 +476,7 @@ def test_experts_whose_weights_are_written_in_each_forward() -> None:
 
 
 def test_other_methods_compute_with_their_own_code() -> None:
-    """What is active is served; a request cannot choose, nor ask for the base beside it."""
+    """The active adapter is served; a request cannot choose, nor ask for the base beside it."""
     base = build(BY_NAME["llama"]).eval()
     made = peft.get_peft_model(
         base,

@@ -83,7 +83,9 @@ def test_what_is_active_is_read_anew(model: Any) -> None:
     ids=["merge", "dora"],
 )
 def test_a_request_that_waits_is_not_computed_with_others(model: Any, change: Any, why: str) -> None:
-    """What cannot be chosen any more ends the requests that chose it, the base's too; later ones are right."""
+    """Adapters that cannot be chosen any more end the requests that chose them, the base too; later ones are
+    right.
+    """
     one = alone(model, prompt(1), "one")
     with Engine(model, block_size=4) as engine:
         handles = [engine.submit(prompt(1), **GREEDY, adapter=each) for each in ("two", None, "active")]
@@ -143,7 +145,7 @@ def test_what_is_merged_and_disabled(model: Any, waits: bool) -> None:
 
 @pytest.mark.parametrize("change", ["scale", "replace", "in place"])
 def test_a_pause_lets_adapters_change(model: Any, change: str) -> None:
-    """What lies in a slot is brought up to date: a scale, other tensors, a sum of several adapters."""
+    """The content of a slot is brought up to date: a scale, other tensors, a sum of several adapters."""
 
     def act(layer: Any) -> None:
         linear = layer.lora_B["two"]

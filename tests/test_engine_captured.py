@@ -87,8 +87,8 @@ def test_same_tokens_from_fused_projections(name: str, monkeypatch: pytest.Monke
 def test_a_step_is_followed_in_few_hops(
     do_sample: bool, functions: int, files: int, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a reader goes through from the plan of a replayed step to its tokens, in most steps: in others a
-    table gets a block. Whether the model is still the same is a question of its own.
+    """The calls from the plan of a replayed step to its tokens, in most steps: in others a table gets a
+    block. Whether the model is still the same is a question of its own.
     """
     steps: list[dict[tuple[str, str], None]] = []
     aside: list[Any] = []
@@ -163,7 +163,7 @@ def test_a_larger_graph_stands_in(
 
 
 def test_one_step_of_a_model_is_rehearsed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step must not do is looked for once; after the model has changed it is looked for again."""
+    """Operations that a step must not do are looked for once; after the model has changed again."""
     rehearsed: list[int] = []
 
     class Counted(Rehearsal):

@@ -62,7 +62,7 @@ def warm(engine: Engine) -> None:
 
 
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is looked at from now on; the list grows."""
+    """The list of looks from now on; it grows."""
     seen: list[str] = []
     count_checks(monkeypatch, seen.append)
     return seen
@@ -370,7 +370,7 @@ def test_a_change_between_two_loops_costs_no_answer(engine: Engine) -> None:
 
 @pytest.mark.parametrize("at", [10, 25])
 def test_a_criterion_that_changes_the_weights(engine: Engine, at: int) -> None:
-    """What runs in a step on the driver's own thread is seen in the next one, as it always was."""
+    """Changes on the driver's own thread within a step are seen in the next one."""
     warm(engine)
     left = [at]
 

@@ -219,7 +219,7 @@ def test_steps_by_hand(engine: Engine) -> None:
     ],
 )
 def test_options_are_checked(model: Any, options: dict[str, Any], error: type[Exception], match: str) -> None:
-    """What is not there yet says so; nothing is ignored, and nothing stays behind."""
+    """Options that are not there yet say so; nothing is ignored, and nothing stays behind."""
     with pytest.raises(error, match=match):
         Engine(model, **options)
     gc.collect()
@@ -228,7 +228,7 @@ def test_options_are_checked(model: Any, options: dict[str, Any], error: type[Ex
 
 
 def compiled(llama: Any) -> torch.nn.Module:
-    """What torch.compile makes of a model, as far as an engine looks at it: the real one takes seconds."""
+    """A stand-in for torch.compile's model, as far as an engine looks at it: the real one takes seconds."""
     module = torch.nn.Module()
     module._orig_mod = llama
     return module
@@ -337,7 +337,7 @@ def test_the_ids_of_one_prompt_are_no_list_of_prompts(engine: Engine) -> None:
 
 
 def test_a_strict_list_of_prompts_raises(engine: Engine) -> None:
-    """What is refused before anything is computed, what fails when all have ended."""
+    """Some requests are refused before anything is computed, others fail when all have ended."""
     with pytest.raises(Infeasible, match="258 tokens"):
         engine.generate([PROMPTS[0], TOO_LONG], **GREEDY, strict=True)
     assert engine.stats()["blocks"]["full"]["cached"] == 0

@@ -91,7 +91,7 @@ asks = st.builds(
 
 
 def least_blocks(params: list[Ask], size: int) -> int:
-    """What the largest request needs to its end."""
+    """The blocks that the largest request needs to its end."""
 
     def need(ask: Ask) -> int:
         width = KINDS[ask.kind].get("num_return_sequences", 1)

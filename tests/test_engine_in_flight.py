@@ -304,8 +304,8 @@ def test_what_ends_while_the_engine_is_paused_is_in_the_next_step(engine: Engine
 
 
 def test_samples_that_were_preempted_before_their_tokens_arrived(model: Any) -> None:
-    """What they have in common is counted when it is known: until then their last tokens only look the same
-    (C30).
+    """The tokens that they have in common are counted when they are known: until then their last tokens only
+    look the same (C30).
     """
     kind = {"do_sample": True, "num_return_sequences": 3, "temperature": 1.5, "max_new_tokens": 12}
     with Engine(model, num_blocks=200, run_ahead=False) as engine:

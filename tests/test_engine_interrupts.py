@@ -57,9 +57,7 @@ class Decodes:
 def test_own_code_ends_its_request(
     engine: Engine, error: BaseException, where: str, kind: dict[str, Any]
 ) -> None:
-    """Whatever it raises. What is meant for the process reaches the driver, once, when the books are
-    whole.
-    """
+    """Errors of all kinds. Those meant for the process reach the driver, once, when the books are whole."""
     handles = neighbours(engine)
     own = engine.submit(PROMPTS[4], **{**GREEDY, **kind, where: [Fails(1, error)]})
     caught = []

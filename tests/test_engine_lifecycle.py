@@ -96,7 +96,7 @@ def test_keep_continues_where_requests_are(model: Any, engine: Engine) -> None:
 
 
 def continued(model: Any, handle: Any, had: int) -> bool:
-    """Whether the tokens behind the first ones are what the weights of now say of all before them."""
+    """True if the tokens behind the first ones are those of the weights of now, given all before them."""
     tokens = handle.result().sequences[0].token_ids
     ids = torch.tensor([handle.result().prompt_token_ids + tokens])
     with torch.no_grad():

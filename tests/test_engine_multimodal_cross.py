@@ -351,7 +351,7 @@ def test_a_picture_that_cannot_be_served(model: Any) -> None:
 
 
 def test_a_config_that_says_another_length(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the vision model makes is compared with what was announced, and told by both numbers."""
+    """The vision model's number of states is compared with the announced one, and the error has both."""
     with small(model) as engine:
         monkeypatch.setattr(model.config.vision_config, "patch_size", 16)
         output = engine.submit(**asks(1), **GREEDY).result()

@@ -1,4 +1,4 @@
-"""What a decoder is given beside embeddings, cut into pieces and joined again (C23, C32), and prompts with
+"""Inputs of a decoder beside embeddings, cut into pieces and joined again (C23, C32), and prompts with
 something in them.
 """
 
@@ -136,9 +136,7 @@ def test_marks() -> None:
 
 
 def test_what_is_taken_and_what_is_left() -> None:
-    """What a forward has no name for, and what is said without anything being shown, is left to be
-    refused.
-    """
+    """Inputs that a forward has no name for, and those given without media, are left to be refused."""
 
     class Model:
         class config:

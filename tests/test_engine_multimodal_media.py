@@ -545,7 +545,7 @@ def test_a_prompt_that_is_as_long_as_the_model_is_made_for(model: Any) -> None:
 
 
 def test_what_a_picture_leaves_behind(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a forward with a picture notes on its modules is taken back: others' steps would see it."""
+    """Attributes that a forward with a picture sets on its modules are taken back: others' steps would see them."""
     language = model.model
     forward = language.get_image_features
 
@@ -601,8 +601,8 @@ def test_what_cannot_be_is_refused(model: Any) -> None:
 
 
 class Processor(tf.ProcessorMixin):  # type: ignore[misc]  # transformers has no types
-    """What a processor does: texts with a place for every token of a picture, numbers for pixels. Pictures
-    are seeds here.
+    """A stand-in for a processor: texts with a place for every token of a picture, numbers for pixels.
+    Pictures are seeds here.
     """
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ def test_pieces_of_any_text(tokenizer: Any, text: str, sizes: list[int]) -> None
 @settings(max_examples=80)
 @given(ids=st.lists(st.integers(0, 255), min_size=1, max_size=30))
 def test_bytes_that_are_no_text(tokenizer: Any, ids: list[int]) -> None:
-    """Whatever a model says, the pieces joined are what the tokenizer says about all of it."""
+    """The pieces of any answer, joined, are the text that the tokenizer gives for all of it."""
     reader = reader_of(tokenizer)
     pieces = [reader.add([token], last=i == len(ids) - 1) for i, token in enumerate(ids)]
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)

@@ -52,7 +52,7 @@ def requests(count: int, seed: int) -> list[tuple[list[int], dict[str, Any]]]:
 def test_the_first_request_takes_a_share(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it needs and no more; a crowd finds room before it runs."""
+    """The pool takes the blocks that it needs and no more; a crowd finds room before it runs."""
     monkeypatch.setattr(pools, "SHARE_AT_FIRST", 1 / 16)
     with (
         Engine(build(BY_NAME["llama"]), max_batch_sequences=32, max_batch_tokens=64) as engine,

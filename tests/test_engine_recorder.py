@@ -1,4 +1,4 @@
-"""What a trace says is what the books said, at every step (C6, C7, C10)."""
+"""A trace says what the books said, at every step (C6, C7, C10)."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_closing_an_engine_whose_trace_cannot_be_written(
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full is Linux's")
 def test_a_device_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
-    """What is written waits in Python's buffer, so the end of the trace is where the disk says no."""
+    """Writes wait in Python's buffer, so the end of the trace is where the disk says no."""
     with engine_of("llama", 100) as engine:
         engine.trace("/dev/full")
         engine.generate(PROMPTS[:1], **GREEDY)

@@ -1,5 +1,5 @@
-"""Whatever users bring along raises in its own request only: tokenizers, processors, criteria, and what these
-do to the engine (C34).
+"""Users' callables raise in their own request only: tokenizers, processors, criteria, and what these do to
+the engine (C34).
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def test_who_comes_and_goes_in_the_middle_of_a_step(engine: Engine, kind: dict[s
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_interrupt_while_the_engine_is_paused(model: Any, ahead: bool) -> None:
-    """What is on its way is heard of by then, criteria included: nobody loses a token that was told."""
+    """Criteria know all tokens on their way by then: nobody loses a token that was told."""
     with Engine(
         model, block_size=4, num_blocks=60, max_batch_tokens=24, max_batch_sequences=8, run_ahead=ahead
     ) as engine:
@@ -262,7 +262,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def parity(engine: Engine, mode: str, **given: Any) -> tuple[Any, Any]:
-    """What stock generate() and the engine make of a request: tokens, lengths of drawn ones, or "refused".
+    """The outcomes of a request in stock generate() and the engine: tokens, lengths of drawn ones, or
+    "refused".
 
     Paged generate() must do as stock does.
     """
@@ -287,7 +288,7 @@ def parity(engine: Engine, mode: str, **given: Any) -> tuple[Any, Any]:
 
 
 def late(ids: torch.Tensor) -> bool:
-    """Whether a row is three tokens longer than the prompt."""
+    """True for a row that is three tokens longer than the prompt."""
     return ids.shape[1] >= len(PROMPT) + 3
 
 

@@ -101,7 +101,7 @@ def test_rarer_cuts_are_applied(engine: Engine, option: dict[str, Any]) -> None:
 
 
 def test_a_config_object_and_the_models_own(model: Any, engine: Engine) -> None:
-    """What is not said is taken from the model's generation_config, like generate()."""
+    """Fields that are not given are taken from the model's generation_config, as in generate()."""
     config = GenerationConfig(max_new_tokens=5, repetition_penalty=1.5, eos_token_id=2, pad_token_id=0)
     assert answers(engine.submit(PROMPTS[1], config).result()) == alone(
         model, PROMPTS[1], generation_config=config

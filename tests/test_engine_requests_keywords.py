@@ -1,4 +1,4 @@
-"""What IDEs, type checkers and help() know of an engine's keywords is what the engine takes."""
+"""IDEs, type checkers and help() know the keywords that an engine takes."""
 
 from __future__ import annotations
 

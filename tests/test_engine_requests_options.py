@@ -22,7 +22,7 @@ def model() -> Any:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What was read through transformers; the list grows."""
+    """A list of the reads through transformers; it grows."""
     seen: list[dict[str, Any]] = []
     read = reading._read
 
@@ -35,7 +35,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two configs say the same, tensors made of them included."""
+    """True if two configs say the same, tensors made of them included."""
     return {**vars(one), **{name: str(value) for name, value in vars(one).items() if isinstance(value, torch.Tensor)}} == {
         **vars(other), **{name: str(value) for name, value in vars(other).items() if isinstance(value, torch.Tensor)},
     }  # fmt: skip

@@ -214,8 +214,8 @@ def tokens_of(name: str) -> list[int]:
 @settings(max_examples=400)
 @given(data=st.data(), name=st.sampled_from(sorted(TOKENIZERS)), least=st.integers(0, 4))
 def test_an_answer_ends_as_soon_as_its_text_has_a_stop_string(data: Any, name: str, least: int) -> None:
-    """Whatever tokens it is made of, special ones among them; and so do beams, which are read from their
-    ends.
+    """A stop string ends at any tokens that it is made of, special ones among them; and so do beams, which
+    are read from their ends.
     """
     tokenizer = TOKENIZERS[name]
     ids = data.draw(st.lists(st.sampled_from(tokens_of(name)), min_size=1, max_size=16))

@@ -158,7 +158,7 @@ def test_embeddings_without_ids_pay_for_their_answers_only() -> None:
 
 
 def test_any_driver_in_any_mode() -> None:
-    """What was begun in inference mode goes on outside it."""
+    """Histories begun in inference mode go on outside it."""
     options = {"do_sample": False, "repetition_penalty": 1.7, "max_new_tokens": 8}
     model = build(BY_NAME["llama"])
     with Engine(model, num_blocks=200) as engine:

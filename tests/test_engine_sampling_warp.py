@@ -80,7 +80,7 @@ def test_rows_are_cut_as_transformers_cuts_them(rows: list[Warp], seed: int) -> 
 
 
 def test_other_processors_are_not_cuts() -> None:
-    """Whatever warps do not say is left to the processors themselves."""
+    """Warps leave all else to the processors themselves."""
     assert warp_of([], sampled=True) == warp_of([], sampled=False) == Warp()
     assert warp_of([RepetitionPenaltyLogitsProcessor(1.2)], sampled=False) == Warp(repetition=1.2)
     assert warp_of([RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3)], sampled=False) is None

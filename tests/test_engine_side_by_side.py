@@ -25,8 +25,8 @@ GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_steps_in_the_middle_of_a_call(llama: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a paged generate() sets on the model while it runs is no change of the model, for requests that
-    ran before.
+    """A paged generate() sets attributes of the model while it runs: no change of the model, for requests
+    that ran before.
     """
     if graphs:
         monkeypatch.setitem(RECORDERS, "cpu", record)

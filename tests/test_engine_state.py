@@ -51,7 +51,7 @@ def test_books_that_are_found_torn_are_recovered_first() -> None:
 
 @pytest.mark.parametrize("phase", list(Phase))
 def test_an_engine_that_closes_settles_in_every_turn(phase: Phase) -> None:
-    """Whatever an interrupt breaks off is done by the next call."""
+    """The next call does all that an interrupt broke off."""
     owner = Owner()
     owner.state.phase = phase
     owner.look()

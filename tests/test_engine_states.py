@@ -210,7 +210,7 @@ def test_captures_are_made_of_steps_that_may_run_again(in_place: bool, engines: 
 
 
 def test_a_trusted_step_is_replayed_in_place(engines: Engines) -> None:
-    """What was compared elsewhere serves both: the slots are its input."""
+    """A comparison made elsewhere serves both: the slots are its input."""
     with engines.make(in_place=False) as engine:
         engine.generate(PROMPTS[:3], **GREEDY)
         engines.states.in_place = True

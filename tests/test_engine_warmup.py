@@ -33,8 +33,8 @@ pytestmark = pytest.mark.skipif(GPU, reason="the interpreted copy is the CPU's")
 
 
 def first_steps(engine: Engine, compiler: Compiler, prompt: int) -> set[Specialisation]:
-    """What is launched by a trial, by the first prompt, by the step behind it, and by the first one that is
-    captured.
+    """The kernels launched by a trial, by the first prompt, by the step behind it, and by the first one that
+    is captured.
     """
     assert engine.why_rows is None
     engine.submit([5 + i % 90 for i in range(prompt)], max_new_tokens=6, min_new_tokens=6, do_sample=False)
@@ -156,9 +156,7 @@ def test_larger_steps_find_their_kernels(compiler: Compiler, monkeypatch: pytest
 def test_trouble_in_there_harms_no_request(
     broken: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be compiled ahead is met where it is launched, and everything else is compiled all the
-    same.
-    """
+    """Kernels that cannot be compiled ahead are met where they are launched, and all others are compiled."""
     monkeypatch.setattr(warming, "COMPILED_FOR", {"cpu"})
     kernels = sys.modules["hf_paged_kernels"]
     whole, calls = getattr(kernels, broken), []

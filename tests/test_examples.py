@@ -242,8 +242,8 @@ def test_a_saved_word(tmp_path: Path) -> None:
 
 
 def test_demo_draws_the_blocks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What scripts/demo prints: identical tokens, blocks that several rows share, and what both caches cost;
-    many rows of one prompt cost less time and memory on pages.
+    """The output of scripts/demo: identical tokens, blocks that several rows share, and the costs of both
+    caches; many rows of one prompt cost less time and memory on pages.
     """
     monkeypatch.setattr("sys.argv", ["demo", "--new", "16", "--calls", "1"])
     runpy.run_module("hf_paged.demo", run_name="__main__")

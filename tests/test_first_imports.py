@@ -1,4 +1,6 @@
-"""What a fresh process imports: nothing of extras that nobody asked for, and no torch for the help of a command."""
+"""Imports of a fresh process: nothing of extras that nobody asked for, and no torch for the help of a
+command.
+"""
 
 from __future__ import annotations
 

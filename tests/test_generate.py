@@ -1,6 +1,4 @@
-"""What people do with generate() beyond the modes: configs, kept caches, forks, streamers, criteria,
-embeddings.
-"""
+"""Uses of generate() beyond the modes: configs, kept caches, forks, streamers, criteria, embeddings."""
 
 from __future__ import annotations
 
@@ -214,7 +212,7 @@ def test_several_turns_on_one_cache(name: str, ids: torch.Tensor) -> None:
 
 
 def test_cache_of_the_answer_goes_on(llama: Any, ids: torch.Tensor) -> None:
-    """What return_dict hands out can be passed back in, with beams before and greedy after."""
+    """The cache that return_dict hands out can be passed back in, with beams before and greedy after."""
     answers = [
         llama.generate(**call(ids, return_dict_in_generate=True, **extra))
         for extra in ({}, {"cache_implementation": "paged"})
@@ -315,7 +313,7 @@ def test_padding_is_not_stored(llama: Any, ids: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "bloom"])
 @pytest.mark.parametrize("holes", [[0, 4, 5], [12], [2, 3, 12]], ids=["inside", "right", "both"])
 def test_masks_that_are_not_left_padding(name: str, holes: list[int], ids: torch.Tensor) -> None:
-    """Whatever the mask says, it is heeded."""
+    """Masks with holes anywhere are heeded."""
     model = build(BY_NAME[name])
     mask = torch.ones_like(ids)
     mask[0, holes] = 0

@@ -206,7 +206,7 @@ CACHE_QUESTIONS: dict[str, list[Ask]] = {
     "max_cache_len": [reading("max_cache_len")],
     "offloading": [reading("offloading")],
 }
-"""What a cache is asked, by member."""
+"""Questions to a cache, by member."""
 
 LAYER_QUESTIONS: dict[str, list[Ask]] = {
     "conv_kernel_size": [reading("conv_kernel_size")],
@@ -238,7 +238,7 @@ LAYER_QUESTIONS: dict[str, list[Ask]] = {
     "supports_early_init": [reading("supports_early_init")],
     "values": [reading("values")],
 }
-"""What each of its layers is asked."""
+"""Questions to each of its layers."""
 
 CHANGES: dict[str, list[Ask]] = {
     "activate_past_recording": [calling("activate_past_recording")],
@@ -264,12 +264,12 @@ CHANGES: dict[str, list[Ask]] = {
     ],
     "reset": [calling("reset")],
 }
-"""What a cache is made to do; afterwards everything is asked again."""
+"""Calls that change a cache; afterwards all questions are asked again."""
 
 FED_BY_MODELS = {
     "lazy_initialization", "lazy_initialization_indexer", "update", "update_conv_state", "update_indexer", "update_recurrent_state",
 }  # fmt: skip
-"""What models call in their forwards, which the states come from."""
+"""Calls of models' forwards, which the states come from."""
 
 BY_DESIGN = {
     "layers": "every layer is asked by itself",
@@ -290,7 +290,7 @@ def public(owner: Any) -> set[str]:
 
 
 def answer(ask: Ask, owner: Any) -> Answer:
-    """What it says, or the kind of error that it raises."""
+    """Its answer, or the kind of error that it raises."""
     try:
         return ask(owner)
     except Exception as error:
@@ -329,7 +329,7 @@ def assert_all_alike(stock: Any, paged: Any, where: str) -> None:
 
 
 def reset_drops() -> bool:
-    """Whether stock's reset() makes a cache as new, and not one of zeros as long as before."""
+    """True if stock's reset() makes a cache as new, and not one of zeros as long as before."""
     cache = DynamicCache()
     cache.update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0)
     cache.reset()
@@ -343,7 +343,7 @@ def caches_in(state: str, model: Any) -> Iterator[Any]:
 
 
 def reachable(state: str, family: str) -> bool:
-    """Whether stock can bring a cache of the family into the state."""
+    """True if stock can bring a cache of the family into the state."""
     recurrent = family in ("falcon_h1",)
     return not (family in WITH_STATE and state in NEEDS_ROWS) and not (
         recurrent and state in AFTER_A_ROLLBACK
@@ -409,7 +409,7 @@ def outcome(change: Ask, cache: Any) -> type[Exception] | None:
 
 
 def as_new(stock: Any) -> None:
-    """What reset() of a stock cache does since it drops what the cache held."""
+    """The reset() of a stock cache since it drops the cache's content."""
     for layer in (layer for layer in stock.layers if isinstance(layer, DynamicLayer)):
         layer.keys = layer.values = None
         layer.is_initialized = False
@@ -548,7 +548,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("write", WRITES)
 def test_stored_keys_are_not_written_in_place(write: str) -> None:
-    """What stock's cache would keep is refused, not lost: the blocks may be those of other rows too."""
+    """Content that stock's cache would keep is refused, not lost: the blocks may be those of other rows too."""
     model = model_of("llama")
     _, paged = caches_in("decoding", model)
     before = paged.layers[0].keys.clone()
@@ -586,8 +586,7 @@ OF_BOTH: dict[str, list[Ask]] = {
     "check_dynamic_cache": [calling("check_dynamic_cache", "crop")],
     "is_updated": [reading("is_updated")],
 }
-"""What EncoderDecoderCache, which is stock's own class around two caches of ours, is asked beside a cache's
-questions.
+"""Questions to EncoderDecoderCache, stock's own class around two caches of ours, beside a cache's questions.
 """
 HALVES = {"cross_attention_cache", "self_attention_cache"}
 
@@ -618,7 +617,7 @@ PAIR_STATES: dict[str, tuple[list[Ask], list[int]]] = {
     "forked": ([], [0, 1]),
     "reset": ([calling("reset")], [0, 1]),
 }
-"""What a pair is made to do after a prompt of 3 tokens and a step, and which rows it holds then."""
+"""Calls that change a pair after a prompt of 3 tokens and a step, and the rows that it holds then."""
 
 
 def assert_pairs_alike(stock: Any, paged: Any, where: str) -> None:

@@ -362,7 +362,7 @@ def test_a_state_in_the_modules_keeps_rows_apart(caplog: pytest.LogCaptureFixtur
 def test_a_layer_that_leaves_its_states_keeps_rows_apart(
     family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What stock's layers do is tried, not read from their classes."""
+    """The abilities of stock's layers are tried, not read from their classes."""
     monkeypatch.setattr(LinearAttentionLayer, "reorder_cache", lambda self, beam_idx: None)
     model = build_tiny("causal", config_class("causal", family))
     assert rows_of_a_prompt(model, **HYBRID_MODES["samples"]) == [2, 6]

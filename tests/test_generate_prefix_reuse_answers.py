@@ -1,5 +1,5 @@
-"""What a call of any mode leaves is right to go on from: drafts that were refused, beams that were dropped,
-chunks, padding (C17, C22).
+"""A call of any mode leaves a cache that is right to go on from: drafts that were refused, beams that were
+dropped, chunks, padding (C17, C22).
 """
 
 from __future__ import annotations

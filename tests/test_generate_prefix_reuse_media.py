@@ -92,9 +92,7 @@ def test_keyed_by_tokens_alone_they_would_be_shared(family: str, monkeypatch: py
 
 @pytest.mark.parametrize("family", LISTENS)
 def test_other_recordings_behind_the_same_ids(family: str) -> None:
-    """What an encoder heard decides a decoder's keys and values; what is put in the place of ids does,
-    too.
-    """
+    """An encoder's input decides a decoder's keys and values; so does whatever is put in the place of ids."""
     model = tiny(family)
     heard = with_recordings(model)
     assert heard is not None

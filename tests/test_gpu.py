@@ -157,7 +157,7 @@ def test_kernels_over_any_history(dims: tuple[int, int], dtype: torch.dtype) -> 
 
 
 def test_kernels_are_chosen() -> None:
-    """What the user asked for is what runs."""
+    """The attention that the user asked for is the one that runs."""
     model = build(BY_NAME["llama"]).cuda()
     ids = torch.randint(5, VOCABULARY, (2, 9)).cuda()
     for kernels, expected in (("auto", "Ops"), ("triton", "TritonOps"), ("torch", "Ops")):

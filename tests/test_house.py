@@ -40,7 +40,7 @@ BELOW = {
 
 
 KERNELS = {"hf_paged_kernels": {"torch", "triton"}, "hf_paged_native": {"torch"}}
-"""What each package of kernels may import beside the standard library."""
+"""Packages that each package of kernels may import beside the standard library."""
 
 
 def _floor(file: Path) -> str:
@@ -120,7 +120,7 @@ def test_modules_with_state_have_a_test_of_their_stem() -> None:
 
 
 def test_public_names_are_few() -> None:
-    """What a user meets with `import hf_paged`."""
+    """All names that a user meets with `import hf_paged`."""
     assert len(hf_paged.__all__) <= MOST_PUBLIC, sorted(hf_paged.__all__)
 
 
@@ -233,7 +233,7 @@ def test_docstrings_begin_with_a_noun() -> None:
     """Or with a verb, or with "True if": a question has no answer in its first words."""
     found = [
         f"{file.relative_to(ROOT)}:{line}"
-        for file in SOURCES
+        for file in [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
         for line, text in _docstrings(file)
         if text.lstrip().startswith(("Whether", "What"))
     ]
@@ -317,7 +317,7 @@ ON_A_DEVICE = {
     "randn",
 }
 OF_FLOATS = {"empty", "empty_strided", "zeros", "ones", "eye", "linspace", "rand", "randn"}
-"""What torch makes of its default dtype where nobody says another."""
+"""Makers of tensors whose dtype is torch's default where nobody says another."""
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))

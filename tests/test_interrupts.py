@@ -50,7 +50,7 @@ def hooked(name: str) -> Any:
 
 
 def facts(model: Any) -> list[Any]:
-    """What an interrupt must leave as it was."""
+    """State that an interrupt must leave as it was."""
     hooks = [
         hook
         for module in model.modules()
@@ -70,7 +70,7 @@ def facts(model: Any) -> list[Any]:
 
 
 def thread_facts() -> list[object]:
-    """What torch keeps for this thread. Modes that it enters again when a traceback goes do nothing."""
+    """State that torch keeps for this thread. Modes that it enters again when a traceback goes do nothing."""
     return [torch.is_grad_enabled(), invariant.get()]
 
 

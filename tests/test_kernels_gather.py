@@ -13,7 +13,7 @@ kernels = load()
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
-    """What is allocated is NaN until it is written."""
+    """Memory is NaN until it is written."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

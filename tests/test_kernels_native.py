@@ -50,7 +50,7 @@ def library() -> native.Library:
 
 
 def attend(library: native.Library, case: Case, tokens: int = 1) -> torch.Tensor:
-    """What the op answers to the case: [query tokens, query heads, value_dim]."""
+    """The op's answer to the case: [query tokens, query heads, value_dim]."""
     rows, size = len(case.lengths), case.block_size
     query = case.query.unflatten(0, (rows, tokens)).transpose(1, 2)
     keys, values = case.keys.flatten(0, 1), case.values.flatten(0, 1)
@@ -428,8 +428,8 @@ def test_tensors_elsewhere_are_refused(library: native.Library) -> None:
 
 
 def test_a_default_dtype_of_two_bytes(library: native.Library) -> None:
-    """What the op writes floats to is made of floats, on the CPU, whatever torch would take: else it writes
-    over others' memory.
+    """The buffers that the op writes floats to are of floats, on the CPU, whatever torch's defaults are: else
+    it writes over others' memory.
     """
     keys, before = torch.zeros(640, 1, 8), torch.get_default_dtype()
     query = torch.zeros(1, 1, 1, 8)

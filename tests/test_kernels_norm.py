@@ -17,7 +17,7 @@ ERROR = {FP32: 2e-6, FP16: 2e-3, BF16: 1.6e-2 if GPU else 3.2e-2}
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
-    """What is allocated is NaN until it is written."""
+    """Memory is NaN until it is written."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -53,7 +53,7 @@ class Ranks:
         return empty(len(self.parts), size, self.residual.dtype)
 
     def send(self, inboxes: list[torch.Tensor], sender: int) -> None:
-        """What a rank sends to all others."""
+        """The tensor that a rank sends to all others."""
         part, total = (each[sender].view(self.lines, -1) for each in (self.parts, self.totals))
         for other, inbox in enumerate(inboxes):
             place = inbox[sender, : part.numel()].view(self.lines, -1)

@@ -17,7 +17,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
-    """What is allocated is NaN until it is written."""
+    """Memory is NaN until it is written."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -22,7 +22,7 @@ def _columns() -> Iterator[None]:
 
 
 def test_entries_beyond_a_step_are_empty() -> None:
-    """Whatever was loaded before: a row that is not there must name no place."""
+    """A row that is not there names no place, after any earlier load."""
     columns = StaticColumns(COLUMNS, 3, 5, CPU)
     mark, place = columns.tensors["mark"], columns.tensors["place"]
     assert (mark.tolist(), place.tolist()) == ([0] * 5, [-1] * 3)

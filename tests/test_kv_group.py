@@ -217,7 +217,7 @@ def small_device(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_pool_of_more_than_half_moves_by_way_of_the_host(
     small_device: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What fits alone is enough: the content waits on the host while the pool moves."""
+    """Memory for one pool is enough: the content waits on the host while the pool moves."""
     group, rows = small_device, Rows(small_device)
     rows.extend(2, 8)
     store, _ = group.store(0)

@@ -1,4 +1,4 @@
-"""What the rows of a cache hold, noted step by step and read once (contract C17)."""
+"""The tokens in the rows of a cache, noted step by step and read once (contract C17)."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_what_is_given_back_comes_again() -> None:
 
 
 def test_room_before_the_first_layer_was_stored() -> None:
-    """What is known of the layers is enough to take memory."""
+    """The known shapes of layers are enough to take memory."""
     group, on_host = make(LAYOUTS["several"])
     group.resize(30)
     assert not group.stores

@@ -212,7 +212,7 @@ def test_nothing_moves() -> None:
 
 
 def test_the_host_knows_nothing_that_a_replay_would_need() -> None:
-    """What `begin` does to the tensors is all that a counted step needs: the host's books are not asked."""
+    """`begin` alone prepares the tensors of a counted step: the host's books are not asked."""
     group, cache = begun(rows=1, columns=3)
     static = static_batch(1, 2, 16)
     step(group, cache, static)

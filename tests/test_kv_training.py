@@ -51,9 +51,7 @@ def test_the_peak_of_training_decides(device: dict[str, int]) -> None:
 
 
 def test_a_peak_from_before_is_a_bound(device: dict[str, int]) -> None:
-    """What was allocated earlier than training says how much it has taken at most; a peak that is seen counts
-    more.
-    """
+    """Allocations from before training bound how much it has taken; a peak that is seen counts more."""
     memory = TrainingMemory()
     device["peak"] = 900
     memory.begin([GPU])

@@ -204,7 +204,7 @@ BETWEEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
 
 @pytest.mark.parametrize("name", BETWEEN)
 def test_a_norm_made_ahead_is_used_for_its_own_input_only(name: str) -> None:
-    """What a model does between two layers is not passed over."""
+    """Hooks and wrappers between two layers are not passed over."""
     between, norms = BETWEEN[name]
     stack, kernels = Stack(between).eval(), Kernels()
     x = torch.randn(2, 3, WIDTH)
@@ -308,7 +308,7 @@ def test_rotary_calls_that_the_kernel_does_not_know(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_nothing_is_left_after_an_error(name: str) -> None:
-    """Whatever breaks: the body, a kernel in the middle of a layer, an interrupt."""
+    """The body breaks, or a kernel in the middle of a layer, or an interrupt comes."""
     model, kernels = make(name), Kernels()
     expected, before = run(model), surroundings(model)
     fusion = Fusion(model, kernels)
@@ -418,7 +418,7 @@ def test_who_brings_a_forward_of_his_own_keeps_it(name: str) -> None:
 def test_kernels_of_sums_are_compiled_for_few_rows_and_many(
     monkeypatch: pytest.MonkeyPatch, ranks: int, shots: list[int]
 ) -> None:
-    """Whatever the rows are for which the others are compiled, and with arguments that the kernel takes."""
+    """For whichever numbers of rows the other kernels are compiled, and with arguments that they take."""
     kernels = kernel_cases.load()
     group = dist.HashStore()  # stands for one
     mesh = SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: ranks - 1, get_group=lambda: group)

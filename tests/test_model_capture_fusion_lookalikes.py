@@ -34,7 +34,7 @@ class RootMeanSquare(nn.Module):
         self.weight, self.variance_epsilon = nn.Parameter(torch.ones(WIDTH)), eps
 
     def forward(self, hidden_states):
-        """What Llama's says."""
+        """The numbers of Llama's."""
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)  # as there
         variance = hidden_states.pow(2).mean(-1, keepdim=True)

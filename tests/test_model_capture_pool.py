@@ -21,7 +21,7 @@ from hf_paged.kv import ops
 from hf_paged.model.rehearsal import RECORDERS
 
 EAGER = {("gemma3", "prompt-lookup"), ("bart", "assisted")}
-"""What passes through: padding that is stored, positions that are made on the host; and rounds that are all
+"""Calls of all kinds: padding that is stored, positions that are made on the host; and rounds that are all
 different.
 """
 

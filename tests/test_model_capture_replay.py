@@ -1,5 +1,5 @@
-"""What becomes of captured steps: pools move, models change in the middle of a call, captures fail, models
-and threads come and go.
+"""The fate of captured steps: pools move, models change in the middle of a call, captures fail, models and
+threads come and go.
 """
 
 from __future__ import annotations

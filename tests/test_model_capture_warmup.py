@@ -78,7 +78,7 @@ def test_a_first_call_compiles_side_by_side(compiler: Compiler, monkeypatch: pyt
 
 
 def test_trouble_in_there_harms_no_call(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be compiled ahead is compiled where it is launched."""
+    """Kernels that cannot be compiled ahead are compiled where they are launched."""
     monkeypatch.setattr(warmup, "COMPILED_FOR", {"cpu"})
     model = make("Llama", num_hidden_layers=1)
     stock = model.generate(**call(prompts(1, 21), max_new_tokens=18, min_new_tokens=18))

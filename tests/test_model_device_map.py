@@ -44,7 +44,7 @@ def hooked(module: nn.Module) -> list[nn.Module]:
 
 
 def test_blocks_keep_their_hooks() -> None:
-    """What is inside a block is left out, the block's own hook is not: it moves what all of them are given."""
+    """Hooks inside a block are left out, the block's own is not: it moves what all of them are given."""
     model = dispatched()
     layers = model.model.layers
     without = forwards_without_hooks(modules_of(model))

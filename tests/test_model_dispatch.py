@@ -28,7 +28,7 @@ def model() -> Any:
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether gradients were computed within each forward below autograd; the list grows."""
+    """For each forward below autograd, True if gradients were computed; the list grows."""
     seen: list[bool] = []
 
     def guard() -> Any:
@@ -44,7 +44,7 @@ BELOW = dispatch.BelowAutograd
 
 
 def with_gradients() -> bool:
-    """Whether autograd records operations."""
+    """True if autograd records operations."""
     with torch.enable_grad():
         return (torch.ones(1, requires_grad=True) * 2).requires_grad
 
@@ -98,7 +98,7 @@ def test_a_forward_with_gradients_or_autocast_keeps_autograd(model: Any, used: l
 
 
 def test_generate_computes_its_forwards_below_autograd(model: Any, used: list[bool]) -> None:
-    """What user code is given are ordinary tensors, and it runs with autograd."""
+    """User code is given ordinary tensors, and runs with autograd."""
     outside: list[bool] = []
 
     def change(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ def assign_data(model: Any) -> None:
 
 
 def add_to_data(model: Any) -> None:
-    """What peft's merge does: neither a version nor an address moves."""
+    """The effect of peft's merge: neither a version nor an address moves."""
     weight = model.model.layers[1].self_attn.v_proj.weight
     before = weight._version, weight.data_ptr()
     weight.data += 0.5
@@ -58,7 +58,7 @@ def add_to_data(model: Any) -> None:
 
 
 def write_to_memory(model: Any) -> None:
-    """What an optimizer's own kernels, or a broadcast, may do: torch knows nothing of it."""
+    """The effect of an optimizer's own kernels, or a broadcast: torch knows nothing of it."""
     weight = model.model.layers[0].self_attn.v_proj.weight
     before = weight._version
     weight.detach().numpy()[:] *= 3
@@ -200,7 +200,7 @@ def test_what_changes_nothing_is_not_noticed(llama: Any) -> None:
 
 @pytest.mark.parametrize("how", ["answers", "writes in place"])
 def test_c24_a_hook_that_changes_something_is_noticed(llama: Any, how: str) -> None:
-    """What was cached without it is not used with it, nor the other way round."""
+    """Blocks cached without it are not used with it, nor the other way round."""
 
     def change(model: Any) -> None:
         model.model.layers[0].mlp.register_forward_hook(Steer(how))
@@ -528,7 +528,7 @@ def test_a_change_in_the_middle_of_a_call_poisons_nothing(llama: Any) -> None:
 
 
 def test_a_kept_cache_that_outlives_a_change_is_private(llama: Any) -> None:
-    """What follows rests on old keys and values: found by nobody."""
+    """Later tokens rest on old keys and values: found by nobody."""
     cache = hf_paged.PagedCache(llama, block_size=4, prefix_caching=True)
     call = {"max_new_tokens": 6, "do_sample": False, "past_key_values": cache}
     first = llama.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **call)

@@ -1,5 +1,4 @@
-"""What changes while a call runs, and perhaps comes back, is in nobody's cache afterwards (contract C22,
-C24).
+"""Changes while a call runs, undone perhaps, are in nobody's cache afterwards (contract C22, C24).
 
 Every case runs a call in whose middle the model is another one. A later call, on the model as it was, must
 not begin with what the other one computed: without the looks in between, or with a cache keyed by tokens
@@ -75,7 +74,7 @@ def edit(model: Any, factor: float) -> None:
 
 
 def meddlers(model: Any) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
-    """What to do, and how to undo it."""
+    """A change, and how to undo it."""
     held: list[Any] = []
     return {
         "setting": (lambda: scale(model, 4), lambda: scale(model, 0.25)),
@@ -88,7 +87,7 @@ def meddlers(model: Any) -> dict[str, tuple[Callable[[], None], Callable[[], Non
 @pytest.mark.parametrize("until", [6, STEPS - 1], ids=["and back", "until the end"])
 @pytest.mark.parametrize("what", ["setting", "hook", "code", "weights"])
 def test_c24_a_change_in_the_middle(llama: Any, what: str, until: int) -> None:
-    """What was computed meanwhile is not found when the model is what it was."""
+    """Blocks computed meanwhile are not found when the model is what it was."""
     change, back = meddlers(llama)[what]
     answer = call_with(llama, Meddle(change, back, until))
     assert hf_paged.stats(llama).reasons[CHANGED] == 1

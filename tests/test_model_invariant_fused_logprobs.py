@@ -141,7 +141,7 @@ def test_gradients(fused: Any, temperature: float) -> None:
 
 
 def test_the_engines_numbers(fused: Any) -> None:
-    """What a sampler drew at a temperature, in company, and what TRL computes of it."""
+    """A sampler's draws at a temperature, in company, and TRL's numbers of them."""
     model = model_of("llama", torch.bfloat16)
     prompts = [[7, 8, 9], [11, 12, 13, 14, 15]]
     with Engine(model, batch_invariant=True) as engine:
@@ -164,7 +164,7 @@ def test_imported_in_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refused(fused: Any) -> None:
-    """What TRL's function does not know of the model's rounding."""
+    """Scales and dtypes that TRL's function does not know."""
     with (
         pytest.raises(NotInvariant, match=r"a logit scale of 0\.3, .*; compute log_softmax"),
         batch_invariant(),

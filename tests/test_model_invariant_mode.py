@@ -267,7 +267,7 @@ def test_a_row_in_all_company(name: str, dtype: torch.dtype) -> None:
 
 
 def test_without_the_mode_bits_differ() -> None:
-    """What the tests above compare is not the same by itself."""
+    """The outputs that the tests above compare are not the same by themselves."""
     model = model_of("llama")
     prompt = rows()[1][None]
     with torch.no_grad():

@@ -28,7 +28,7 @@ def length() -> DeviceNumber:
 
 
 def value(number: torch.Tensor) -> Any:
-    """What the device would know."""
+    """The numbers that the device would know."""
     return number.as_subclass(torch.Tensor).tolist()
 
 
@@ -139,7 +139,7 @@ def test_what_is_no_tensor_stays_what_it_is(length: DeviceNumber) -> None:
     ],
 )  # fmt: skip
 def test_the_host_cannot_read_it(read: Callable[[Any], Any], length: DeviceNumber) -> None:
-    """What it read would stay as it was, at every replay."""
+    """The number it read would stay the same at every replay."""
     with pytest.raises(NotCapturable, match="asks for the cache's length on the host"):
         read(length)
 
@@ -197,7 +197,7 @@ def test_counting_as_asked(length: DeviceNumber) -> None:
 
 
 def test_a_replay_counts_from_its_own_length() -> None:
-    """What was counted follows the device's number, the number of columns stays."""
+    """Counts follow the device's number, the number of columns stays."""
     number = torch.tensor(7)
 
     def step() -> dict[str, torch.Tensor]:

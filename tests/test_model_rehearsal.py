@@ -1,4 +1,4 @@
-"""What may be recorded: a rehearsal refuses whatever a replay would get silently wrong, and nothing else."""
+"""A rehearsal refuses all that a replay would get silently wrong, and nothing else."""
 
 from __future__ import annotations
 

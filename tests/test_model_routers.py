@@ -192,7 +192,7 @@ def test_a_decoder_of_another_s_code(ids: torch.Tensor) -> None:
 
 
 def _drops(model: Any) -> bool:
-    """Whether a hundred equal tokens come out of a sparse layer as different ones."""
+    """True if a hundred equal tokens come out of a sparse layer as different ones."""
     layer = next(
         module for module in model.get_decoder().modules() if type(module).__name__.endswith("SparseMLP")
     )

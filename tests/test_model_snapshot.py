@@ -1,5 +1,5 @@
-"""Whether a model is still the same: whatever changes an answer changes the graph key, weights in place do not,
-and the quick check misses nothing that changes the key.
+"""A model is the same or not: all that changes an answer changes the graph key, weights in place do not, and
+the quick check misses nothing that changes the key.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Whether tensors still hold what they held: samples at every look, and all of them in turns (contract
-C24).
-"""
+"""Tensors still hold what they held, or not: samples at every look, and all of them in turns (contract C24)."""
 
 from __future__ import annotations
 

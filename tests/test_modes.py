@@ -10,7 +10,7 @@ from families import FAMILIES, VOCABULARY, Family, build
 from modes import MODES, supported
 
 STOCK_LOSES_WINDOWS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 19)
-"""Whether stock's own sliding cache breaks when an assistant drafts several tokens."""
+"""True if stock's own sliding cache breaks when an assistant drafts several tokens."""
 
 CELLS = [(family, mode) for family in FAMILIES for mode in MODES if supported(mode, family.seq2seq)]
 

@@ -81,7 +81,7 @@ MUTATIONS: list[
 
 
 def _alike(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether the mutated call still answers as stock; broken books are allowed to raise instead."""
+    """True if the mutated call still answers as stock; broken books are allowed to raise instead."""
     try:
         return torch.equal(*both(model, **arguments))
     except (RuntimeError, ValueError, AssertionError, IndexError):

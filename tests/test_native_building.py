@@ -152,9 +152,7 @@ def test_nowhere_to_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_library_that_does_not_load(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What lies in the place of the library and is none: a reason for who asked, plain torch for everybody
-    else.
-    """
+    """A file in its place that is no library: an error where it was asked for, plain torch elsewhere."""
     folder.mkdir(parents=True)
     building.place().write_text("not a library")
     with pytest.raises(ValueError, match=r"cannot be loaded .* delete it"):
@@ -168,7 +166,7 @@ def test_a_library_that_does_not_load(folder: Path, caplog: pytest.LogCaptureFix
 
 
 def test_another_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was built for other registers or from another source is never taken."""
+    """Builds for other registers or from another source are never taken."""
     known = {building.place(registers) for registers in ("DEFAULT", "AVX2", "AVX512")}
     assert len(known) == 3
     changed = tmp_path / "paged.cpp"

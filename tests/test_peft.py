@@ -84,9 +84,7 @@ def test_adapter_names(model: Any, ids: torch.Tensor, mode: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("active", ["one", ["one", "two"]], ids=["one", "both"])
 def test_rows_without_an_adapter_beside_adapters_with_biases(active: Any, ids: torch.Tensor) -> None:
-    """What is active is then part of the model, and its blocks are none of rows that are given something
-    else.
-    """
+    """Active adapters are part of the model, and its blocks are none of rows that are given something else."""
     torch.manual_seed(0)
     model = peft.get_peft_model(build(BY_NAME["llama"]), lora(lora_bias=True), adapter_name="one")
     model.add_adapter("two", lora())
@@ -115,7 +113,7 @@ def test_a_call_that_failed_leaves_hooks_behind(model: Any, ids: torch.Tensor) -
 
 
 def test_rows_with_adapters_that_differ_from_a_later_chunk_on(model: Any, ids: torch.Tensor) -> None:
-    """What was one row of a chunk leaves its blocks under the adapters of the rows that it became."""
+    """A row that was one of a chunk leaves its blocks under the adapters of the rows that it became."""
     rows = torch.cat([ids[:1].repeat(3, 1), ids[:, -6:]], 1)
     _same(model, rows, {"prefix_caching": True}, adapter_names=["one", "one", "two"], prefill_chunk_size=4)
     for names in (["one"] * 3, ["two"] * 3):
@@ -224,7 +222,9 @@ def test_adapter_names_for_fewer_rows_than_there_are(model: Any, rows: int, new:
 )
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 2}, {"prefill_chunk_size": 2}], ids=str)
 def test_equal_rows_of_an_alora_are_computed_once(names: list[str] | None, mode: dict[str, Any]) -> None:
-    """What peft tells its layers of each row is narrowed with the rows: the names and the invocation tokens."""
+    """Values that peft gives its layers for each row are narrowed with the rows: the names and the invocation
+    tokens.
+    """
     peft = pytest.importorskip("peft", reason="peft is an extra")
     torch.manual_seed(0)
 

@@ -22,7 +22,7 @@ SPECIAL = [
 
 
 def both(model: Any, ask: Any) -> tuple[Any, Any]:
-    """What a pipeline says on stock's cache and on pages; the pages are really used."""
+    """A pipeline's answers on stock's cache and on pages; the pages are really used."""
     answers = []
     for word in ({}, WORD):
         torch.manual_seed(0)

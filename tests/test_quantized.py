@@ -138,8 +138,8 @@ def test_the_same_tokens(kind: str, name: str, adapter: bool, tmp_path: Path) ->
 
 
 def test_what_differs_is_explained(kind: str, tmp_path: Path) -> None:
-    """What rounding explains is measured on the model: its dtype does not say that it rounds to fewer bits
-    inside.
+    """Differences that rounding explains are measured on the model: its dtype does not say that it rounds to
+    fewer bits inside.
     """
     report = hf_paged.check_mismatch(
         quantized(kind, tmp_path), words(8, 13), max_new_tokens=30, min_new_tokens=30, do_sample=False

@@ -16,7 +16,7 @@ from hf_paged.serve.openai.responses_format import failed
 
 
 class Client:
-    """What a client gets."""
+    """The events that a client gets."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -128,7 +128,7 @@ OPENING = of_responses("response.created", "response.in_progress")
 
 
 def last_event(client: Client) -> dict[str, Any]:
-    """What the last event says that a client has."""
+    """The last event that a client has."""
     name, data = client.body.rstrip(b"\n").rpartition(b"\n\n")[2].split(b"\n")
     found: dict[str, Any] = json.loads(data.removeprefix(b"data: "))
     assert name == b"event: " + found["type"].encode()

@@ -1,4 +1,4 @@
-"""Whether there is room: now, later, never (contract C8, C9, C11, C40's place is empty)."""
+"""There is room: now, later, never (contract C8, C9, C11, C40's place is empty)."""
 
 from __future__ import annotations
 

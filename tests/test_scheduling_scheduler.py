@@ -109,8 +109,8 @@ def test_a_group_that_returns_strands_no_other() -> None:
 
 
 def test_what_runs_is_promised_its_tokens() -> None:
-    """What a running group has still to compute is counted: nobody is let in on the blocks that it is going
-    to take.
+    """Tokens that a running group has still to compute are counted: nobody is let in on the blocks that it is
+    going to take.
     """
     world = Simulated.of(total=14, size=4, tokens=64, prefix_caching=False)
     group = world.submit(Request(0, prompt(4), 20, width=3))

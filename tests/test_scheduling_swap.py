@@ -289,7 +289,7 @@ def test_a_place_on_the_host_is_filled_by_its_last_owner() -> None:
 
 
 def test_starting_over_empties_the_host() -> None:
-    """What broke off in the middle of a step may have broken a swap."""
+    """A step that broke off in the middle may have broken a swap."""
     world = Simulated.of(total=40, size=4, tokens=32, host=20)
     groups = [world.submit(Request(i, prompt(9, i + 1), 20)) for i in range(3)]
     steps(world, 3)

@@ -35,7 +35,7 @@ def connect(served: Served) -> socket.socket:
 
 
 def rest(of: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
+    """All bytes until the server closes the connection."""
     seen = b""
     try:
         while part := of.recv(1 << 16):

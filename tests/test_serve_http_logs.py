@@ -27,7 +27,7 @@ class Stuck(io.StringIO):
 
 
 def test_a_stuck_reader_holds_up_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not fit into the queue is dropped, the rest comes in order when it is read."""
+    """Lines that do not fit into the queue are dropped, the rest comes in order when it is read."""
     pipe = Stuck()
     monkeypatch.setattr(sys, "stderr", pipe)
     monkeypatch.setattr(logs, "MOST_RECORDS", 5)

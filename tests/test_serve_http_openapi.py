@@ -1,4 +1,4 @@
-"""What /openapi.json says is what the server answers."""
+"""The server answers as /openapi.json says."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _received(connection: socket.socket) -> bytes:
 
 
 def test_a_client_that_reads_late_gets_everything(served: Served) -> None:
-    """What has waited comes in fewer and larger pieces."""
+    """Waiting pieces are joined to fewer and larger ones."""
     connection = connect(served, {**LONG, "stream": True, "max_tokens": 200})
     time.sleep(0.3)
     seen = b""

@@ -36,7 +36,7 @@ def test_turns_are_taken_in_order_and_between_others() -> None:
 
 
 def test_others_run_in_a_pause_between_turns() -> None:
-    """What comes in a turn that lasts is answered before the next one."""
+    """Requests that come in a turn that lasts are answered before the next one."""
 
     async def run() -> list[str]:
         loop = asyncio.get_running_loop()
@@ -62,7 +62,7 @@ def test_others_run_in_a_pause_between_turns() -> None:
 
 
 def test_many_events_take_several_turns() -> None:
-    """What else is ready runs in between: a step of many streams does not hold up /health."""
+    """Other tasks that are ready run in between: a step of many streams does not hold up /health."""
 
     async def run() -> list[int]:
         wakes = Turns(EVENTS)

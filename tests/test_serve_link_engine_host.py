@@ -44,7 +44,7 @@ def hosted(sent: int | None = None, **options: Any) -> Iterator[tuple[Engine, so
 
 
 def news(connection: socket.socket) -> Iterator[News]:
-    """What the engine's side writes."""
+    """The messages that the engine's side writes."""
     connection.settimeout(60)
     yield from messages(connection)
 

@@ -31,7 +31,7 @@ from hf_paged.serve.link.ranks import MEETING_PORTS, free_port
 
 
 def _lines(process: Command) -> queue.SimpleQueue[dict[str, Any] | None]:
-    """What a server logs, and None at the end."""
+    """The lines that a server logs, and None at the end."""
     found: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 
     def read() -> None:

@@ -1,4 +1,4 @@
-"""What the processes of a server send each other."""
+"""Messages that the processes of a server send each other."""
 
 from __future__ import annotations
 

@@ -78,7 +78,9 @@ class Watching:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """What has come, without times and the end; of several whole maps the last one and what follows it."""
+        """All that has come, without times and the end; of several whole maps the last one and what follows
+        it.
+        """
         found = [
             json.loads(line[6:])
             for line in self.text.split("\n\n")
@@ -89,7 +91,7 @@ class Watching:
         return found[begin:]
 
     def state(self, folder: Path) -> MapState:
-        """What the lines add up to, read as the trace that they are."""
+        """The sum of the lines, read as the trace that they are."""
         path = folder / f"{id(self)}-{time.monotonic_ns()}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
         read = trace.read(path, partial=True)
@@ -403,8 +405,8 @@ def test_a_viewer_that_stops_reading_holds_up_nothing() -> None:
 
 
 def test_a_socket_that_is_not_read_is_closed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for it is bounded, and answers go on meanwhile. The map is sent after every step, so that the
-    socket is soon full.
+    """Its queue is bounded, and answers go on meanwhile. The map is sent after every step, so that the socket
+    is soon full.
     """
     monkeypatch.setattr(engine_host, "EVERY", 0.0)
     path = Path(tempfile.gettempdir()) / f"map-{time.monotonic_ns()}.sock"

@@ -33,7 +33,7 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
 
 
 def pixels(browser: Browser) -> str:
-    """What the grid of the first pool looks like."""
+    """The picture of the first pool's grid."""
     return browser.value("document.querySelector('#pools canvas').toDataURL()")
 
 

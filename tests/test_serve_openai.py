@@ -35,7 +35,7 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/serving.md"])
 def test_the_clients_of_a_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a page shows of openai-python and curl, against a server without keys."""
+    """The commands that a page shows for openai-python and curl, against a server without keys."""
     shown = (ROOT / page).read_text()
     code = next(each for each in re.findall(r"```python\n(.*?)```", shown, re.S) if "OpenAI(" in each)
     body = json.loads(re.search(r"curl http://127.0.0.1:8000/v1/completions .*?-d '(.*?)'", shown, re.S)[1])
@@ -117,7 +117,9 @@ def test_many_at_once(served: Served) -> None:
 
 
 def test_the_protocol_of_vllms_benchmark(served: Served) -> None:
-    """What `vllm bench serve` sends, and how it reads the answer: a probe without a stream's end would stop it."""
+    """The requests of `vllm bench serve`, and how it reads the answer: a probe without a stream's end would
+    stop it.
+    """
     (model,) = served.client.get("/v1/models").json()["data"]
     body = {
         "model": model["id"], "prompt": "The fox", "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 12, "logprobs": None,

@@ -272,7 +272,7 @@ KINDS = [kind for post in POSTS for kind in post.kinds]
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_long_list_of_wrong_items_is_one_error(kind: type[BaseModel]) -> None:
-    """Whatever the field, also deep within others: an error for each item would take seconds and gigabytes."""
+    """Of any field, also deep within others: an error for each item would take seconds and gigabytes."""
     for name, field in kind.model_fields.items():
         for wrong in ([-500.5] * LONG, {str(i): -500.5 for i in range(LONG)}):
             for value in (wrong, [{"role": "user", "type": "text", "content": wrong, "tool_calls": wrong}]):
@@ -322,7 +322,7 @@ def test_large_and_odd_objects(body: dict[str, Any], status: int, named: str) ->
     ],
 )  # fmt: skip
 def test_every_allowed_extreme_is_answered(served: Served, body: dict[str, Any], stream: bool) -> None:
-    """What the checks let through must not fail in the engine."""
+    """Bodies that the checks let through must not fail in the engine."""
     response = served.post(
         "/v1/completions", {"prompt": "The fox", "max_tokens": 6, "stream": stream, "temperature": 0, **body}
     )

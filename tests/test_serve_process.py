@@ -58,7 +58,7 @@ class Process:
             self.popen = Command(*arguments)
         self.lines: list[dict[str, Any]] = []
         self.others: list[str] = []
-        """What is written beside the log, as a traceback."""
+        """Lines that are written beside the log, as a traceback."""
         self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         self.url = self.wait_for("listening")["url"]

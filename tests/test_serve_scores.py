@@ -46,7 +46,7 @@ def right(tokens: list[int]) -> torch.Tensor:
 
 
 def assert_scored(found: dict[str, Any], tokens: list[int], alternatives: int) -> None:
-    """What is known of these tokens is what one forward says."""
+    """The scores of these tokens are those of one forward."""
     scores = right(tokens)
     first, *own = found["token_logprobs"]
     assert first is None

@@ -52,7 +52,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def rollout(model: Any, step: int, word: str | None) -> torch.Tensor:
-    """What is sampled at a step of the loop."""
+    """The samples at a step of the loop."""
     torch.manual_seed(step)
     with torch.no_grad():
         return model.generate(**batch(step), generation_config=config_of(word))[:, PROMPT:]

@@ -27,7 +27,7 @@ NEW = 6
 
 @pytest.fixture
 def trainer() -> Any:
-    """What rollout_func reads of a trainer."""
+    """The attributes of a trainer that rollout_func reads."""
     model = demo.model().float().train()
     accelerator = SimpleNamespace(
         state=SimpleNamespace(), unwrap_model=lambda model: model, autocast=lambda options: nullcontext()

@@ -15,7 +15,7 @@ kernels = load()
 
 
 def snapshot(model: Any) -> ModelSnapshot:
-    """What is read of a model before its steps are captured."""
+    """Reads all of a model that its captured steps depend on."""
     return ModelSnapshot(model.get_base_model(), watch=True)
 
 

@@ -80,7 +80,7 @@ class Browser:
         self.until("document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        """What an expression is in the page; a promise is awaited."""
+        """The value of an expression in the page; a promise is awaited."""
         answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -107,7 +107,7 @@ class Browser:
             self._call("Input.dispatchKeyEvent", type=kind, key=name, code=name)
 
     def theme(self, name: str) -> None:
-        """What the user prefers: dark or light."""
+        """The colour scheme that the user prefers: dark or light."""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def screenshot(self, path: Path) -> None:

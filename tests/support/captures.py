@@ -1,4 +1,4 @@
-"""What tests ask of captured steps: of a model's in generate(), or of an engine's."""
+"""Questions of tests to captured steps: of a model's in generate(), or of an engine's."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PROMPTS = [
 
 
 SCORED = {"return_dict_in_generate": True, "output_scores": True}
-"""What `new_tokens_of` needs of generate()'s answer."""
+"""The fields of generate()'s answer that `new_tokens_of` needs."""
 
 
 def new_tokens_of(answer: Any, begin: int) -> list[list[int]]:

@@ -26,7 +26,7 @@ def bound_of(logits: torch.Tensor, dtype: torch.dtype) -> float:
 
 
 def assert_own_logprobs(model: Any, output: Any) -> None:
-    """What it said of its tokens is what one forward over all of them says."""
+    """The logprobs of its tokens are those of one forward over all of them."""
     assert output.error is None
     for sequence in output.sequences:
         logits = one_forward(model, output.prompt_token_ids, sequence.token_ids)

@@ -55,7 +55,7 @@ def block_bytes(engine: Engine) -> int:
 
 
 def costs_of(engine: Engine) -> Preemption:
-    """What swaps and recomputation were measured to cost."""
+    """The measured costs of swaps and recomputation."""
     return engine.preemption
 
 

@@ -1,4 +1,4 @@
-"""What the steps of an engine do, by what the scheduler plans: for tests that must not depend on how they are done."""
+"""Steps of an engine, by the scheduler's plans: for tests that must not depend on how they are carried out."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hf_paged.model.slots import NO_CONTENT
 
 EXPECTED_FILE = Path(__file__).with_name("expected_paths.json")
 STOCK_LAYERS = {"LinearAttentionLayer": "state"}
-"""What stock's layers hold."""
+"""Keys and values in stock's layers."""
 SINCE_5_24 = {"causal gptj": "2 full paged"}
 """Paths that differ from transformers 5.24 on, where more families call an attention that can be chosen."""
 

@@ -56,7 +56,7 @@ class Interrupted:
         self._followed: dict[str, bool] = {}
 
     def __call__(self, act: Callable[[], Any]) -> bool:
-        """Whether it came to its end."""
+        """True once it came to its end."""
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:

@@ -110,7 +110,7 @@ class Case:
     with_sinks: bool = False
     causal: bool = True
     by_head: bool = False
-    """Whether the pool lies head by head, keys and values of a block together, or token by token."""
+    """True if the pool lies head by head, keys and values of a block together; else token by token."""
     spare: int = 3
     """Blocks that nobody uses, before those in use."""
     seed: int = 0

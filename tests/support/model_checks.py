@@ -16,12 +16,12 @@ from hf_paged.model.weights_digest import Unreadable
 
 
 def graph_key(model: Any) -> Hashable:
-    """What a captured step takes for granted about the model."""
+    """The properties of the model that a captured step takes for granted."""
     return ModelSnapshot(model).graph_key
 
 
 def is_steady(model: Any) -> bool:
-    """Whether a captured step may stand for the model's forward."""
+    """True if a captured step may stand for the model's forward."""
     return ModelSnapshot(model).steady
 
 

@@ -76,5 +76,5 @@ MODES: dict[str, Mode] = {
 
 
 def supported(name: str, seq2seq: bool) -> bool:
-    """Whether stock itself can do this mode for the kind of model."""
+    """True if stock itself can do this mode for the kind of model."""
     return not (seq2seq and name in ("chunks", "chunks-padded-beams", "guidance", "prompt-lookup"))

@@ -116,7 +116,7 @@ def _text(model: Any, rows: int, each: int, placeholder: int | None, count: int,
 
 
 def _matters(model: Any, inputs: Inputs, shown: Inputs) -> bool:
-    """Whether another picture of the last prompt changes its logits: where placeholders are too few a model
+    """True if another picture of the last prompt changes its logits: where placeholders are too few a model
     may take the first's.
     """
     floating = {
@@ -141,7 +141,7 @@ def _matters(model: Any, inputs: Inputs, shown: Inputs) -> bool:
 
 
 def _first_step(model: Any, inputs: Inputs) -> Any:
-    """What generate() answers."""
+    """The answer of generate()."""
     options = {
         "max_new_tokens": 1,
         "min_new_tokens": 1,
@@ -152,7 +152,7 @@ def _first_step(model: Any, inputs: Inputs) -> Any:
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether any tensor of an answer is another one's."""
+    """True if a tensor of an answer is another one's."""
     pairs = [(value, other[name]) for name, value in one.items() if isinstance(value, torch.Tensor)]
     return any(mine.shape != theirs.shape or not torch.equal(mine, theirs) for mine, theirs in pairs)
 
@@ -285,7 +285,7 @@ def _grids(rows: int, area: int, frames: int, patch: tuple[int, ...], merges: bo
 
 
 def _extra(taken: Any, prompts: int, each: int, size: int) -> Inputs:
-    """What else a forward wants to know about plain pictures."""
+    """The other inputs of a forward with plain pictures."""
     rows, text = prompts * each, 4 + 3 * each
     known = {
         "image_sizes": torch.tensor([[size, size]] * rows),

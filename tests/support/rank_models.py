@@ -35,8 +35,8 @@ def _tiny(kind: str, name: str) -> Family:
 
 
 def _llama4_answers() -> bool:
-    """Whether its own forward comes to an end: that of transformers 5.24.0 asks its language model's output for
-    pictures, which only its own output has.
+    """True if its own forward comes to an end: that of transformers 5.24.0 asks its language model's output
+    for pictures, which only its own output has.
     """
     try:
         _tiny("image", "llama4").build()(torch.tensor([[5, 6]]))

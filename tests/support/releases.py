@@ -1,4 +1,4 @@
-"""What differs between the releases of transformers and peft that the tests run on."""
+"""Differences between the releases of transformers and peft that the tests run on."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from hf_paged.model.cache_name import CACHE, OLDER
 
 RENAMED = CACHE != OLDER
-"""Whether forwards call a cache `cache`, as from transformers 5.24 on."""
+"""True if forwards call a cache `cache`, as from transformers 5.24 on."""
 DROPPED_WITHOUT_GRADIENTS = not RENAMED
-"""Whether checkpointed layers drop their cache also where nothing has gradients, as before transformers 5.24."""
+"""True if checkpointed layers drop their cache also where nothing has gradients, as before transformers 5.24.
+"""
 CUTS_AXES = Version(tf.__version__) >= Version("5.23")
 """True where stock cuts a prompt into chunks although positions have several axes; 5.17 fails."""
 
 
 def layers_say_dtype() -> bool:
-    """Whether stock's layers of keys and values say their dtype, as before transformers 5.24."""
+    """True if stock's layers of keys and values say their dtype, as before transformers 5.24."""
     layer = DynamicLayer()
     layer.update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1))
     return hasattr(layer, "dtype")
 
 
 def prefixes_are_ignored() -> bool:
-    """Whether peft hands its prefixes over under the older name, which transformers ignores beside the new one."""
+    """True if peft hands its prefixes over under the older name, which transformers ignores beside the new
+    one.
+    """
     return RENAMED and Version(version("peft")) < Version("0.22.0")
 
 

@@ -67,7 +67,7 @@ class Served:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """What is behind `data:`, in JSON; the last one is [DONE]."""
+    """The lines behind `data:`, in JSON; the last one is [DONE]."""
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert data[-1] == "[DONE]"
     return [json.loads(each) for each in data[:-1]]

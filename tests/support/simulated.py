@@ -39,12 +39,12 @@ def slots_of(pool: BlockPool, block: int) -> range:
 
 
 def values_of(tokens: list[int], salt: int = 0) -> list[int]:
-    """What a model computes at each of `tokens`."""
+    """Values that a model computes at each of `tokens`."""
     return list(accumulate(tokens, lambda before, token: hash((before, token)), initial=salt))[1:]
 
 
 def value_of(tokens: list[int], salt: int = 0) -> int:
-    """What it computes at the last of them."""
+    """The value that it computes at the last of them."""
     return values_of(tokens, salt)[-1]
 
 
@@ -108,7 +108,7 @@ class Simulated:
     delay: Callable[[], int] = lambda: 0
     """How many times it is asked for an adapter before that is there."""
     checks: bool = True
-    """Whether every step is followed by an audit of the books."""
+    """True if an audit of the books follows every step."""
     advances: random.Random | None = None
     """Chance, if rows take any number of tokens: several that are known, guesses, or none."""
     advanced: Counter[int] = field(default_factory=Counter)
@@ -232,7 +232,7 @@ class Simulated:
     # ---- the model
 
     def load(self, names: AdapterNames, slot: int) -> None:
-        """What was in the slot is no running group's."""
+        """The former content of the slot is no running group's."""
         assert self.held.get(slot) not in {group.request.adapter for group in self.scheduler.running}
         self.held[slot] = names
         self.loading[names] = self.delay()
@@ -309,7 +309,9 @@ class Simulated:
         return self.salt + int.from_bytes(key, "big")
 
     def cross_attend(self, sequence: TokenSequence) -> None:
-        """What it attends to is written in its first forward, behind a hit too, and is there in later ones."""
+        """The keys and values of a cross layer are written in its first forward, behind a hit too, and are
+        there in later ones.
+        """
         table, request = sequence.tables[-1], sequence.group.request
         assert table.length == request.source
         slots = [table.slot(position) for position in range(request.source)]
@@ -348,7 +350,7 @@ class Simulated:
                 self.scheduler.wait(sequence, False)
 
     def settled(self, sequence: TokenSequence, value: int) -> int:
-        """What was computed behind the last of a sequence's guesses that is right."""
+        """Forgets the tokens behind the last of a sequence's guesses that is right."""
         known = len(sequence.tokens) - sequence.drafts
         values = values_of(sequence.tokens, self.salt_of(sequence.group.request))
         right = 0

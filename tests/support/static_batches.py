@@ -29,9 +29,7 @@ MOST_COLUMNS = 60
 
 
 GARBAGE = -5.0
-
-
-"""What rows that are not there would write."""
+"""The value that rows that are not there would write."""
 
 
 class Static(StaticBatch):

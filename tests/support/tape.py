@@ -51,7 +51,7 @@ class Tape(TorchDispatchMode):
 
 
 def _leaves(tree: Any) -> list[Any]:
-    """What lists and dicts hold: torch's own function takes longer than the operations of a step."""
+    """The tensors in lists and dicts: torch's own function takes longer than the operations of a step."""
     if isinstance(tree, list | tuple):
         return [leaf for each in tree for leaf in _leaves(each)]
     return _leaves(list(tree.values())) if isinstance(tree, dict) else [tree]
@@ -65,7 +65,7 @@ def _wait(leaves: list[Any]) -> None:
 
 
 def record(step: Callable[[], Any], pools: Any, devices: Any) -> tuple[Callable[[], None], Any]:
-    """What `RECORDERS` holds for a device."""
+    """The recorder that `RECORDERS` holds for a device."""
     tape = Tape()
     # A graph's tensors may be written at any time; on a CPU those of inference mode may not.
     with torch.inference_mode(False), torch.no_grad(), tape:

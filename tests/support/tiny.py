@@ -13,7 +13,7 @@ from transformers.models.auto import modeling_auto as auto
 
 VOCABULARY = 96
 PROMPT_IDS = range(5, 80)
-"""What prompts are made of: the ids from 80 on are kept for a config's special tokens."""
+"""The ids that prompts are made of: those from 80 on are kept for a config's special tokens."""
 
 LAYER_COUNT = re.compile(
     r"^(num_(hidden_)?layers|n_layers?|layers|depth|(\w+_)?(encoder|decoder)_layers|(encoder|decoder)_num_hidden_layers|num_blocks|"
@@ -72,7 +72,7 @@ def config_class(kind: str, model_type: str) -> Any:
 
 
 def model_class_of(kind: str, cls: Any) -> Any:
-    """What transformers builds from a config."""
+    """The model that transformers builds from a config."""
     found = mappings()[kind][cls]
     return found[0] if isinstance(found, tuple) else found
 

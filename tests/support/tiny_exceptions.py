@@ -1,4 +1,4 @@
-"""What the rules for tiny configs get wrong, by model type; "part.name" is a keyword of a nested config."""
+"""Exceptions to the rules for tiny configs, by model type; "part.name" is a keyword of a nested config."""
 
 from __future__ import annotations
 
@@ -173,4 +173,4 @@ GENERATION: dict[str, dict[str, Any]] = {
     "seamless_m4t": SPEECH,
     "seamless_m4t_v2": SPEECH,
 }
-"""What generate() of a family wants to find in its generation config, by model type."""
+"""Entries that generate() of a family needs in its generation config, by model type."""
