@@ -34,7 +34,7 @@ def main() -> None:
     model, tokenizer = demo.model().to(options.device), demo.tokenizer()
     grammars = Grammars(tokenizer, model.config.vocab_size, [1])
     begin = time.perf_counter()
-    grammar = grammars.compiled(json_grammar(SCHEMA, whitespace_flexible=False))
+    grammar = grammars.compiled(json_grammar(SCHEMA))
     print(f"compiled in {1e3 * (time.perf_counter() - begin):.0f} ms")
     prompts = [tokenizer(demo.prompts()[i % 8])["input_ids"] for i in range(options.rows)]
 

@@ -29,9 +29,8 @@ SCHEMA = {
     "properties": {"animal": {"enum": ["fox", "owl", "bear"]}, "legs": {"type": "integer", "maximum": 9, "minimum": 0}},
     "required": ["animal", "legs"], "additionalProperties": False,
 }  # fmt: skip
-COMPACT = {"whitespace_flexible": False}
 GRAMMARS = {
-    "schema": lambda: json_grammar(SCHEMA, **COMPACT),
+    "schema": lambda: json_grammar(SCHEMA),
     "regex": lambda: regex_grammar("(fox|owl), [a-z]{3,8}\\."),
     "choice": lambda: choice_grammar(["The fox ran.", 'The "owl" flew.', "A bär\n"]),
     "lark": lambda: lark_grammar('start: "The " ANIMAL+ "."\nANIMAL: /(fox|owl) /'),

@@ -17,7 +17,7 @@ pytest.importorskip("openai")
 import openai
 from processes import LIMIT
 from pydantic import BaseModel
-from serving import Served, generated, serving, text, until
+from serving import Served, generated, serving, text, tokenizer, until
 
 from hf_paged.serve.openai.structured import AT_ONCE
 
@@ -28,6 +28,7 @@ SCHEMA = {
     "required": ["animal", "legs", "name"], "additionalProperties": False,
 }  # fmt: skip
 PATTERN = "(fox|owl), [a-z]{3,8}"
+ONES = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
 JSON = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
 
 
@@ -105,8 +106,9 @@ def test_chats_in_json(client: openai.OpenAI) -> None:
         ({"guided_grammar": 'start: "a" "b"?'}, "ab?"),
         ({"structured_outputs": {"json": {"enum": [1, "x"]}}}, '1|"x"'),
         ({"guided_json": json.dumps({"const": "x y"})}, '"x y"'),
-        ({"structured_outputs": {"json": {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}, "disable_any_whitespace": True}}, "\\[1,1\\]"),
-        ({"structured_outputs": {"json": {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}, "whitespace_pattern": "~"}}, "\\[~?1~?,~?1~?\\]"),
+        ({"structured_outputs": {"json": ONES, "disable_any_whitespace": True}}, "\\[1,1\\]"),
+        ({"structured_outputs": {"json": ONES, "whitespace_pattern": "~"}}, "\\[~?1~?,~?1~?\\]"),
+        ({"guided_json": ONES, "guided_whitespace_pattern": "~"}, "\\[~?1~?,~?1~?\\]"),
     ],
 )  # fmt: skip
 def test_forms_of_completions(served: Served, fields: dict[str, Any], pattern: str) -> None:
@@ -117,6 +119,27 @@ def test_forms_of_completions(served: Served, fields: dict[str, Any], pattern: s
                 assert re.fullmatch(pattern, choice["text"]), choice["text"]
             else:
                 assert "+" in pattern
+
+
+@pytest.mark.parametrize(
+    ("fields", "blanks"),
+    [
+        ({"structured_outputs": {"json": ONES}}, False),
+        ({"guided_json": ONES}, False),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": ONES}}}, False),
+        ({"structured_outputs": {"json": ONES, "disable_any_whitespace": False}}, True),
+        ({"guided_json": ONES, "guided_whitespace_pattern": " "}, True),
+    ],
+)
+def test_json_is_compact_unless_blanks_are_allowed(
+    served: Served, fields: dict[str, Any], blanks: bool
+) -> None:
+    """A model that likes nothing better than blanks writes none by default, and few where it may."""
+    [blank] = tokenizer()(" ", add_special_tokens=False)["input_ids"]
+    found = served.complete("The fox", max_tokens=200, logit_bias={str(blank): 100}, **fields)["choices"][0]
+    assert found["finish_reason"] == "stop"
+    assert json.loads(found["text"]) == [1, 1]
+    assert (" " in found["text"]) == blanks
 
 
 def test_beside_other_options_and_requests(served: Served) -> None:

@@ -26,11 +26,13 @@ WORD = 32
 
 
 def json_grammar(schema: Mapping[str, Any] | bool, **options: Any) -> str:
-    """The grammar of the JSON texts that fit a schema. options: llguidance's, `whitespace_flexible` and
-    others.
+    """The grammar of the JSON texts that fit a schema, without blanks between their words. options:
+    llguidance's; `whitespace_pattern`, or `whitespace_flexible=True`, allows blanks.
     """
     found = {"allOf": [schema]} if isinstance(schema, bool) else schema
-    return str(_library().LLMatcher.grammar_from_json_schema(json.dumps(found), overrides=options or None))
+    if "whitespace_pattern" not in options:
+        options.setdefault("whitespace_flexible", False)
+    return str(_library().LLMatcher.grammar_from_json_schema(json.dumps(found), overrides=options))
 
 
 def regex_grammar(pattern: str) -> str:

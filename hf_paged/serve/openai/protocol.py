@@ -236,6 +236,7 @@ class Generating(Common):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
     @property
     def answers(self) -> int:

@@ -19,7 +19,7 @@ from ..link.engine_client import CallError, EngineClient
 from .protocol import ChatRequest, Generating, NamedTool, StructuredOutputs
 
 WHITESPACE = r"[ \n\r\t]{0,32}"
-"""Between the words of JSON. Without a bound a model may write blanks to the end of its answer."""
+"""Between the words of JSON, if a request allows any: without a bound a model may write them to the end."""
 AT_ONCE = 2
 """Grammars of one tenant that are compiled at once: more of its own wait, and no other tenant's."""
 MOST_CALLS = 16
@@ -84,10 +84,11 @@ class StructuredOutput:
                 raise invalid(
                     f"response_format of type {form.type} needs {form.type}; give it", "response_format"
                 )
+        blanks = request.guided_whitespace_pattern
         if form is not None and form.type == "json_object":
-            found["response_format"] = self._json("response_format", {"type": "object"})
+            found["response_format"] = self._json("response_format", {"type": "object"}, blanks)
         elif form is not None and form.type == "json_schema" and form.json_schema is not None:
-            found["response_format"] = self._json("response_format", form.json_schema.fits)
+            found["response_format"] = self._json("response_format", form.json_schema.fits, blanks)
         elif form is not None and form.type == "regex":
             found["response_format"] = self._text("response_format", regex_grammar, form.regex)
         if request.structured_outputs is not None:
@@ -96,25 +97,23 @@ class StructuredOutput:
             if getattr(request, name) is not None:
                 found[name] = self._text(name, make, getattr(request, name))
         if request.guided_json is not None:
-            found["guided_json"] = self._json("guided_json", request.guided_json)
+            found["guided_json"] = self._json("guided_json", request.guided_json, blanks)
         if request.guided_choice is not None:
             found["guided_choice"] = self._choice("guided_choice", request.guided_choice)
         if isinstance(request, ChatRequest) and forced(request):
-            found["tool_choice"] = self._json("tool_choice", _schema_of_calls(request))
+            found["tool_choice"] = self._json("tool_choice", _schema_of_calls(request), blanks)
         return found
 
     def _structured(self, given: StructuredOutputs) -> dict[str, Making]:
         name = "structured_outputs"
-        options: dict[str, Any] = {}
-        if given.disable_any_whitespace:
-            options = {"whitespace_flexible": False}
-        elif given.whitespace_pattern is not None:
-            options = {"whitespace_pattern": given.whitespace_pattern}
+        blanks = None if given.disable_any_whitespace else given.whitespace_pattern
+        if blanks is None and given.disable_any_whitespace is False:
+            blanks = WHITESPACE
         found: dict[str, Making] = {}
         if given.fits is not None:
-            found[f"{name}.json"] = self._json(name, given.fits, options)
+            found[f"{name}.json"] = self._json(name, given.fits, blanks)
         if given.json_object:
-            found[f"{name}.json_object"] = self._json(name, {"type": "object"}, options)
+            found[f"{name}.json_object"] = self._json(name, {"type": "object"}, blanks)
         if given.regex is not None:
             found[f"{name}.regex"] = self._text(name, regex_grammar, given.regex)
         if given.choice is not None:
@@ -125,7 +124,8 @@ class StructuredOutput:
             raise invalid(f"{name} needs one of json, json_object, regex, choice and grammar; give it", name)
         return found
 
-    def _json(self, name: str, schema: Any, options: dict[str, Any] | None = None) -> Making:
+    def _json(self, name: str, schema: Any, blanks: str | None) -> Making:
+        """blanks: a pattern of what may stand between the words; None for nothing."""
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
@@ -134,7 +134,7 @@ class StructuredOutput:
         if not isinstance(schema, dict | bool):
             raise invalid(f"{name}: a JSON schema is an object, got {type(schema).__name__}", name)
         self._require_short(name, len(json.dumps(schema)))
-        return partial(json_grammar, schema, **(options or {"whitespace_pattern": WHITESPACE}))
+        return partial(json_grammar, schema, **({} if blanks is None else {"whitespace_pattern": blanks}))
 
     def _text(self, name: str, make: Callable[[str], str], text: Any) -> Making:
         self._require_short(name, len(text))
