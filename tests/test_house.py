@@ -87,11 +87,11 @@ MOST_UNTESTED = 31
 """Modules with a class that keeps state, and no test of their stem; to come down."""
 MOST_PUBLIC = 24
 """Names in `hf_paged.__all__`."""
-MOST_CLASSES = 329
+MOST_CLASSES = 330
 """Classes of the code, as `scripts/figures` counts them."""
 
 MOST_METHODS, MOST_ATTRIBUTES = 40, 20
-STILL_LARGE = {"SamplingColumns", "StaticBatch"}
+STILL_LARGE = {"SamplingColumns"}
 """Classes with more; each is to be divided, and none is to be added."""
 FOLDERS_IN_CIRCLES = {
     *("hf_paged/engine", "hf_paged/engine/multimodal", "hf_paged/engine/outputs"),

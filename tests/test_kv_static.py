@@ -244,11 +244,13 @@ def test_buffers_take_turns() -> None:
 
     filled = []
     for _ in range(5):
-        before = [buffer.clone() for buffer in static._staging]
-        static._events = [Event(0), Event(1)]  # type: ignore[list-item]
+        before = [buffer.clone() for buffer in static.uploaded.staging]
+        static.uploaded._events = [Event(0), Event(1)]  # type: ignore[list-item]
         step(group, cache, static)
         filled += [
-            number for number, buffer in enumerate(static._staging) if not torch.equal(buffer, before[number])
+            number
+            for number, buffer in enumerate(static.uploaded.staging)
+            if not torch.equal(buffer, before[number])
         ]
     assert filled in ([0, 1, 0, 1, 0], [1, 0, 1, 0, 1])
     assert waited == filled

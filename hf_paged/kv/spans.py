@@ -5,7 +5,7 @@ decoding rows together.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -34,6 +34,11 @@ class StaticSpans(StaticBatch):
     ) -> None:
         self.most = most
         super().__init__(rows, 1, width, block_size, columns, device, window)
+        parts = self.uploaded.parts
+        self._owners = parts["owners"]
+        self.spans: SpanTensors = SpanTensors(
+            parts["table"], parts["totals"], parts["borders"], parts["totals"]
+        )
 
     def _parts(self) -> list[UploadPart]:
         """The parts of an upload: the blocks of every sequence; the position of every token (-1: it is not
@@ -41,17 +46,11 @@ class StaticSpans(StaticBatch):
         """
         return [
             UploadPart("table", (self.most, self.width)),
-            UploadPart("tokens", (self.rows,)),
+            UploadPart("tokens", (self.rows,), empty=-1),
             UploadPart("owners", (self.rows,)),
             UploadPart("totals", (self.most,)),
             UploadPart("borders", (self.most + 1,)),
         ]
-
-    def _take(self, parts: Mapping[str, torch.Tensor]) -> None:
-        self.tokens = parts["tokens"]
-        self._owners = parts["owners"]
-        totals = parts["totals"]
-        self.spans: SpanTensors = SpanTensors(parts["table"], totals, parts["borders"], totals)
 
     def load_array(
         self, tables: BlockTableArray, row_ids: array[int], starts: array[int], counts: array[int]
@@ -65,7 +64,7 @@ class StaticSpans(StaticBatch):
         places, positions = tokens_of(np.arange(len(rows)), before, counts)
         width = int(positions.max()) // self.block_size + 1
         blocks = np.asarray(tables.ids).reshape(tables.height, tables.width)
-        with self._upload() as parts:
+        with self.uploaded.filled() as parts:
             parts["table"][: len(rows), :width] = blocks.take(rows, 0)[:, :width]
             parts["tokens"][: len(places)] = positions
             parts["owners"][: len(places)] = places

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -57,6 +57,8 @@ class UploadPart(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.int32
+    empty: int | None = None
+    """The number of all entries that an upload does not write; None if they may hold any."""
 
     @property
     def size(self) -> int:
@@ -64,7 +66,43 @@ class UploadPart(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize // torch.int32.itemsize
 
 
-def divided(buffer: torch.Tensor, parts: Sequence[UploadPart]) -> dict[str, torch.Tensor]:
+class StagedTensors:
+    """Tensors on a device that the host fills in one upload: parts of one buffer, found by name.
+
+    Staging buffers on the host take turns, so that one is filled while the device still reads the other.
+    """
+
+    def __init__(self, parts: Sequence[UploadPart], device: torch.device) -> None:
+        size = -(-sum(part.size for part in parts) // LINE) * LINE
+        with ordinary_tensors():
+            self.data = torch.zeros(size, dtype=torch.int32, device=device)
+            """All parts, one behind the other."""
+            self.staging = staging(BUFFERS * size, device).split(size)
+            views = [_divided(buffer, parts) for buffer in self.staging]
+            self.parts = _divided(self.data, parts)
+        self._views = [{name: part.numpy() for name, part in each.items()} for each in views]
+        self._empty = [(part.name, part.empty) for part in parts if part.empty is not None]
+        self._events: list[torch.cuda.Event | None] = [None] * BUFFERS
+        self._turn = 0
+
+    @contextmanager
+    def filled(self) -> Iterator[dict[str, Any]]:
+        """Upload what is written meanwhile into the parts of a staging buffer, as numpy's arrays."""
+        self._turn = (self._turn + 1) % BUFFERS
+        event = self._events[self._turn]
+        if event is not None:
+            event.synchronize()  # two uploads ago: long done
+        views = self._views[self._turn]
+        for name, number in self._empty:
+            views[name].fill(number)
+        yield views
+        self.data.copy_(self.staging[self._turn], non_blocking=True)
+        if self.data.is_cuda:
+            event = self._events[self._turn] = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.data.device))
+
+
+def _divided(buffer: torch.Tensor, parts: Sequence[UploadPart]) -> dict[str, torch.Tensor]:
     """The parts of a buffer, by name."""
     sizes = [part.size for part in parts]
     pieces = buffer[: sum(sizes)].split(sizes)
@@ -113,18 +151,13 @@ class StaticBatch(Batch):
         self._visible: dict[tuple[torch.device, int | None], torch.Tensor] = {}
         self._elsewhere: dict[tuple[torch.device, int], torch.Tensor] = {}
         """Tensors of the step for layers on other devices, by device and the id of the tensor here."""
-        parts = self._parts()
-        size = -(-sum(part.size for part in parts) // LINE) * LINE
+        self.uploaded = StagedTensors(self._parts(), device)
+        """The step as the host has uploaded it."""
+        self.tokens = self.uploaded.parts["tokens"]
         with ordinary_tensors():
-            self._data = torch.zeros(size, dtype=torch.int32, device=device)
             self.seen = torch.zeros(rows, dtype=torch.int32, device=device)
+            """The tokens of every row with this step's; 0 for a missing row."""
             self._targets_of_step = torch.full((rows * new,), -1, dtype=torch.long, device=device)
-            self._staging = staging(BUFFERS * size, device).split(size)
-            self._take(divided(self._data, parts))
-            views = [divided(buffer, parts) for buffer in self._staging]
-        self._views = [{name: part.numpy() for name, part in each.items()} for each in views]
-        self._events: list[torch.cuda.Event | None] = [None] * BUFFERS
-        self._turn = 0
 
     def _parts(self) -> list[UploadPart]:
         """The parts of an upload: the columns before and after the step, the blocks of every row and its
@@ -133,23 +166,15 @@ class StaticBatch(Batch):
         return [
             UploadPart("columns", (2,), torch.long),
             UploadPart("table", (self.rows, self.width)),
-            UploadPart("tokens", (self.rows,)),
+            UploadPart("tokens", (self.rows,), empty=-1),
             UploadPart("sources", (self.rows,)),
             UploadPart("targets", (self.rows,)),
         ]
 
-    def _take(self, parts: Mapping[str, torch.Tensor]) -> None:
-        """Keep the parts of what is uploaded, on the device."""
-        self._columns = parts["columns"]
-        self._table: torch.Tensor = parts["table"]
-        self.tokens = parts["tokens"]
-        self._sources = parts["sources"]
-        self._targets = parts["targets"]
-
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that a captured step reads and writes."""
-        return [self._data, self.seen, self._targets_of_step]
+        return [self.uploaded.data, self.seen, self._targets_of_step]
 
     # ---- the host's part
 
@@ -157,7 +182,7 @@ class StaticBatch(Batch):
         """Upload a step of `new` tokens that `tables` have taken already, as it was before it, at `columns`
         columns.
         """
-        with self._upload() as parts:
+        with self.uploaded.filled() as parts:
             ids, tokens = parts["table"].reshape(-1), parts["tokens"]
             for i, table in enumerate(tables):
                 begin = i * self.width + table.released
@@ -180,33 +205,19 @@ class StaticBatch(Batch):
             rows, positions = tokens_of(rows, positions, counts)
         width = int(positions.max()) // self.block_size + 1
         blocks = np.asarray(tables.ids).reshape(tables.height, tables.width)
-        with self._upload() as parts:
+        with self.uploaded.filled() as parts:
             parts["tokens"][: len(rows)] = positions
             parts["table"][: len(rows), :width] = blocks.take(rows, 0)[:, :width]
 
     def load_nothing(self) -> None:
         """Upload a step without tokens: a run writes nothing and sees nothing."""
-        with self._upload():
+        with self.uploaded.filled():
             pass
-
-    @contextmanager
-    def _upload(self) -> Iterator[dict[str, Any]]:
-        """Upload what is written meanwhile: the parts of a buffer, as numpy's arrays, with no row in use."""
-        self._turn = (self._turn + 1) % BUFFERS
-        event = self._events[self._turn]
-        if event is not None:
-            event.synchronize()  # two uploads ago: long done
-        parts = self._views[self._turn]
-        parts["tokens"].fill(-1)
-        yield parts
-        self._data.copy_(self._staging[self._turn], non_blocking=True)
-        if self.device.type == "cuda":
-            event = self._events[self._turn] = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
 
     def copies(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first `count` copies that were uploaded: blocks to read and blocks to write."""
-        return self._sources[:count], self._targets[:count]
+        parts = self.uploaded.parts
+        return parts["sources"][:count], parts["targets"][:count]
 
     # ---- the device's part, captured
 
@@ -218,12 +229,13 @@ class StaticBatch(Batch):
         if not self.new:
             self.seen.copy_(self.tokens.clamp(min=0))
             return
+        parts = self.uploaded.parts
         advance(
-            self._table,
+            parts["table"],
             self.tokens,
             self.seen,
             self._targets_of_step,
-            self._columns,
+            parts["columns"],
             self.new,
             self.block_size,
         )
@@ -245,8 +257,7 @@ class StaticBatch(Batch):
     @property
     def before(self) -> torch.Tensor:
         """The columns before this step, a number on the device."""
-        number: torch.Tensor = self._columns[0]
-        return number
+        return self.uploaded.parts["columns"][0]
 
     def targets(self, device: torch.device) -> torch.Tensor:
         return self._on(device, self._targets_of_step)
@@ -260,7 +271,7 @@ class StaticBatch(Batch):
         return targets[tokens], tokens
 
     def table(self, device: torch.device) -> torch.Tensor:
-        return self._on(device, self._table)
+        return self._on(device, self.uploaded.parts["table"])
 
     def lengths(self, device: torch.device) -> torch.Tensor:
         return self._on(device, self.seen)
