@@ -16,9 +16,9 @@ import torch
 from shapes import build
 
 from hf_paged import Engine, demo
-from hf_paged.engine.captured import CapturedRunner
 from hf_paged.engine.in_flight import InFlightStep
-from hf_paged.engine.model_check import ModelCheck
+from hf_paged.engine.worker.captured import CapturedRunner
+from hf_paged.engine.worker.model_check import ModelCheck
 from hf_paged.model import rehearsal as capture
 from hf_paged.model.capture import pool
 from hf_paged.model.capture.step import bucket_of

@@ -43,7 +43,7 @@ from fleet import Fleet, Outcome, Replica, Router, Setup, StepTimes, Turn, quant
 from plot import INK, Scale, text
 from traces import Ask, trace
 
-from hf_paged.engine.captured import HOLDERS
+from hf_paged.engine.worker.captured import HOLDERS
 from hf_paged.kv import Memory
 from hf_paged.model.capture.pool import CapturePool
 from hf_paged.model.capture.step import CapturedStep, Size, bucket_of

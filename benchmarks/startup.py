@@ -27,12 +27,12 @@ import torch
 from shapes import SHAPES, build, common_parser, line, where
 
 from hf_paged import Engine
-from hf_paged.engine import runner
-from hf_paged.engine.eager import EagerModel
-from hf_paged.engine.model_check import ModelCheck
-from hf_paged.engine.pools import Pools
-from hf_paged.engine.runner import Runner
-from hf_paged.engine.trial import Trial
+from hf_paged.engine.worker import runner
+from hf_paged.engine.worker.eager import EagerModel
+from hf_paged.engine.worker.model_check import ModelCheck
+from hf_paged.engine.worker.pools import Pools
+from hf_paged.engine.worker.runner import Runner
+from hf_paged.engine.worker.trial import Trial
 from hf_paged.kv.store import Store
 from hf_paged.kv.warmup import Warming
 from hf_paged.model.capture.fusion import Fusion

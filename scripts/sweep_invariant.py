@@ -32,7 +32,7 @@ from invariance import ADAPTERS, adapted, adapters_numbers, engine_numbers, trai
 from tiny import build, mappings
 
 from hf_paged import Engine, NotInvariant
-from hf_paged.engine.support import Unservable
+from hf_paged.model.servable import Unservable
 
 
 def result_of(model: Any, adapters: bool) -> str:

@@ -70,7 +70,7 @@ def test_rows_of_the_engine(model: Any, graphs: bool, ahead: bool) -> None:
 def test_sequences_run_one_by_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a forward of its own."""
     expected = [with_mark(model, mark, PROMPTS[p], **GREEDY) for p, mark, _ in REQUESTS]
-    monkeypatch.setattr("hf_paged.engine.runner.Runner.form", "rows")
+    monkeypatch.setattr("hf_paged.engine.worker.runner.Runner.form", "rows")
     with declared(MARK), small_engine(model, prefix_caching=False, graphs=False) as engine:
         fillers_of(engine).fill("mark", by_request([mark for _, mark, _ in REQUESTS]))
         handles = [engine.submit(PROMPTS[p], **GREEDY) for p, _, _ in REQUESTS]

@@ -21,7 +21,7 @@ from transformers import LogitsProcessor
 
 from hf_paged.blocks import BlockPool, extra_key
 from hf_paged.engine import Engine, Unservable
-from hf_paged.engine.pools import Pools
+from hf_paged.engine.worker.pools import Pools
 
 BAD = [5, 6, 7, 8, POISON, 9, 10]
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from hf_paged.engine.multimodal.extras import DecoderExtras, decoder_extras, joined_extras
 from hf_paged.engine.multimodal.media import Media, marks_of, media_arguments
-from hf_paged.engine.multimodal.merging import moved, same
+from hf_paged.engine.worker.merging import moved, same
 from hf_paged.scheduling import UNKNOWN
 
 MASK = torch.tensor([False, True, True, False, False, True, False])

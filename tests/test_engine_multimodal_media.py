@@ -24,7 +24,7 @@ from tape import record
 from tiny import build, config_class
 
 from hf_paged.engine import Engine
-from hf_paged.engine.runner import Runner
+from hf_paged.engine.worker.runner import Runner
 from hf_paged.model.rehearsal import RECORDERS
 
 FORMS = {

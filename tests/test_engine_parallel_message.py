@@ -14,10 +14,10 @@ from tiny import build as tiny_of
 from tiny import config_class
 
 from hf_paged.blocks import NO_NUMBERS
-from hf_paged.engine.forward_batch import ForwardBatch, LastTokens
 from hf_paged.engine.multimodal.media import Media
 from hf_paged.engine.parallel.message import AdapterNews, StepDecoder, StepEncoder
 from hf_paged.engine.parallel.prompt_inputs import SharedInputs, on_device, on_host
+from hf_paged.engine.worker.forward_batch import ForwardBatch, LastTokens
 
 
 def sent_columns(encoder: StepEncoder, decoder: StepDecoder, batch: ForwardBatch) -> None:

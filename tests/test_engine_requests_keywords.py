@@ -17,12 +17,13 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import Engine, EngineConfig
-from hf_paged.engine import EngineOptions, RequestKeywords, config
+from hf_paged.engine import EngineOptions, RequestKeywords
 from hf_paged.engine.multimodal.media import SHOWN
 from hf_paged.engine.requests import params as asking
 from hf_paged.engine.requests.fields import BESIDE_AN_ASSISTANT, HONOURED, REFUSED, generation_fields
 from hf_paged.engine.requests.keywords import UNNAMED, NeutralOptions, OpenAIOptions
 from hf_paged.engine.requests.prompts import RAW
+from hf_paged.engine.worker import config
 from hf_paged.kv.config import KERNELS
 from hf_paged.model.cache_name import CACHE
 from hf_paged.scheduling import ADMISSIONS, POLICIES

@@ -19,8 +19,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_paged.engine import Engine
-from hf_paged.engine.check_policy import CheckPolicy
 from hf_paged.engine.sampling.penalties import AnswerPenalties, with_counts_off, with_penalties
+from hf_paged.engine.worker.check_policy import CheckPolicy
 from hf_paged.model.rehearsal import RECORDERS
 
 NEW = 14

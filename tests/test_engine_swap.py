@@ -19,8 +19,8 @@ from families import BY_NAME, build
 import hf_paged
 from hf_paged.blocks import OutOfBlocks
 from hf_paged.engine import Engine, EngineConfig, loop
-from hf_paged.engine.pools import Pools
 from hf_paged.engine.preemption import Preemption
+from hf_paged.engine.worker.pools import Pools
 from hf_paged.kv import HostBlocks, host
 from hf_paged.scheduling import ScheduledBatch, ScheduledRow, Scheduler, SequenceGroup, StepPlan, Swaps
 

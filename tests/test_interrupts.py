@@ -22,7 +22,7 @@ from releases import RENAMED
 
 import hf_paged
 from hf_paged.engine import Engine
-from hf_paged.engine.forward_batch import LastTokens
+from hf_paged.engine.worker.forward_batch import LastTokens
 from hf_paged.generate import call as calls
 from hf_paged.kv.reference import invariant
 from hf_paged.model.attention import running
@@ -254,7 +254,12 @@ def test_an_interrupt_while_weights_are_found_to_be_others() -> None:
     model = build(BY_NAME["llama"])
     prompt = list(range(5, 22))
     options = {"max_new_tokens": 3, "do_sample": False}
-    files = ("/engine/engine.py", "/engine/model_check.py", "/engine/pools.py", "/blocks/pool.py")
+    files = (
+        "/engine/engine.py",
+        "/engine/worker/model_check.py",
+        "/engine/worker/pools.py",
+        "/blocks/pool.py",
+    )
     with Engine(model, block_size=4, num_blocks=40) as engine:
         engine.generate([prompt], **options)
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from hf_paged import FallbackWarning
 from hf_paged.engine import Engine
-from hf_paged.engine import captured as engine_side
+from hf_paged.engine.worker import captured as engine_side
 from hf_paged.kv import Ops
 from hf_paged.model.capture import compile as compiled
 from hf_paged.model.rehearsal import RECORDERS

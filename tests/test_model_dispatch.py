@@ -18,7 +18,7 @@ from hf_paged.model.lazy import LazyMask
 
 SHORT = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 IDS = torch.tensor([PROMPTS[0]])
-FORWARD = ("/model/dispatch.py", "/model/attention.py", "/engine/eager.py", "/generate/forward.py")
+FORWARD = ("/model/dispatch.py", "/model/attention.py", "/engine/worker/eager.py", "/generate/forward.py")
 
 
 @pytest.fixture

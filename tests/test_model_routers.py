@@ -16,9 +16,9 @@ from tape import record
 
 import hf_paged
 from hf_paged import Engine
-from hf_paged.engine.support import Unservable
 from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.model.routers import WHY, routers_of
+from hf_paged.model.servable import Unservable
 
 WORDS = 96
 MODES = {

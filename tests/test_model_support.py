@@ -15,8 +15,8 @@ from prefix_reuse import words
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_paged import Engine, FallbackWarning
-from hf_paged.engine.support import Unservable
 from hf_paged.model.cache_name import cache_in
+from hf_paged.model.servable import Unservable
 
 CALL = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 

@@ -23,7 +23,7 @@ from transformers import LogitsProcessorList
 import hf_paged
 
 from ..engine import Engine
-from ..engine.support import longest
+from ..model.servable import longest
 from ..serve.link.loading import Source
 from .arguments import source_of
 

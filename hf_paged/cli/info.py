@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections import Counter
 from typing import Any
 
-from ..engine.support import Unservable, check_architecture, longest
+from ..model.servable import Unservable, check_architecture, longest
 from ..model.slots import slots_of
 from ..model.support import why_not
 from ..serve.link.loading import Source

@@ -20,8 +20,8 @@ from hf_paged_cli.flags import content_of
 from hf_paged_cli.limits import ServerLimits
 
 from ..engine import Engine
-from ..engine.support import longest
 from ..model.adapters.files import CONFIG
+from ..model.servable import longest
 from ..serve.http.options import ServerOptions
 from ..serve.link import ranks
 from ..serve.link.loading import LOCAL, Source

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
 
-from ..engine.pools import SHARE_OF_HOST
+from ..engine.worker.pools import SHARE_OF_HOST
 
 PAGE = 256
 """The tokens of a page where no other number is given."""

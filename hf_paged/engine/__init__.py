@@ -1,12 +1,12 @@
 """The engine: many requests at once on one model as it is, over the same pages as generate()."""
 
-from .config import EngineConfig, EngineOptions
+from ..model.servable import Unservable
 from .engine import Engine
 from .outputs.handle import Handle
 from .outputs.output import Increment, Output, SequenceOutput, Timing, TokenLogprob
 from .parallel import RankError
 from .requests.keywords import RequestKeywords
-from .support import Unservable
+from .worker.config import EngineConfig, EngineOptions
 
 __all__ = [
     "Engine", "EngineConfig", "EngineOptions", "Handle", "Increment", "Output", "RankError",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from ..model.servable import longest, longest_source
 from ..scheduling import Request, why_infeasible
 from .multimodal.cross import CrossMedia, longest_picture
 from .requests.params import RequestParams
-from .runner import Runner
-from .support import longest, longest_source
+from .worker.runner import Runner
 
 
 class RequestBounds:

@@ -22,7 +22,6 @@ from ..model.thread_state import restoring
 from ..model.training import why_random
 from ..scheduling import Infeasible, Request
 from .background import Background
-from .check_policy import WeightsChanged
 from .fair_lock import FairLock
 from .job import Job
 from .loop import StepLoop
@@ -30,6 +29,7 @@ from .outputs.output import Output
 from .outputs.queue import Wake
 from .parallel.ranks import RankError
 from .state import EngineState, Phase, in_turn
+from .worker.check_policy import WeightsChanged
 
 T = TypeVar("T")
 NO_STEPS = (Phase.PAUSED, Phase.CLOSED, Phase.FREED)

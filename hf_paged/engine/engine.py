@@ -21,34 +21,34 @@ from ..model.lora import LowRank
 from ..model.methods import check_methods
 from ..model.patches import note_self_written
 from ..model.registry import base_model
+from ..model.servable import check_servable, check_writes, versions
 from ..model.snapshot import ModelSnapshot
 from ..model.thread_state import restoring
 from ..scheduling import Count, Infeasible, Request, Scheduler
 from ..trace import Step, Writer
-from .adapters import ACTIVE, AdapterInfo, EngineAdapters
 from .background import Background
 from .bounds import RequestBounds
-from .config import EngineConfig, EngineOptions
 from .driver import Books, Driver, require_no_dropout
 from .job import Job
 from .lifecycle import Lifecycle
 from .loop import StepLoop
-from .model_check import ModelCheck
 from .outputs.handle import Handle, cancel_all
 from .outputs.output import Increment, Output, with_errors_noticed
 from .parallel import RankError, executor_of
-from .pools import Pools
 from .preemption import Preemption
 from .recorder import Recorder
 from .requests.keywords import GenerateKeywords, RequestKeywords, spell_out
 from .requests.options import Options
 from .requests.params import METHODS, check_model, read_request
 from .requests.prompts import words_of
-from .runner import Runner
 from .state import Phase, in_turn
-from .support import check_servable, check_writes, versions
-from .trial import Trial
 from .weights import KeptBlocks, PauseMode
+from .worker.adapters import ACTIVE, AdapterInfo, EngineAdapters
+from .worker.config import EngineConfig, EngineOptions
+from .worker.model_check import ModelCheck
+from .worker.pools import Pools
+from .worker.runner import Runner
+from .worker.trial import Trial
 
 LONG_WORK = 3.0
 """Seconds after which `generate` shows a bar."""

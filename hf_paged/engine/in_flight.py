@@ -19,13 +19,13 @@ from ..scheduling import (
     StepPlan,
     TokenSequence,
 )
-from .forward_batch import Answer, LastTokens, download
 from .job import Job
 from .outputs.output import TokenLogprob, TokenLogprobs
 from .sampling.columns import SamplingColumns
 from .sampling.histories import Histories
 from .sampling.sampler import HostSampler, SamplingRows, no_token
 from .sampling.scores import chosen_numbers_of
+from .worker.forward_batch import Answer, LastTokens, download
 
 
 class SamplingState:

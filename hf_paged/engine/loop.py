@@ -13,13 +13,8 @@ from ..blocks import NO_NUMBERS, ROPE_DELTA
 from ..model.state_slots import StatesAdvanced
 from ..scheduling import Request, ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan, TokenSequence
 from ..trace import Step, Trace, Writer
-from .adapters import EngineAdapters
-from .check_policy import WeightsChanged
-from .executor import EngineParts, Executor
-from .forward_batch import Answer, ForwardBatch, LastTokens, RowInputs, inputs_of
 from .in_flight import InFlightStep, SamplingState
 from .job import Job
-from .model_check import ModelCheck
 from .multimodal.cross import CrossMedia
 from .multimodal.media import Media, rope_delta_filler
 from .outputs.output import FinishReason, Output
@@ -28,8 +23,13 @@ from .parallel.ranks import RankError
 from .preemption import Preemption
 from .recorder import Recorder
 from .requests.params import RequestParams
-from .runner import Runner
 from .sampling.sampler import HostSampler
+from .worker.adapters import EngineAdapters
+from .worker.check_policy import WeightsChanged
+from .worker.executor import EngineParts, Executor
+from .worker.forward_batch import Answer, ForwardBatch, LastTokens, RowInputs, inputs_of
+from .worker.model_check import ModelCheck
+from .worker.runner import Runner
 
 SLACK = 0.02
 """Seconds that the host waits for a step, if it has time to capture another beside one like it."""

@@ -7,7 +7,7 @@ from statistics import median_low
 from typing import Any
 
 from ..scheduling import StepPlan, Victim
-from .pools import Pools
+from .worker.pools import Pools
 
 GATHERED = 50
 """So many measured steps are entered together."""

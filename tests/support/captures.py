@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_paged.engine import Engine
-from hf_paged.engine import captured as engine_side
+from hf_paged.engine.worker import captured as engine_side
 from hf_paged.model.capture import pool as both_sides
 from hf_paged.model.capture import replay as generate_side
 from hf_paged.model.capture import step as one_step

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_paged.engine import cache as engine_cache
+from hf_paged.engine.worker import cache as engine_cache
 from hf_paged.generate import cache as generate_cache
 from hf_paged.model import support
 from hf_paged.model.cache_name import CACHE, OLDER

@@ -7,9 +7,9 @@ from typing import Any
 from hf_paged.blocks import BlockPool
 from hf_paged.engine import Engine
 from hf_paged.engine.background import Background
-from hf_paged.engine.check_policy import CheckPolicy
-from hf_paged.engine.eager import EagerModel
 from hf_paged.engine.preemption import Preemption
+from hf_paged.engine.worker.check_policy import CheckPolicy
+from hf_paged.engine.worker.eager import EagerModel
 from hf_paged.kv import LayerGroup
 from hf_paged.scheduling import Scheduler, SequenceGroup
 

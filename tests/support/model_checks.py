@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_paged.engine.model_check import ModelCheck
+from hf_paged.engine.worker.model_check import ModelCheck
 from hf_paged.model.identity import Identity, identity_of
 from hf_paged.model.snapshot import ModelSnapshot
 from hf_paged.model.weights_digest import Unreadable

@@ -20,7 +20,7 @@ from tape import record, rerun
 
 from hf_paged.blocks.columns import declared
 from hf_paged.engine import Engine
-from hf_paged.engine.runner import Runner
+from hf_paged.engine.worker.runner import Runner
 from hf_paged.kv import Ops
 from hf_paged.model.capture.products import joined_of
 from hf_paged.model.rehearsal import RECORDERS
@@ -88,7 +88,7 @@ def captured_steps_over_pools_that_grow(rank: int) -> None:
         return  # there pools have all their memory from the first step on
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(RECORDERS, "cpu", record)
-        patch.setattr("hf_paged.engine.pools.SHARE_AT_FIRST", 0.001)
+        patch.setattr("hf_paged.engine.worker.pools.SHARE_AT_FIRST", 0.001)
         stats = compare("llama", rank, ASKED, num_blocks=None, rank_timeout=20.0)
     assert rank or stats["graphs"]["replayed"] > 10, stats
 

@@ -33,7 +33,7 @@ from rank_support import (
 
 from hf_paged.engine import Engine, RankError
 from hf_paged.engine.parallel import Ranks, joining
-from hf_paged.engine.support import Unservable
+from hf_paged.model.servable import Unservable
 
 
 def a_thread_that_waits(rank: int) -> None:

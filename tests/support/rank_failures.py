@@ -35,7 +35,7 @@ from torch.distributed import destroy_process_group
 from hf_paged.engine import Engine, RankError
 from hf_paged.engine.parallel import Ranks, ranks
 from hf_paged.engine.parallel.message import MessageKind
-from hf_paged.engine.runner import Runner
+from hf_paged.engine.worker.runner import Runner
 from hf_paged.model.capture.replay import captures_of
 from hf_paged.model.ranks import votes as rank_votes
 from hf_paged.model.ranks.tensor_parallel import mesh_of

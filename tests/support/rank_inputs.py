@@ -27,7 +27,7 @@ from tape import record
 
 from hf_paged.engine import Engine
 from hf_paged.engine.parallel import Ranks
-from hf_paged.engine.runner import Runner
+from hf_paged.engine.worker.runner import Runner
 from hf_paged.model.rehearsal import RECORDERS
 
 

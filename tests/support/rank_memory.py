@@ -28,9 +28,9 @@ from rank_support import (
 
 from hf_paged.blocks import OutOfBlocks
 from hf_paged.engine import Engine
-from hf_paged.engine.adapters import EngineAdapters
 from hf_paged.engine.in_flight import InFlightStep
 from hf_paged.engine.parallel import follower
+from hf_paged.engine.worker.adapters import EngineAdapters
 from hf_paged.kv import HostBlocks, budget, group
 
 
@@ -73,7 +73,7 @@ def no_memory_for_blocks_on_one_rank(rank: int) -> None:
         total = engine.stats()["blocks"]["full"]["total"]
         assert rank == 0 or not engine.follow()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_paged.engine.pools.SHARE_AT_FIRST", 20.5 / total)
+        patch.setattr("hf_paged.engine.worker.pools.SHARE_AT_FIRST", 20.5 / total)
         engine = Engine(model, **options)
         patch.setattr(group.Store, "grow", scarce(group.Store.grow))
         patch.setattr("hf_paged.kv.group.Store", scarce(group.Store))
@@ -119,7 +119,7 @@ def no_memory_for_a_capture_on_one_rank(rank: int) -> None:
 
 def the_smallest_rank_decides(rank: int) -> None:
     measured = budget.free_bytes
-    from hf_paged.engine import pools
+    from hf_paged.engine.worker import pools
 
     pools.free_bytes = lambda device: (1 << 22) - (rank << 21)
     try:

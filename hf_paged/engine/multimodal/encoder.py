@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...model.offloaded import input_device
-from ..support import Unservable
+from ...model.servable import Unservable
 
 INPUTS = ("input_ids", "input_features")
 """Possible inputs of encoders: text, or a recording of one length."""

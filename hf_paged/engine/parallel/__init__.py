@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from ..config import EngineConfig
-from ..executor import Executor
+from ..worker.config import EngineConfig
+from ..worker.executor import Executor
 from .follower import Follower
 from .joining import ranks_of, why_not_on_ranks
 from .leader import Leader

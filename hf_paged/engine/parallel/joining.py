@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from ...model.peft_layers import why_no_adapters_on_ranks
 from ...model.ranks.tensor_parallel import mesh_of, why_not_divided
+from ...model.servable import Unservable
 from ...model.weights_digest import host_bytes
-from ..adapters import EngineAdapters
-from ..config import EngineConfig
-from ..runner import Runner
-from ..support import Unservable
+from ..worker.adapters import EngineAdapters
+from ..worker.config import EngineConfig
+from ..worker.runner import Runner
 from .ranks import RankError, Ranks
 
 logger = logging.getLogger("hf_paged")

@@ -13,10 +13,10 @@ import torch
 from ...blocks import OutOfBlocks
 from ...model.lora import LowRank
 from ...scheduling import AdapterNames, SequenceGroup, StepPlan
-from ..executor import EngineParts
-from ..forward_batch import Answer, ForwardBatch
 from ..multimodal.cross import CrossMedia
 from ..multimodal.media import Media
+from ..worker.executor import EngineParts
+from ..worker.forward_batch import Answer, ForwardBatch
 from .joining import compare_models
 from .message import AdapterNews, MessageKind, Preparation, StepEncoder
 from .packed import Packed

@@ -11,8 +11,8 @@ from typing import NamedTuple, cast
 from ...blocks import COLUMNS, NO_NUMBERS, BlockPool, BlockTable, BlockTableArray, Copy, Numbers
 from ...model.slots import CROSS
 from ...scheduling import ScheduledBatch, StepPlan, Swaps, TokenSequence
-from ..forward_batch import PLAIN, ForwardBatch, LastTokens, PromptInputs, RowInputs, Scored
-from ..pools import Pools
+from ..worker.forward_batch import PLAIN, ForwardBatch, LastTokens, PromptInputs, RowInputs, Scored
+from ..worker.pools import Pools
 from .prompt_inputs import UNCHANGED, SentRow, SharedInputs
 
 UNSEEN = -1

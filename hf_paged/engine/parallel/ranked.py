@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from ..executor import Executor
-from ..runner import Runner
+from ..worker.executor import Executor
+from ..worker.runner import Runner
 from .joining import load_alike, made_alike, tried_alike
 from .ranks import Ranks
 

@@ -16,8 +16,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ...blocks.options import is_number
 from ...model.offloaded import input_device
+from ...model.servable import longest
 from ...model.slots import cross_layers
-from ..forward_batch import PromptInputs
 from ..multimodal.cross import CrossMedia, cross_length
 from ..multimodal.embed import checked, names_of
 from ..multimodal.encoder import EncoderInput
@@ -26,7 +26,7 @@ from ..sampling.grammar import GrammarProcessor
 from ..sampling.penalties import with_penalties
 from ..sampling.rules import ProcessorPlan, processor_plan_of
 from ..sampling.warp import Warp
-from ..support import longest
+from ..worker.forward_batch import PromptInputs
 from .openai import OpenAIParams, take_openai_options
 from .options import Options, ends_of
 from .prompts import checked_ids, prompt_tokens, short, tokenize_prompt, words_of

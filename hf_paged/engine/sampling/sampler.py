@@ -10,11 +10,11 @@ import torch
 
 from ...kv.upload import upload
 from ...scheduling import UNKNOWN, Scheduler, SequenceGroup, TokenSequence
-from ..forward_batch import download
 from ..job import Job
 from ..outputs.output import TokenLogprob, TokenLogprobs
 from ..random_numbers import row_states
 from ..requests.callables import require_known
+from ..worker.forward_batch import download
 from .beams import BeamCandidates, BeamSearch, BeamStep, Continuations, step
 from .candidates import BeamScorer, top_continuations
 from .columns import SamplingColumns

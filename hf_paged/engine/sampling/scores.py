@@ -11,8 +11,8 @@ from ...blocks import Prompt, PromptScores
 from ...kv.ops import on, triton_package
 from ...kv.reference import invariant
 from ...kv.upload import upload
-from ..forward_batch import Scored
 from ..outputs.output import TokenLogprob
+from ..worker.forward_batch import Scored
 
 SLICE = 256
 """Tokens whose logits are in fp32 at once: of 2,048 tokens and a vocabulary of 128k they would take a GiB."""

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..kv import Layout, TritonOps, is_out_of_memory
-from ..kv.ops import choose
-from ..kv.warmup import AttentionShape, Job, Warming, compile_digest
-from ..model.capture.branches import layers_of_one_input
-from ..model.capture.fusion import Fusion
-from ..model.capture.products import fused_parameters
-from ..model.capture.step import Size, bucket_of
-from ..model.capture.warmup import COMPILED_FOR, attention_shape
-from ..model.ranks.tensor_parallel import heads_here
+from ...kv import Layout, TritonOps, is_out_of_memory
+from ...kv.ops import choose
+from ...kv.warmup import AttentionShape, Job, Warming, compile_digest
+from ...model.capture.branches import layers_of_one_input
+from ...model.capture.fusion import Fusion
+from ...model.capture.products import fused_parameters
+from ...model.capture.step import Size, bucket_of
+from ...model.capture.warmup import COMPILED_FOR, attention_shape
+from ...model.ranks.tensor_parallel import heads_here
 from .captured import WIDTHS
 from .eager import EagerModel
 

@@ -15,29 +15,29 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ..blocks import ADAPTER_SLOT, COLUMNS, LOGIT_PLACE, NO_NUMBERS, ROPE_DELTA, LayerKind
-from ..kv import LayerGroup, StaticBatch, StaticSpans
-from ..kv.budget import free_bytes
-from ..kv.columns import StaticColumns
-from ..kv.ordinary import ordinary_tensors
-from ..model.adapters import AdapterBatch
-from ..model.attention import Forward, running
-from ..model.cache_name import CACHE
-from ..model.capture.compile import Compilation, CompiledFusion
-from ..model.capture.fusion import Fusion
-from ..model.capture.graph import SMALLEST_WIDTH, WIDEST
-from ..model.capture.pool import MOST_BYTES, CapturePool
-from ..model.capture.products import lay_side_by_side
-from ..model.capture.step import CapturedStep, Size, StepSource, agree, bucket_of
-from ..model.dispatch import runs_unknown_code
-from ..model.lazy import NotCapturable
-from ..model.rehearsal import RECORDERS
-from ..model.snapshot import ModelSnapshot, StateKey
-from ..model.state_slots import StateRow, states_of
-from ..scheduling import ScheduledBatch
+from ...blocks import ADAPTER_SLOT, COLUMNS, LOGIT_PLACE, NO_NUMBERS, ROPE_DELTA, LayerKind
+from ...kv import LayerGroup, StaticBatch, StaticSpans
+from ...kv.budget import free_bytes
+from ...kv.columns import StaticColumns
+from ...kv.ordinary import ordinary_tensors
+from ...model.adapters import AdapterBatch
+from ...model.attention import Forward, running
+from ...model.cache_name import CACHE
+from ...model.capture.compile import Compilation, CompiledFusion
+from ...model.capture.fusion import Fusion
+from ...model.capture.graph import SMALLEST_WIDTH, WIDEST
+from ...model.capture.pool import MOST_BYTES, CapturePool
+from ...model.capture.products import lay_side_by_side
+from ...model.capture.step import CapturedStep, Size, StepSource, agree, bucket_of
+from ...model.dispatch import runs_unknown_code
+from ...model.lazy import NotCapturable
+from ...model.rehearsal import RECORDERS
+from ...model.snapshot import ModelSnapshot, StateKey
+from ...model.state_slots import StateRow, states_of
+from ...scheduling import ScheduledBatch
+from ..sampling.warp import greedy_tokens
 from .eager import EagerModel
 from .forward_batch import Answer, ForwardBatch
-from .sampling.warp import greedy_tokens
 
 WIDTHS = [512 * 8**i for i in range(7)]
 """Blocks of a row in the tables of graphs."""

@@ -496,7 +496,7 @@ def test_captured_steps_are_bounded_and_counted(llama: Any, monkeypatch: pytest.
 
 def test_a_bound_in_bytes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     policy(monkeypatch, padded=0)
-    monkeypatch.setattr("hf_paged.engine.captured.MOST_BYTES", 1)
+    monkeypatch.setattr("hf_paged.engine.worker.captured.MOST_BYTES", 1)
     with Engine(llama, block_size=4, max_batch_tokens=12, max_batch_sequences=5) as engine:
         engine.generate(PROMPTS, **GREEDY)
         assert counts(engine)["captured"] > kept(engine) == 1

@@ -21,7 +21,7 @@ from processes import LIMIT
 from tape import rerun
 
 from hf_paged import Engine
-from hf_paged.engine.check_policy import WeightsChanged
+from hf_paged.engine.worker.check_policy import WeightsChanged
 from hf_paged.model.adapters.loading import HostAdapter
 from hf_paged.model.registry import memory_of
 from hf_paged.model.rehearsal import RECORDERS
@@ -321,7 +321,7 @@ def test_captured_steps_know_the_layers_that_adapters_change(monkeypatch: pytest
     only it changes, the head here.
     """
     made = adapted(lora(target_modules=["q_proj"]), lora(target_modules=["q_proj", "lm_head"]))
-    monkeypatch.setattr("hf_paged.engine.adapters.triton_package", lambda *_: load())
+    monkeypatch.setattr("hf_paged.engine.worker.adapters.triton_package", lambda *_: load())
     policy(monkeypatch, pairs=0)
     options = {"block_size": 4, "num_blocks": 200, "max_batch_tokens": 12, "max_batch_sequences": 2}
     with Engine(plain(), **options) as engine:

@@ -11,29 +11,29 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ..blocks import NO_NUMBERS, LayerKind
-from ..kv import Batch, FlatBatch, RowBatch
-from ..kv.upload import upload
-from ..model.attention import NAME, Forward, running
-from ..model.cache_name import CACHE
-from ..model.device_map import forwards_without_hooks, is_spread
-from ..model.dispatch import below_autograd
-from ..model.fp32_head import Fp32Head
-from ..model.mla import defer_expansion, expanding_classes
-from ..model.offloaded import input_device
-from ..model.ranks.tensor_parallel import local_forwards
-from ..model.slots import CROSS
-from ..model.switch import decoder_configs, modules_of, restore, switch
-from ..scheduling import TokenSequence
+from ...blocks import NO_NUMBERS, LayerKind
+from ...kv import Batch, FlatBatch, RowBatch
+from ...kv.upload import upload
+from ...model.attention import NAME, Forward, running
+from ...model.cache_name import CACHE
+from ...model.device_map import forwards_without_hooks, is_spread
+from ...model.dispatch import below_autograd
+from ...model.fp32_head import Fp32Head
+from ...model.mla import defer_expansion, expanding_classes
+from ...model.offloaded import input_device
+from ...model.ranks.tensor_parallel import local_forwards
+from ...model.servable import Unservable
+from ...model.slots import CROSS
+from ...model.switch import decoder_configs, modules_of, restore, switch
+from ...scheduling import TokenSequence
+from ..multimodal.encoder import Encoder, EncoderInput
+from ..multimodal.extras import decoder_arguments, joined_extras
+from ..sampling.scores import token_scores
 from .adapters import EngineAdapters
 from .cache import StepCache
 from .check_policy import CheckPolicy
 from .forward_batch import PLAIN, Answer, ForwardBatch, Scored
-from .multimodal.encoder import Encoder, EncoderInput
-from .multimodal.extras import decoder_arguments, joined_extras
 from .pools import Pools
-from .sampling.scores import token_scores
-from .support import Unservable
 
 T = TypeVar("T")
 Form = Literal["flat", "rows"]

@@ -9,10 +9,10 @@ from families import BY_NAME, build
 
 from hf_paged.blocks import append
 from hf_paged.engine import Engine, EngineConfig
-from hf_paged.engine.forward_batch import ForwardBatch, LastTokens
-from hf_paged.engine.pools import Pools
-from hf_paged.engine.runner import Runner
-from hf_paged.engine.trial import Trial
+from hf_paged.engine.worker.forward_batch import ForwardBatch, LastTokens
+from hf_paged.engine.worker.pools import Pools
+from hf_paged.engine.worker.runner import Runner
+from hf_paged.engine.worker.trial import Trial
 from hf_paged.scheduling import Request, ScheduledBatch, ScheduledRow, SequenceGroup
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}

@@ -15,7 +15,8 @@ from engine_parts import block_bytes
 from families import BY_NAME, VOCABULARY, build
 from tape import record
 
-from hf_paged.engine import Engine, pools
+from hf_paged.engine import Engine
+from hf_paged.engine.worker import pools
 from hf_paged.kv import store
 from hf_paged.model.rehearsal import RECORDERS
 

@@ -12,8 +12,9 @@ from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, LONG, SMALL, TOKENS, build
 from releases import DROPPED_WITHOUT_GRADIENTS
 
-from hf_paged.engine import Engine, Unservable, probe
-from hf_paged.engine.trial import Trial
+from hf_paged.engine import Engine, Unservable
+from hf_paged.engine.worker import probe
+from hf_paged.engine.worker.trial import Trial
 from hf_paged.kv.group import LayerGroup
 from hf_paged.model.cache_name import cache_in
 

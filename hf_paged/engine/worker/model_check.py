@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..kv import fork_safe_lock
-from ..model.dispatch import has_foreign_code, may_skip_autograd
-from ..model.identity import identity_of
-from ..model.patches import only_observes, self_written_of
-from ..model.peft_layers import settled
-from ..model.snapshot import HOOKS, ModelSnapshot
-from ..model.weights_digest import PLAIN_TENSORS, Unreadable
+from ...kv import fork_safe_lock
+from ...model.dispatch import has_foreign_code, may_skip_autograd
+from ...model.identity import identity_of
+from ...model.patches import only_observes, self_written_of
+from ...model.peft_layers import settled
+from ...model.snapshot import HOOKS, ModelSnapshot
+from ...model.weights_digest import PLAIN_TENSORS, Unreadable
 from .check_policy import CheckPolicy, WeightsChanged
 
 logger = logging.getLogger("hf_paged")

@@ -10,18 +10,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from ..blocks import ADAPTER_SLOT, ColumnFillers
-from ..kv.ops import triton_package
-from ..kv.warmup import Warming
-from ..model.adapters import Adapter, AdapterBatch, AdapterTable, applied
-from ..model.adapters.content import AdapterContents
-from ..model.adapters.joint import note_places
-from ..model.adapters.loading import HostAdapter, load_adapter
-from ..model.adapters.warmup import compiling
-from ..model.device_map import is_spread
-from ..model.lora import LowRank
-from ..model.peft_layers import BASE
-from ..scheduling import AdapterNames, AdapterSlots, Scheduler, SequenceGroup, TokenSequence
+from ...blocks import ADAPTER_SLOT, ColumnFillers
+from ...kv.ops import triton_package
+from ...kv.warmup import Warming
+from ...model.adapters import Adapter, AdapterBatch, AdapterTable, applied
+from ...model.adapters.content import AdapterContents
+from ...model.adapters.joint import note_places
+from ...model.adapters.loading import HostAdapter, load_adapter
+from ...model.adapters.warmup import compiling
+from ...model.device_map import is_spread
+from ...model.lora import LowRank
+from ...model.peft_layers import BASE
+from ...scheduling import AdapterNames, AdapterSlots, Scheduler, SequenceGroup, TokenSequence
 from .forward_batch import ForwardBatch
 from .model_check import when_stepped
 from .weakly import weakly

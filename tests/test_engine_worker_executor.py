@@ -8,7 +8,7 @@ import pytest
 from engine_steps import executor_of
 
 from hf_paged.engine import Engine
-from hf_paged.engine.executor import Executor
+from hf_paged.engine.worker.executor import Executor
 
 
 @pytest.fixture

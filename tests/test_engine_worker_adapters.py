@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_paged import Engine
 from hf_paged.engine import Unservable
-from hf_paged.engine.check_policy import WeightsChanged
+from hf_paged.engine.worker.check_policy import WeightsChanged
 from hf_paged.model.adapters import LoraLayers
 
 
@@ -517,7 +517,7 @@ def test_kernels_leave_layers_that_are_given_something_else(
     monkeypatch: pytest.MonkeyPatch, wanted: list[str | None]
 ) -> None:
     """A layer that is given each token twice: each adapter's rows run by themselves from then on."""
-    monkeypatch.setattr("hf_paged.engine.adapters.triton_package", lambda *_: load())
+    monkeypatch.setattr("hf_paged.engine.worker.adapters.triton_package", lambda *_: load())
 
     def twice(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         inner = self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)

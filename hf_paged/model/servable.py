@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin
 
-from ..model.offloaded import divided, unloaded
-from ..model.quantized import looks_around
-from ..model.routers import routers_of
-from ..model.support import ropes_of, why_not
+from .offloaded import divided, unloaded
+from .quantized import looks_around
+from .routers import routers_of
+from .support import ropes_of, why_not
 
 UNBOUNDED = 512
 """Tokens of a sequence with which routers are tried if the model names no longest."""

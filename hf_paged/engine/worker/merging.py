@@ -14,13 +14,13 @@ from torch import nn
 from transformers import Cache, GenerationConfig
 
 from ...model.rounding import shaken
+from ...model.servable import Unservable, longest
 from ...model.snapshot import INTERNAL
-from ..eager import EagerModel
-from ..probe import distance, far
-from ..support import Unservable, longest
-from .cross import CrossInputs, CrossMedia, cross_inputs_of
-from .extras import decoder_arguments, decoder_extras, joined_extras
-from .media import Media, put_on
+from ..multimodal.cross import CrossInputs, CrossMedia, cross_inputs_of
+from ..multimodal.extras import decoder_arguments, decoder_extras, joined_extras
+from ..multimodal.media import Media, put_on
+from .eager import EagerModel
+from .probe import distance, far
 
 TOKENS = ("input_ids", "inputs_embeds")
 POSITIONS = "position_ids"

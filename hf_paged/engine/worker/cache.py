@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from ..blocks import LayerKind
-from ..kv import Batch, Pages, Sequences
-from ..model.layer import PagedLayer
-from ..model.lazy import LazyTensor
-from ..model.slots import CROSS
+from ...blocks import LayerKind
+from ...kv import Batch, Pages, Sequences
+from ...model.layer import PagedLayer
+from ...model.lazy import LazyTensor
+from ...model.servable import Unservable
+from ...model.slots import CROSS
 from .pools import Pools
-from .support import Unservable
 
 UNREADABLE = "the engine's cache of one step has no keys and values to read; use generate()"
 

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..blocks import NO_NUMBERS, Numbers
-from ..blocks.columns import by_token, selected
-from ..kv.ordinary import ordinary_tensors
-from ..kv.upload import upload
-from ..scheduling import ScheduledBatch, TokenSequence
-from .multimodal.cross import CrossInputs, CrossMedia
-from .multimodal.encoder import EncoderInput
-from .multimodal.extras import DecoderExtras
-from .multimodal.media import Media
+from ...blocks import NO_NUMBERS, Numbers
+from ...blocks.columns import by_token, selected
+from ...kv.ordinary import ordinary_tensors
+from ...kv.upload import upload
+from ...scheduling import ScheduledBatch, TokenSequence
+from ..multimodal.cross import CrossInputs, CrossMedia
+from ..multimodal.encoder import EncoderInput
+from ..multimodal.extras import DecoderExtras
+from ..multimodal.media import Media
 
 PromptInputs = torch.Tensor | Media | EncoderInput
 """Inputs of a prompt beside token ids: embeddings, pictures or recordings, or an encoder's input."""

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import Copy, LayerKind, OutOfBlocks
-from ..kv import HostBlocks, LayerGroup, Transfer
-from ..kv.budget import free_bytes
-from ..kv.config import CacheConfig
-from ..model.registry import memory_of
-from ..model.slots import CROSS, slots_of
-from ..scheduling import KVCacheGroup, StepPlan, Swaps
-from ..scheduling import SequenceGroup as Requests
-from ..trace import Kind as TracedKind
-from ..trace import Trace
+from ...blocks import Copy, LayerKind, OutOfBlocks
+from ...kv import HostBlocks, LayerGroup, Transfer
+from ...kv.budget import free_bytes
+from ...kv.config import CacheConfig
+from ...model.registry import memory_of
+from ...model.servable import Unservable
+from ...model.slots import CROSS, slots_of
+from ...scheduling import KVCacheGroup, StepPlan, Swaps
+from ...scheduling import SequenceGroup as Requests
+from ...trace import Kind as TracedKind
+from ...trace import Trace
 from .config import EngineConfig
-from .support import Unservable
 
 logger = logging.getLogger("hf_paged")
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 
 import hf_paged
 from hf_paged.engine import Engine
-from hf_paged.engine.check_policy import WeightsChanged
+from hf_paged.engine.worker.check_policy import WeightsChanged
 from hf_paged.model.rehearsal import RECORDERS
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}

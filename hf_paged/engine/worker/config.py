@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, TypedDict
 
-from ..blocks.options import check_flag, check_int, check_number, is_number
-from ..kv.config import CacheConfig, check_keep_pools
-from ..scheduling import ADMISSIONS, POLICIES, Limits
+from ...blocks.options import check_flag, check_int, check_number, is_number
+from ...kv.config import CacheConfig, check_keep_pools
+from ...scheduling import ADMISSIONS, POLICIES, Limits
 
 MOST_SEQUENCES = 256
 FLAGS = (

@@ -20,11 +20,12 @@ from engine_parts import compiling_of, eager_of
 from kernel_cases import GPU
 from processes import LIMIT
 
-from hf_paged.engine import Engine, Unservable, loop, trial
-from hf_paged.engine import warmup as warming
-from hf_paged.engine.runner import Runner
-from hf_paged.engine.trial import Trial
-from hf_paged.engine.warmup import jobs
+from hf_paged.engine import Engine, Unservable, loop
+from hf_paged.engine.worker import trial
+from hf_paged.engine.worker import warmup as warming
+from hf_paged.engine.worker.runner import Runner
+from hf_paged.engine.worker.trial import Trial
+from hf_paged.engine.worker.warmup import jobs
 from hf_paged.kv.warmup import Warming
 from hf_paged.model.capture.pool import CapturePool
 from hf_paged.model.capture.step import Size

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import append
-from ..kv.group import is_out_of_memory
-from ..model.lazy import NotFlat
-from ..model.rounding import computing_dtype, shaken
-from ..model.routers import routers_of
-from ..model.slots import CROSS
-from ..scheduling import Request, ScheduledBatch, ScheduledRow, SequenceGroup, TokenSequence
+from ...blocks import append
+from ...kv.group import is_out_of_memory
+from ...model.lazy import NotFlat
+from ...model.rounding import computing_dtype, shaken
+from ...model.routers import routers_of
+from ...model.servable import check_routers, longest
+from ...model.slots import CROSS
+from ...scheduling import Request, ScheduledBatch, ScheduledRow, SequenceGroup, TokenSequence
+from ..multimodal.cross import STATES, CrossInputs, trial_inputs, why_not_cross
+from ..multimodal.encoder import EncoderInput
+from ..multimodal.extras import decoder_arguments
 from .eager import Form
 from .forward_batch import ForwardBatch, LastTokens, RowInputs
-from .multimodal.cross import STATES, CrossInputs, trial_inputs, why_not_cross
-from .multimodal.encoder import EncoderInput
-from .multimodal.extras import decoder_arguments
 from .probe import distance, far, otherwise, require_numbers, tried
 from .runner import Runner
-from .support import check_routers, longest
 from .warmup import load_products, warming, without_plans
 
 TRIAL = [11, 17]

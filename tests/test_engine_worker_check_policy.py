@@ -20,7 +20,7 @@ from model_checks import count_checks
 from tape import record
 
 from hf_paged.engine import Engine
-from hf_paged.engine.check_policy import SECONDS, STEPS, CheckPolicy, WeightsChanged
+from hf_paged.engine.worker.check_policy import SECONDS, STEPS, CheckPolicy, WeightsChanged
 from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.scheduling import StepPlan
 from hf_paged.scheduling.prefixes import SharedPrefixes

@@ -8,20 +8,20 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from ..blocks import ADAPTER_SLOT, ColumnFillers
-from ..kv.upload import upload
-from ..kv.warmup import Warming
-from ..model.adapters import Inapplicable
-from ..model.capture.step import Size
-from ..model.offloaded import input_device
-from ..model.rehearsal import RECORDERS
-from ..model.state_slots import states_of
-from ..scheduling import AdapterNames, TokenSequence
+from ...blocks import ADAPTER_SLOT, ColumnFillers
+from ...kv.upload import upload
+from ...kv.warmup import Warming
+from ...model.adapters import Inapplicable
+from ...model.capture.step import Size
+from ...model.offloaded import input_device
+from ...model.rehearsal import RECORDERS
+from ...model.state_slots import states_of
+from ...scheduling import AdapterNames, TokenSequence
+from ..multimodal.media import Media
 from .captured import CapturedRunner, state_rows
 from .eager import EagerModel, Form
 from .forward_batch import Answer, ForwardBatch
-from .multimodal.media import Media
-from .multimodal.merging import Merger
+from .merging import Merger
 from .pools import Pools
 from .warmup import label_of
 from .weakly import weakly

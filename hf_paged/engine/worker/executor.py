@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from operator import call
 from typing import Any, NamedTuple
 
-from ..model.lora import LowRank
-from ..scheduling import SequenceGroup, StepPlan
+from ...model.lora import LowRank
+from ...scheduling import SequenceGroup, StepPlan
+from ..multimodal.media import Media
+from ..requests.params import RequestParams
 from .adapters import EngineAdapters
 from .forward_batch import Answer, ForwardBatch, LastTokens
 from .model_check import ModelCheck
-from .multimodal.media import Media
-from .requests.params import RequestParams
 from .runner import Runner
 
 

@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 from torch import nn
 
-from ..kv import NoKernels, is_out_of_memory
-from .support import Unservable
+from ...kv import NoKernels, is_out_of_memory
+from ...model.servable import Unservable
 
 CLOSE = {torch.float32: 1e-2, torch.float64: 1e-6}
 CLOSE_IN_HALF = 5e-2
