@@ -680,3 +680,45 @@ def test_a_model_is_cast_while_an_answers_cache_is_kept(llama: Any, reuse: bool)
     del first
     llama.generate(ids, **call, **word)
     assert len(hf_paged.stats(llama).pools) <= 4
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "deepseek_v3"])
+def test_rows_take_different_numbers_of_tokens(family: str) -> None:
+    """A loop of one's own, in which a row takes 0 to 3 tokens of a forward, has every row's own logits."""
+    model = model_of(family)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 60, (3, 24), generator=generator)
+    cache = PagedCache(model, block_size=4)
+    whole = model(tokens).logits
+    with torch.no_grad():
+        for counts in ([5, 2, 3], [1, 3, 0], [0, 2, 3], [1, 1, 1], [2, 0, 1], [3, 3, 1]):
+            new, before = max(counts), cache.lengths or [0] * 3
+            ends = [length + count for length, count in zip(before, counts, strict=True)]
+            columns = cache.get_seq_length() + new
+            mask = torch.stack([torch.arange(columns) >= columns - end for end in ends]).long()
+            places = torch.stack([torch.arange(end - new, end) for end in ends]).clamp(min=0)
+            with cache.taking(counts):
+                logits = model(
+                    tokens.gather(1, places),
+                    attention_mask=mask,
+                    position_ids=places,
+                    past_key_values=cache,
+                ).logits
+            assert cache.lengths == ends
+            for row, (end, count) in enumerate(zip(ends, counts, strict=True)):
+                assert torch.allclose(logits[row, new - count :], whole[row, end - count : end], **CLOSE)
+            memory_of(model).check()
+    cache.reset()
+
+
+def test_rows_with_states_or_shared_blocks_advance_together() -> None:
+    with (
+        pytest.raises(ValueError, match="more than keys and values, which every column changes"),
+        PagedCache(model_of("falcon_h1")).taking([1, 0]),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="make the cache without prefix_caching"),
+        PagedCache(model_of("llama"), prefix_caching=True).taking([1, 0]),
+    ):
+        pass

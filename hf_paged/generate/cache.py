@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -185,6 +186,28 @@ class PagedCache(DynamicCache):
 
     # ---- rows
 
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of each row, padding not counted."""
+        self.settle()
+        return self.sequences.lengths
+
+    @contextmanager
+    def taking(self, counts: Sequence[int]) -> Iterator[None]:
+        """Have row i take counts[i] of the columns of a forward inside: its last ones. Others are not stored.
+
+        For loops of your own in which rows advance by different numbers of tokens. The attention_mask of a
+        row is 1 for the last `lengths[i] + counts[i]` columns.
+        """
+        if not self.complete:
+            raise ValueError(
+                "layers of this cache keep more than keys and values, which every column changes; give each "
+                "row a cache of its own"
+            )
+        self.settle()
+        with self.sequences.taking(counts):
+            yield
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replace row i by row beam_idx[i]. Tables are forked, no tensor moves."""
         self.settle()
@@ -333,8 +356,7 @@ class PagedCache(DynamicCache):
             self._put_back(mark.outside)
         for kind, rows in self.sequences.rows.items():
             if rows.columns > mark.columns[kind] and not rows.torn:
-                rows.crop(rows.columns - mark.columns[kind])
-                rows.begin_at(mark.starts)  # a crop to nothing forgets them
+                rows.return_to(mark.columns[kind], mark.starts)
         self.sequences.numbers = mark.numbers
         layers = self.own_layers
         for layer, initialized in zip(layers, mark.initialized or [True] * len(layers), strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -189,8 +189,11 @@ class RowBatch(Batch):
         strided: StridedView | None,
         is_current: Callable[[], bool],
         workspace: dict[str, Any] | None = None,
+        counts: Sequence[int] | None = None,
     ) -> None:
         self.tables = tables
+        self._taken = counts
+        """The new tokens of each row, its last ones; None if all of a row's are `new` or behind its start."""
         self.starts = starts
         self.columns = columns
         self.new = new
@@ -231,7 +234,7 @@ class RowBatch(Batch):
             slots: list[int] = []
             sources: list[int] = []
             for i, table in enumerate(self.tables):
-                count = min(self.new, table.length)
+                count = min(self.new, table.length) if self._taken is None else self._taken[i]
                 slots += [table.slot(position) for position in range(table.length - count, table.length)]
                 sources += range((i + 1) * self.new - count, (i + 1) * self.new)
             every = len(slots) == self.rows * self.new

@@ -27,8 +27,11 @@ from .static import StaticBatch
 
 
 class Rows:
-    """One table per row, all at the same column. Rows may begin at different columns: left padding is not
-    stored.
+    """One table per row, each with a length of its own.
+
+    A model is handed as many columns of every row. The tokens of a row are the last of them: it begins at
+    column starts[i], and a row that takes fewer tokens of a step than there are columns begins that much
+    later. Left padding is the same from the first step on, and is not stored.
 
     The cache is an engine without a scheduler: this is its list of running sequences.
     """
@@ -39,6 +42,7 @@ class Rows:
         self.starts: list[int] | None = None
         """The column at which each row begins; None where no row is padded."""
         self.columns = 0
+        """The columns that a model was handed of every row."""
         self.expected_columns = 0
         """The most columns that rows are expected to have; 0 if unknown."""
         self.expected_rows = 0
@@ -81,6 +85,11 @@ class Rows:
         return len(self._tables)
 
     @property
+    def lengths(self) -> list[int]:
+        """The tokens of each row."""
+        return [max(0, self.columns - start) for start in self.starts or [0] * self.count]
+
+    @property
     def keep_past(self) -> bool:
         """True if blocks that the window has passed stay until `crop`, which bounds how far back the next
         step may reach.
@@ -104,20 +113,20 @@ class Rows:
 
     # ---- a step
 
-    def extend(self, rows: int, new: int) -> RowBatch:
+    def extend(self, rows: int, new: int, counts: Sequence[int] | None = None) -> RowBatch:
         """Make room for `new` columns in every row and copy what must be copied; on failure nothing has
-        changed.
+        changed. counts: how many of them each row takes, its last ones; all by default.
         """
         with self.group.memory.lock:
-            if new <= self._room and rows == len(self._tables) and not self._counted:
+            if counts is None and new <= self._room and rows == len(self._tables) and not self._counted:
                 return self._fill(new)
-            need = self._make_room(rows, new)
+            need = self._make_room(rows, new, counts)
             with self._whole():
-                copies = self._append(new)
+                copies = self._append(new, counts)
                 if copies:
                     self.group.copy(copies)
             room = 0 if self.kind.releases else self._own_room()  # else a step may give back blocks
-            return self._changed(new, same_blocks=not need, room=room)
+            return self._changed(new, same_blocks=not need, room=room, counts=counts)
 
     def _fill(self, new: int) -> RowBatch:
         """A step of `new` columns that every row's own last block has room for."""
@@ -172,9 +181,11 @@ class Rows:
         if not self.torn:
             append(self._tables, [counted] * len(self._tables))
 
-    def _make_room(self, rows: int, new: int) -> int:
+    def _make_room(self, rows: int, new: int, counts: Sequence[int] | None = None) -> int:
         """Reserve the blocks of a step of `new` columns, so it cannot fail: how many it takes."""
         first_step = self.columns == 0
+        if counts is not None and (len(counts) != rows or not 0 <= min(counts) <= max(counts) <= new):
+            raise ValueError(f"{rows} rows take 0 to {new} tokens each; got counts={list(counts)}")
         if first_step:
             self._open(rows)
         elif rows != self.count:
@@ -183,7 +194,7 @@ class Rows:
             )
         if not self.keep_past:
             self._release()
-        need = blocks_needed(self.tables, self._new_tokens(new))
+        need = blocks_needed(self.tables, counts or self._new_tokens(new))
         try:
             if first_step:
                 self.group.refuse_hopeless(self.expected_columns, self._row_blocks(new))
@@ -196,13 +207,16 @@ class Rows:
             self._lay_out()
         return need
 
-    def _append(self, new: int) -> list[Copy]:
+    def _append(self, new: int, counts: Sequence[int] | None = None) -> list[Copy]:
         """Enter a step of `new` columns in the tables; the answer is what must be copied before it is
         written.
         """
         first_step = self.columns == 0
-        copies = append(self.tables, self._new_tokens(new))
+        copies = append(self.tables, counts or self._new_tokens(new))
         self.columns += new
+        if counts is not None:
+            self.begin_at([self.columns - table.length for table in self._tables])
+            self._strided = self._strided if self.starts is None else None
         self._keep_strided(bool(copies) or first_step or new > 1)
         return copies
 
@@ -291,7 +305,13 @@ class Rows:
             for table in self.tables:
                 self.kind.release(table)
 
-    def _changed(self, new: int = 0, same_blocks: bool = False, room: int = 0) -> RowBatch:
+    def _changed(
+        self,
+        new: int = 0,
+        same_blocks: bool = False,
+        room: int = 0,
+        counts: Sequence[int] | None = None,
+    ) -> RowBatch:
         self.stamp = stamp = object()
         self._room = room
         if not same_blocks:
@@ -304,6 +324,7 @@ class Rows:
             self._strided,
             lambda: stamp is self.stamp,
             self._workspace,
+            counts,
         )
         return self._batch
 
@@ -392,36 +413,44 @@ class Rows:
 
     def crop(self, columns: int) -> None:
         """Drop the last `columns` columns; with a window, also what no later step can see."""
+        if not 0 <= columns <= self.columns:
+            raise ValueError(
+                f"cannot take {columns} tokens from a cache of {self.columns}; give 0 to {self.columns}"
+            )
+        left = self.columns - columns
+        self.return_to(left, self.starts if left else None)
+
+    def return_to(self, columns: int, starts: list[int] | None) -> None:
+        """Go back to an earlier state: `columns` columns, of which row i begins at starts[i]."""
         with self.group.memory.lock:
-            if not 0 <= columns <= self.columns:
-                raise ValueError(
-                    f"cannot take {columns} tokens from a cache of {self.columns}; give 0 to {self.columns}"
-                )
-            self.check_past(columns)
+            lengths = [max(0, columns - start) for start in starts or [0] * self.count]
+            self._check_past(lengths)
             with self._whole():
-                for i, table in enumerate(self.tables):
-                    if columns == self.columns:
+                for table, length in zip(self.tables, lengths, strict=True):
+                    if length:
+                        table.crop(table.length - length)
+                    else:
                         table.free()
-                        continue
-                    start = self.starts[i] if self.starts is not None else 0
-                    table.crop(table.length - max(0, self.columns - columns - start))
-                self.columns -= columns
-                self._cut = self.columns
-                if not self.columns:
-                    self.begin_at(None)
+                self.columns = self._cut = columns
+                self.begin_at(starts)
                 self._release()
                 self._changed()
 
     def check_past(self, columns: int) -> None:
-        """Raise if a crop would make the window see blocks that were freed."""
-        if not self.kind.releases or columns in (0, self.columns):
+        """Raise if a crop of so many columns would make the window see blocks that were freed."""
+        if columns not in (0, self.columns):
+            self._check_past([max(0, length - columns) for length in self.lengths])
+
+    def _check_past(self, lengths: Sequence[int]) -> None:
+        """Raise if rows cut to these lengths would see blocks that were freed."""
+        if not self.kind.releases:
             return
-        for table in self.tables:
-            length = max(0, table.length - columns)
-            if table.released > self.kind.reach(length, table.pool.block_size):
+        for table, length in zip(self.tables, lengths, strict=True):
+            if 0 < length < table.length and table.released > self.kind.reach(length, table.pool.block_size):
                 raise RuntimeError(
-                    f"cannot go back {columns} tokens: a window of {self.kind.window} tokens was reached and "
-                    "the past was given back; call activate_past_recording() before generating"
+                    f"cannot go back {table.length - length} tokens: a window of {self.kind.window} tokens "
+                    "was reached and the past was given back; call activate_past_recording() before "
+                    "generating"
                 )
 
     def fork(self) -> Rows:

@@ -47,6 +47,8 @@ class Sequences:
         """True while the cache changes its rows, so that all layers may take part."""
         self.history: TokenHistory | None = None
         """The tokens of the rows, if other caches may reuse their blocks."""
+        self.counts: list[int] | None = None
+        """The tokens that each row takes of the step that runs; None for all."""
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     @property
@@ -64,6 +66,11 @@ class Sequences:
     @property
     def starts(self) -> list[int] | None:
         return next((rows.starts for rows in self.rows.values()), None)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of each row."""
+        return next((rows.lengths for rows in self.rows.values()), [])
 
     @property
     def count(self) -> int:
@@ -100,7 +107,7 @@ class Sequences:
     def extend(self, kind: LayerKind, rows: int, new: int) -> Batch:
         """Plan a step of `new` columns for the layers of `kind`."""
         self.flush()
-        return self.rows[kind].extend(rows, new)
+        return self.rows[kind].extend(rows, new, self.counts if kind.grows else None)
 
     # ---- columns
 
@@ -188,6 +195,21 @@ class Sequences:
             if rows.columns:
                 rows.require_whole()
                 rows.check_past(columns)
+
+    @contextmanager
+    def taking(self, counts: Sequence[int]) -> Iterator[None]:
+        """Have each row take only its last counts[i] columns of the steps inside."""
+        self.flush()
+        if self.history is not None:
+            raise ValueError(
+                "rows whose blocks other caches reuse take as many tokens each; make the cache without "
+                "prefix_caching"
+            )
+        self.counts = list(counts)
+        try:
+            yield
+        finally:
+            self.counts = None
 
     def crop(self, columns: int) -> None:
         self.flush()
