@@ -11,36 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .other_servers import advice_for
+
 SOCKET_BYTES = 107
 """The longest path of a Unix socket, as Linux has it."""
-ABSENT = {
-    "--attn-implementation": "attention is that of --kernels",
-    "--cb-block-size": "give --block-size",
-    "--cb-max-batch-tokens": "give --max-num-batched-tokens",
-    "--cb-max-memory-percent": "give --gpu-memory-utilization",
-    "--cb-num-blocks": "give --num-blocks",
-    "--cb-use-cuda-graph": "steps are captured where that is possible; --enforce-eager captures none",
-    "--chat-template-content-format": "the template gets texts",
-    "--chat-template-kwargs": "requests have chat_template_kwargs",
-    "--continuous-batching": "requests are always batched continuously",
-    "--data-parallel-size": "start one server per device",
-    "--default-seed": "give --seed",
-    "--enable-auto-tool-choice": "tools need no flag",
-    "--enable-cors": "give --allowed-origin for each origin whose pages may call, * for any",
-    "--force-model": "the model is positional: hf-paged serve MODEL",
-    "--guided-decoding-backend": "structured output is by llguidance: pip install 'hf_paged[structured]'",
-    "--limit-mm-per-prompt": "see --limit-images and --limit-image-pixels",
-    "--max-lora-rank": "the engine takes adapters of any rank",
-    "--max-new-tokens": "give --max-tokens; with serve, max_tokens in each request",
-    "--model": "the model is positional: hf-paged COMMAND MODEL",
-    "--model-timeout": "the model stays loaded until the server ends",
-    "--pipeline-parallel-size": "give --device-map auto",
-    "--quantization": "the checkpoint's config decides",
-    "--reasoning": "requests have reasoning_effort and chat_template_kwargs",
-    "--reasoning-parser": "the tokenizer's response template decides; --response-template gives one",
-    "--tool-call-parser": "the tokenizer's response template decides; --response-template gives one",
-}
-"""Flags of other servers, and what to do here."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,9 +35,9 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """The error for arguments that are no flags here."""
         flag = unknown[0].partition("=")[0]
-        name = flag.replace("_", "-")
-        if name in ABSENT and name not in self._option_string_actions:
-            self.error(f"{flag} is not taken: {ABSENT[name]}")
+        advice = advice_for(flag)
+        if advice is not None:
+            self.error(f"{flag} is not taken: {advice}")
         names = {each.lstrip("-"): each for each in self._option_string_actions}
         close = difflib.get_close_matches(flag.lstrip("-"), list(names), 1)
         self.error(f"unknown argument {flag!r}" + (f"; did you mean {names[close[0]]}?" if close else ""))

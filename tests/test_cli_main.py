@@ -31,8 +31,8 @@ from hf_paged.cli.serve import (
 )
 from hf_paged.engine import Handle
 from hf_paged.serve.http.options import ServerOptions
-from hf_paged_cli.flags import ABSENT
 from hf_paged_cli.main import main
+from hf_paged_cli.other_servers import ABSENT, TABLE
 from hf_paged_cli.parser import parser
 
 ROOT = Path(__file__).parent.parent
@@ -97,6 +97,11 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["serve", "demo", "--cb-block-size=32"], "--cb-block-size is not taken: give --block-size"),
         (["serve", "demo", "--cb_num_blocks", "9"], "--cb_num_blocks is not taken: give --num-blocks"),
         (["serve", "demo", "--default-seed", "1"], "give --seed"),
+        (["serve", "demo", "--swap-space", "4"], "see --preemption"),
+        (["serve", "demo", "--disable-log-requests"], "no line of the log has a prompt"),
+        (["serve", "demo", "--no-enable-chunked-prefill"], "prompts in chunks"),
+        (["serve", "demo", "--structured-outputs-config.backend=xgrammar"], "JSON is compact"),
+        (["serve", "demo", "-tp", "2"], "-tp is not taken: give --tensor-parallel-size"),
         (["serve", "demo", "--enable-cors"], "give --allowed-origin"),
         (["serve", "demo", "--attn-implementation", "sdpa"], "that of --kernels"),
         (["generate", "demo", "--max-new-tokens", "9"], "give --max-tokens"),
@@ -321,8 +326,14 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_of_other_servers_are_no_flags_here() -> None:
-    known = parser()[1]["serve"]._option_string_actions
-    assert not ABSENT.keys() & known.keys()
+    """Each has one advice, and flags that an advice names are there."""
+    commands = parser()[1].values()
+    known = {flag for each in commands for flag in each._option_string_actions}
+    assert not ABSENT.keys() & parser()[1]["serve"]._option_string_actions.keys()
+    listed = re.findall(r"^ .*$", TABLE, re.M)
+    assert len(ABSENT) == len(" ".join(listed).split())
+    named = {flag for advice in ABSENT.values() for flag in re.findall(r"--[a-z][\w-]+", advice)}
+    assert named <= known
 
 
 def test_a_flag_given_again_adds_to_what_it_has() -> None:
