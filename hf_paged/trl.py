@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from .continuous.engines import engine_for
 from .continuous.options import WorkloadNeed
-from .engine.outputs.handle import Handle
+from .engine.handle import Handle
 from .model.cache_name import cache_in
 from .model.training import evaluating
 

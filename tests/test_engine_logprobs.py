@@ -14,7 +14,7 @@ from kernel_cases import load
 from transformers import GenerationConfig, LogitsProcessor
 
 from hf_paged.engine import Engine
-from hf_paged.engine.random_numbers import row_states
+from hf_paged.engine.sampling.random_numbers import row_states
 from hf_paged.engine.sampling.scores import chosen_numbers_of
 from hf_paged.engine.sampling.warp import draw
 

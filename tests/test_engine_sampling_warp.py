@@ -20,8 +20,8 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from hf_paged.engine.random_numbers import gumbel, row_numbers, row_states, uniform
 from hf_paged.engine.sampling.penalties import AnswerPenalties, with_counts_off
+from hf_paged.engine.sampling.random_numbers import gumbel, row_numbers, row_states, uniform
 from hf_paged.engine.sampling.warp import Warp, cut, draw, greedy_tokens, mend, penalised, scaled, warp_of
 from hf_paged.scheduling import UNKNOWN
 

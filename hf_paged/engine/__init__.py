@@ -2,7 +2,7 @@
 
 from ..model.servable import Unservable
 from .engine import Engine
-from .outputs.handle import Handle
+from .handle import Handle
 from .outputs.output import Increment, Output, SequenceOutput, Timing, TokenLogprob
 from .parallel import RankError
 from .requests.keywords import RequestKeywords

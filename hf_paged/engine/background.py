@@ -12,14 +12,9 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from .job import Job
 from .outputs.queue import OutputQueue, Wake
-
-
-def use_device(device: torch.device) -> None:
-    """Let the calling thread compute on a device: every thread has its own."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+from .requests.job import Job
+from .worker.executor import use_device
 
 
 class Background:

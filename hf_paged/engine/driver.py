@@ -23,11 +23,11 @@ from ..model.training import why_random
 from ..scheduling import Infeasible, Request
 from .background import Background
 from .fair_lock import FairLock
-from .job import Job
 from .loop import StepLoop
 from .outputs.output import Output
 from .outputs.queue import Wake
 from .parallel.ranks import RankError
+from .requests.job import Job
 from .state import EngineState, Phase, in_turn
 from .worker.check_policy import WeightsChanged
 

@@ -29,14 +29,14 @@ from ..trace import Step, Writer
 from .background import Background
 from .bounds import RequestBounds
 from .driver import Books, Driver, require_no_dropout
-from .job import Job
+from .handle import Handle, cancel_all
 from .lifecycle import Lifecycle
 from .loop import StepLoop
-from .outputs.handle import Handle, cancel_all
 from .outputs.output import Increment, Output, with_errors_noticed
 from .parallel import RankError, executor_of
 from .preemption import Preemption
 from .recorder import Recorder
+from .requests.job import Job
 from .requests.keywords import GenerateKeywords, RequestKeywords, spell_out
 from .requests.options import Options
 from .requests.params import METHODS, check_model, read_request

@@ -19,11 +19,11 @@ from ..scheduling import (
     StepPlan,
     TokenSequence,
 )
-from .job import Job
+from .host_sampler import HostSampler, SamplingRows, no_token
 from .outputs.output import TokenLogprob, TokenLogprobs
+from .requests.job import Job
 from .sampling.columns import SamplingColumns
 from .sampling.histories import Histories
-from .sampling.sampler import HostSampler, SamplingRows, no_token
 from .sampling.scores import chosen_numbers_of
 from .worker.forward_batch import Answer, LastTokens, download
 

@@ -11,7 +11,7 @@ import torch
 
 from ..model.thread_state import restoring
 from .driver import Driver
-from .outputs.handle import Handle, cancel_all
+from .handle import Handle, cancel_all
 from .state import Phase, in_turn
 from .weights import KeptBlocks, PauseMode, check_choice, load_into, on_devices
 from .worker.check_policy import WeightsChanged

@@ -13,17 +13,17 @@ from ..blocks import NO_NUMBERS, ROPE_DELTA
 from ..model.state_slots import StatesAdvanced
 from ..scheduling import Request, ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan, TokenSequence
 from ..trace import Step, Trace, Writer
+from .host_sampler import HostSampler
 from .in_flight import InFlightStep, SamplingState
-from .job import Job
 from .multimodal.cross import CrossMedia
 from .multimodal.media import Media, rope_delta_filler
 from .outputs.output import FinishReason, Output
-from .own_code import raised_by, reaches_driver
 from .parallel.ranks import RankError
 from .preemption import Preemption
 from .recorder import Recorder
+from .requests.job import Job
+from .requests.own_code import raised_by, reaches_driver
 from .requests.params import RequestParams
-from .sampling.sampler import HostSampler
 from .worker.adapters import EngineAdapters
 from .worker.check_policy import WeightsChanged
 from .worker.executor import EngineParts, Executor

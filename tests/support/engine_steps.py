@@ -10,8 +10,8 @@ from engine_answers import answers
 from engine_parts import running, scheduler_of
 
 from hf_paged.engine import Engine
-from hf_paged.engine.job import Job
-from hf_paged.engine.outputs.handle import Handle
+from hf_paged.engine.handle import Handle
+from hf_paged.engine.requests.job import Job
 from hf_paged.engine.worker.executor import Executor
 from hf_paged.scheduling import UNKNOWN, StepPlan, TokenSequence
 

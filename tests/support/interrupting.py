@@ -23,7 +23,7 @@ TORCH = str(Path(torch.__file__).parent)
 OUTER = ("/generate/install.py", "/generate/call.py", "/model/switch.py", "/model/hooks.py", "/model/mla.py")
 """The files that change a model for the time of a call."""
 
-DRIVING = tuple(f"/engine/{name}.py" for name in ("fair_lock", "engine", "background", "outputs/handle"))
+DRIVING = tuple(f"/engine/{name}.py" for name in ("fair_lock", "engine", "background", "handle"))
 """The files that take an engine's locks."""
 
 

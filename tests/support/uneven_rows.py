@@ -12,7 +12,7 @@ from engine_parts import scheduler_of
 from engine_steps import job_of
 
 from hf_paged.engine import Engine
-from hf_paged.engine.job import Job
+from hf_paged.engine.requests.job import Job
 from hf_paged.scheduling import Status, TokenSequence
 
 PLAIN: list[dict[str, Any]] = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..requests.stops import Stop
 from .output import FinishReason, Increment, NewTokens, SequenceOutput, TokenLogprob, TokenLogprobs
+from .stops import Stop
 from .text import AnswerText, Decode
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from ...blocks import OutOfBlocks
 from ...kv.upload import upload
-from ..background import use_device
+from ..multimodal import PromptInputs
 from ..multimodal.media import Media
 from ..requests.prompts import known_ids
-from ..worker.executor import EngineParts
-from ..worker.forward_batch import PromptInputs
+from ..worker.executor import EngineParts, use_device
 from .joining import compare_models
 from .message import AdapterNews, MessageKind, Received, StepDecoder
 from .prompt_inputs import on_device

@@ -11,7 +11,9 @@ from typing import NamedTuple, cast
 from ...blocks import COLUMNS, NO_NUMBERS, BlockPool, BlockTable, BlockTableArray, Copy, Numbers
 from ...model.slots import CROSS
 from ...scheduling import ScheduledBatch, StepPlan, Swaps, TokenSequence
-from ..worker.forward_batch import PLAIN, ForwardBatch, LastTokens, PromptInputs, RowInputs, Scored
+from ..multimodal import PromptInputs
+from ..sampling.scores import Scored
+from ..worker.forward_batch import PLAIN, ForwardBatch, LastTokens, RowInputs
 from ..worker.pools import Pools
 from .prompt_inputs import UNCHANGED, SentRow, SharedInputs
 

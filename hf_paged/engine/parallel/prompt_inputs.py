@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 
 from ...scheduling import SequenceGroup, TokenSequence
+from ..multimodal import PromptInputs
 from ..multimodal.encoder import EncoderInput
 from ..multimodal.media import Media, put_on
 from ..requests.params import RequestParams
-from ..worker.forward_batch import PLAIN, ForwardBatch, PromptInputs, RowInputs, inputs_of
+from ..worker.forward_batch import PLAIN, ForwardBatch, RowInputs, inputs_of
 
 UNCHANGED = -1
 """In the place of the number of blocks of a table that the other ranks know."""

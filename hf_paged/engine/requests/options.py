@@ -11,8 +11,8 @@ from transformers import GenerationConfig
 
 from ...model.offloaded import input_device
 from ..multimodal.media import SHOWN
+from ..outputs.stops import StopLists
 from .fields import COUNTS, KNOWN, TOKENS, Written, check_counts, check_fields, counted, why_unknown
-from .stops import StopLists
 
 LENGTHS = ("max_new_tokens", "min_new_tokens")
 """Options on which no other depends: the lengths of answers are as different as the requests."""

@@ -18,19 +18,19 @@ from ...blocks.options import is_number
 from ...model.offloaded import input_device
 from ...model.servable import longest
 from ...model.slots import cross_layers
+from ..multimodal import PromptInputs
 from ..multimodal.cross import CrossMedia, cross_length
 from ..multimodal.embed import checked, names_of
 from ..multimodal.encoder import EncoderInput
 from ..multimodal.media import Media, marks_of, media_arguments
+from ..outputs.stops import Stop
 from ..sampling.grammar import GrammarProcessor
 from ..sampling.penalties import with_penalties
 from ..sampling.rules import ProcessorPlan, processor_plan_of
 from ..sampling.warp import Warp
-from ..worker.forward_batch import PromptInputs
 from .openai import OpenAIParams, take_openai_options
 from .options import Options, ends_of
 from .prompts import checked_ids, prompt_tokens, short, tokenize_prompt, words_of
-from .stops import Stop
 
 METHODS = {
     "_prepare_generation_config": ["generation_config"],

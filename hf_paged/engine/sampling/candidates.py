@@ -8,8 +8,8 @@ import torch
 
 from ...kv.upload import upload
 from ..outputs.output import TokenLogprob
-from ..random_numbers import gumbel
 from .beams import BeamSearch, Continuations
+from .random_numbers import gumbel
 from .scores import top
 
 

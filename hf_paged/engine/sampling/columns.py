@@ -10,10 +10,10 @@ import torch
 
 from ...kv.upload import upload
 from ...scheduling import UNKNOWN, SequenceGroup, TokenSequence
-from ..job import Job
-from ..random_numbers import row_states
+from ..requests.job import Job
 from .histories import Histories, Owner
 from .penalties import with_counts_off
+from .random_numbers import row_states
 from .rules import ProcessorPlan, ProcessorRule, processed
 from .warp import Warp, cut, draw, greedy_tokens_now, mend, penalised, scaled
 

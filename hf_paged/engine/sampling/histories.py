@@ -9,7 +9,7 @@ import torch
 from ...kv.ordinary import ordinary_tensors
 from ...kv.upload import upload
 from ...scheduling import SequenceGroup, TokenSequence
-from ..job import Job
+from ..requests.job import Job
 
 FIRST_ROWS = 8
 FIRST_TOKENS = 64

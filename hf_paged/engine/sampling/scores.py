@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,10 +13,18 @@ from ...kv.ops import on, triton_package
 from ...kv.reference import invariant
 from ...kv.upload import upload
 from ..outputs.output import TokenLogprob
-from ..worker.forward_batch import Scored
 
 SLICE = 256
 """Tokens whose logits are in fp32 at once: of 2,048 tokens and a vocabulary of 128k they would take a GiB."""
+
+
+class Scored(NamedTuple):
+    """Tokens whose logprobs are wanted, each behind the token before it: those behind the first tokens of a
+    row. top_logprobs: how many of the model's are wanted beside each.
+    """
+
+    tokens: Sequence[int]
+    top_logprobs: int
 
 
 def numbers_of(logits: torch.Tensor, tokens: torch.Tensor, top_logprobs: int) -> torch.Tensor:

@@ -18,8 +18,8 @@ from transformers.generation.logits_process import (
 from ...kv.ops import on, triton_package
 from ...kv.upload import upload
 from ...scheduling import UNKNOWN
-from ..random_numbers import row_numbers
 from .penalties import AnswerPenalties
+from .random_numbers import row_numbers
 
 
 class Warp(NamedTuple):

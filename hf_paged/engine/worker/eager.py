@@ -28,11 +28,11 @@ from ...model.switch import decoder_configs, modules_of, restore, switch
 from ...scheduling import TokenSequence
 from ..multimodal.encoder import Encoder, EncoderInput
 from ..multimodal.extras import decoder_arguments, joined_extras
-from ..sampling.scores import token_scores
+from ..sampling.scores import Scored, token_scores
 from .adapters import EngineAdapters
 from .cache import StepCache
 from .check_policy import CheckPolicy
-from .forward_batch import PLAIN, Answer, ForwardBatch, Scored
+from .forward_batch import PLAIN, Answer, ForwardBatch
 from .pools import Pools
 
 T = TypeVar("T")

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from operator import call
 from typing import Any, NamedTuple
 
+import torch
+
 from ...model.lora import LowRank
 from ...scheduling import SequenceGroup, StepPlan
 from ..multimodal.media import Media
@@ -15,6 +17,12 @@ from .adapters import EngineAdapters
 from .forward_batch import Answer, ForwardBatch, LastTokens
 from .model_check import ModelCheck
 from .runner import Runner
+
+
+def use_device(device: torch.device) -> None:
+    """Let the calling thread compute on a device: every thread has its own."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 class EngineParts(NamedTuple):

@@ -16,13 +16,12 @@ from ...blocks.columns import by_token, selected
 from ...kv.ordinary import ordinary_tensors
 from ...kv.upload import upload
 from ...scheduling import ScheduledBatch, TokenSequence
+from ..multimodal import PromptInputs
 from ..multimodal.cross import CrossInputs, CrossMedia
 from ..multimodal.encoder import EncoderInput
 from ..multimodal.extras import DecoderExtras
 from ..multimodal.media import Media
-
-PromptInputs = torch.Tensor | Media | EncoderInput
-"""Inputs of a prompt beside token ids: embeddings, pictures or recordings, or an encoder's input."""
+from ..sampling.scores import Scored
 
 
 class LastTokens:
@@ -55,15 +54,6 @@ class LastTokens:
         index = slice(first, first + len(row_ids)) if side_by_side else upload(row_ids, self.tokens.device)
         self._index = (row_ids, index)
         return index
-
-
-class Scored(NamedTuple):
-    """Tokens whose logprobs are wanted, each behind the token before it: those behind the first tokens of a
-    row. top_logprobs: how many of the model's are wanted beside each.
-    """
-
-    tokens: Sequence[int]
-    top_logprobs: int
 
 
 class RowInputs(NamedTuple):

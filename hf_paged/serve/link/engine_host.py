@@ -17,9 +17,9 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ...engine import Engine, Handle, Output
-from ...engine.background import use_device
 from ...engine.outputs.output import NewTokens
 from ...engine.requests.prompts import words_of
+from ...engine.worker.executor import use_device
 from ...model.adapters.files import require_folder
 from ...model.registry import invalidate
 from ...trace import Step, encode_header

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...engine.requests.stops import StopLists
+from ...engine.outputs.stops import StopLists
 from ...engine.sampling.grammar import Grammars
 
 

@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kv.upload import upload
-from ...scheduling import UNKNOWN, Scheduler, SequenceGroup, TokenSequence
-from ..job import Job
-from ..outputs.output import TokenLogprob, TokenLogprobs
-from ..random_numbers import row_states
-from ..requests.callables import require_known
-from ..worker.forward_batch import download
-from .beams import BeamCandidates, BeamSearch, BeamStep, Continuations, step
-from .candidates import BeamScorer, top_continuations
-from .columns import SamplingColumns
-from .grammar import masked, next_token_bitmasks, unfollowed
-from .histories import Histories
-from .scores import chosen_numbers_of
-from .warp import draw
+from ..kv.upload import upload
+from ..scheduling import UNKNOWN, Scheduler, SequenceGroup, TokenSequence
+from .outputs.output import TokenLogprob, TokenLogprobs
+from .requests.callables import require_known
+from .requests.job import Job
+from .sampling.beams import BeamCandidates, BeamSearch, BeamStep, Continuations, step
+from .sampling.candidates import BeamScorer, top_continuations
+from .sampling.columns import SamplingColumns
+from .sampling.grammar import masked, next_token_bitmasks, unfollowed
+from .sampling.histories import Histories
+from .sampling.random_numbers import row_states
+from .sampling.scores import chosen_numbers_of
+from .sampling.warp import draw
+from .worker.forward_batch import download
 
 
 class SamplingRows(NamedTuple):

@@ -7,10 +7,10 @@ import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 
-from ..driver import Driver
-from ..job import Job
-from .output import Increment, NewTokens, Output, TokenLogprob
-from .queue import Wake
+from .driver import Driver
+from .outputs.output import Increment, NewTokens, Output, TokenLogprob
+from .outputs.queue import Wake
+from .requests.job import Job
 
 
 class Handle:

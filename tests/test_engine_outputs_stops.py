@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast, StopStringCriteria
 
 from hf_paged import demo
 from hf_paged.engine import Engine
+from hf_paged.engine.outputs import stops
+from hf_paged.engine.outputs.stops import StopLists
 from hf_paged.engine.outputs.stream import Stream
-from hf_paged.engine.requests import stops
-from hf_paged.engine.requests.stops import StopLists
 
 LETTERS = "abcé ñ"
 NEW = {"max_new_tokens": 30, "do_sample": False}

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from ..scheduling import Scheduler, SequenceGroup, TokenSequence
-from .outputs.output import FinishReason, Output, Timing, TokenLogprob
-from .outputs.queue import OutputQueue
-from .outputs.stream import Stream
+from ...scheduling import Scheduler, SequenceGroup, TokenSequence
+from ..outputs.output import FinishReason, Output, Timing, TokenLogprob
+from ..outputs.queue import OutputQueue
+from ..outputs.stream import Stream
+from ..sampling.beams import BeamSearch, BeamStep
+from ..sampling.scores import PromptLogprobs
+from .callables import checked_scores, stops
 from .own_code import own_code, reaches_driver
-from .requests.callables import checked_scores, stops
-from .requests.params import RequestParams, is_about_time
-from .sampling.beams import BeamSearch, BeamStep
-from .sampling.scores import PromptLogprobs
+from .params import RequestParams, is_about_time
 
 CPU = torch.device("cpu")
 OWN = ("transformers.", "hf_paged.")
