@@ -181,7 +181,7 @@ class Bench:
 
     def measured(self, run: Callable[[], Run]) -> Run:
         """A run with the processor's time of the engine's thread, its process, and the event loop of HTTP."""
-        thread = self.engine.background.thread.native_id
+        thread = self.engine.driver.background.thread.native_id
         places = (f"/proc/self/task/{thread}/schedstat", f"/proc/{self.http.pid}/schedstat")
 
         def now() -> tuple[float, ...]:

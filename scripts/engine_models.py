@@ -69,7 +69,7 @@ def run_family(kind: str, config_class: type, modes: list[str]) -> dict[str, Any
         return {"form": "no encoder-decoder"}
     try:
         with Engine(model, **OPTIONS) as engine:
-            form, why = engine.stats()["form"], engine.why_rows or ""
+            form, why = engine.stats()["form"], engine.stats()["off"].get("flat", "")
     except Unservable as reason:
         return {"form": "refused", "remark": str(reason)}
     except Exception:

@@ -63,7 +63,7 @@ def test_what_is_there_needs_no_thread(quiet: Engine) -> None:
         return await handle
 
     assert run(ask()).finish_reason == "refused"
-    assert quiet.background is None
+    assert quiet.driver.background is None
 
 
 def test_the_loop_goes_on(quiet: Engine) -> None:
@@ -234,7 +234,7 @@ def test_stopping_reaches_coroutines(quiet: Engine) -> None:
         await reached(gate)
         task = asyncio.ensure_future(handle)
         await asyncio.sleep(0)
-        thread = quiet.background
+        thread = quiet.driver.background
         stopping = meanwhile(quiet.stop, lambda: thread.halted)
         gate.open.set()
         with pytest.raises(RuntimeError, match="was stopped while a coroutine awaited"):

@@ -41,7 +41,7 @@ def test_in_one_flat_row(family: str) -> None:
     model = build("causal", config_class("causal", family))
     right = alone(model, max_new_tokens=10)
     with Engine(model, block_size=4, max_batch_tokens=8) as engine:
-        assert engine.stats()["form"] == "flat", engine.why_rows
+        assert engine.stats()["form"] == "flat", engine.stats()["off"]
         assert answers(engine, max_new_tokens=10) == right
 
 
@@ -106,7 +106,7 @@ def test_more_than_a_matrix(what: str) -> None:
         attention(model).kv_b_proj.bias = torch.nn.Parameter(torch.full((64,), 0.1))
     right = alone(served, max_new_tokens=6)
     with Engine(served, block_size=4, max_batch_tokens=12) as engine:
-        assert engine.stats()["form"] == "flat", engine.why_rows
+        assert engine.stats()["form"] == "flat", engine.stats()["off"]
         assert answers(engine, max_new_tokens=6) == right
 
 

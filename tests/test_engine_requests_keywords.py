@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pydoc
 import re
-from dataclasses import fields
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -16,12 +18,13 @@ from generation_fields import HONOURED_HERE, REFUSED_HERE
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged import Engine, EngineConfig
-from hf_paged.engine import EngineOptions, RequestKeywords
+from hf_paged import Engine, EngineConfig, Handle, Increment, Output
+from hf_paged.engine import EngineOptions, EngineStats, RequestKeywords
 from hf_paged.engine.multimodal.media import SHOWN
+from hf_paged.engine.requests import keywords
 from hf_paged.engine.requests import params as asking
 from hf_paged.engine.requests.fields import BESIDE_AN_ASSISTANT, HONOURED, REFUSED, generation_fields
-from hf_paged.engine.requests.keywords import UNNAMED, NeutralOptions, OpenAIOptions
+from hf_paged.engine.requests.keywords import UNNAMED, GenerateKeywords, NeutralOptions, OpenAIOptions
 from hf_paged.engine.requests.prompts import RAW
 from hf_paged.engine.worker import config
 from hf_paged.kv.config import KERNELS
@@ -170,9 +173,8 @@ def test_an_engines_options_are_its_config() -> None:
     assert get_type_hints(EngineOptions) == get_type_hints(EngineConfig)
     parameters = list(inspect.signature(Engine).parameters.values())
     assert [each.name for each in parameters[:3]] == ["model", "tokenizer", "config"]
-    assert {each.name: each.default for each in parameters[3:]} == {
-        each.name: each.default for each in fields(EngineConfig)
-    }
+    assert {each.name: each.default for each in parameters[3:]} == asdict(EngineConfig())
+    assert "MISSING" not in str(inspect.signature(Engine))
     assert set(get_args(config.Policy)) == set(POLICIES)
     assert set(get_args(config.Admission)) == set(ADMISSIONS)
     assert set(get_args(config.Kernels)) == set(KERNELS)
@@ -188,6 +190,37 @@ def test_signatures_name_the_options(method: str) -> None:
     assert signature.parameters["priority"].default == 0
     assert all(signature.parameters[name].default is None for name in ("max_new_tokens", "do_sample", "seed"))
     signature.bind(None, PROMPT, max_new_tokens=3, use_cache=True)
+    assert "object at" not in str(signature)
+    assert "MISSING" not in str(signature)
+
+
+def test_every_named_keyword_is_described() -> None:
+    """A docstring stands below each field, as IDEs show it, and `submit()` explains those of its own."""
+    described: set[str] = set()
+    tree = ast.parse(inspect.getsource(keywords))
+    for node in (each for each in tree.body if isinstance(each, ast.ClassDef)):
+        for field, text in pairwise(node.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                described.add(ast.unparse(field.target))
+    assert described == RequestKeywords.__annotations__.keys() - UNNAMED
+    submit = inspect.getdoc(Engine.submit) or ""
+    for name in RequestKeywords.__annotations__.keys() - GenerateKeywords.__annotations__.keys():
+        assert re.search(rf"^ +{name}: ", submit, re.M), name
+    for name in OpenAIOptions.__annotations__:
+        assert re.search(rf"\b{name}\b", submit), name
+
+
+def test_annotations_resolve() -> None:
+    """A type checker, or a notebook, finds the type of an answer."""
+    for function, found in {
+        Engine.submit: Handle,
+        Engine.generate: list[Output],
+        Engine.stats: EngineStats,
+        Handle.result: Output,
+        Handle.read: list[Increment],
+    }.items():
+        assert get_type_hints(function)["return"] == found
+    assert get_type_hints(Increment)["text"] is str
 
 
 def test_help_shows_options_and_no_internals() -> None:
@@ -220,6 +253,9 @@ handle: Handle = engine.submit("The owl", top_p=0.9, stop_strings=["."], logprob
 sequence: SequenceOutput = handle.result(timeout=1.0).sequences[0]
 for increment in engine.stream("The moon", eos_token_id=[1, 2]):
     piece: Increment = increment
+    text: str = piece.text
+running: int = engine.stats()["running"]
+held: int = engine.stats()["blocks"]["full"]["held"]
 
 async def main() -> None:
     several: list[Output] = await engine.agenerate(["The fox"], min_p=0.1)

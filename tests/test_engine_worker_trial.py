@@ -29,7 +29,7 @@ def test_a_model_that_computes_with_its_keys_runs_row_by_row() -> None:
     ).eval()
     with Engine(model, num_blocks=60, max_batch_tokens=11) as engine:
         assert engine.stats()["form"] == "rows"
-        assert "computes with keys or values" in engine.why_rows
+        assert "computes with keys or values" in engine.stats()["off"]["flat"]
         assert [answers(output) for output in engine.generate(PROMPTS, **GREEDY)] == [
             alone(model, prompt, **GREEDY) for prompt in PROMPTS
         ]
@@ -44,7 +44,7 @@ def test_a_model_that_counts_by_itself_runs_row_by_row() -> None:
     )
     with Engine(model, num_blocks=60) as engine:
         assert engine.stats()["form"] == "rows"
-        assert "other logits" in engine.why_rows
+        assert "other logits" in engine.stats()["off"]["flat"]
 
 
 def test_a_model_that_cannot_be_cut_is_refused() -> None:

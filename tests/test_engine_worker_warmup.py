@@ -37,7 +37,7 @@ def first_steps(engine: Engine, compiler: Compiler, prompt: int) -> set[Speciali
     """The kernels launched by a trial, by the first prompt, by the step behind it, and by the first one that
     is captured.
     """
-    assert engine.why_rows is None
+    assert "flat" not in engine.stats()["off"]
     engine.submit([5 + i % 90 for i in range(prompt)], max_new_tokens=6, min_new_tokens=6, do_sample=False)
     while not engine.stats()["graphs"].get("captured"):
         assert engine.stats()["running"] + engine.stats()["waiting"]

@@ -6,9 +6,10 @@ from .handle import Handle
 from .outputs.output import Increment, Output, SequenceOutput, Timing, TokenLogprob
 from .parallel import RankError
 from .requests.keywords import RequestKeywords
+from .stats import EngineStats
 from .worker.config import EngineConfig, EngineOptions
 
 __all__ = [
-    "Engine", "EngineConfig", "EngineOptions", "Handle", "Increment", "Output", "RankError",
+    "Engine", "EngineConfig", "EngineOptions", "EngineStats", "Handle", "Increment", "Output", "RankError",
     "RequestKeywords", "SequenceOutput", "Timing", "TokenLogprob", "Unservable",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import gc
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -14,8 +14,10 @@ from typing import NoReturn, TypeVar
 import torch
 
 from ..kv import fork_safe_lock
+from ..model.adapters.loading import HostAdapter
 from ..model.adapters.peft_changes import let_changes_wait
 from ..model.capture.replay import drop_captures
+from ..model.lora import LowRank
 from ..model.offloaded import input_device
 from ..model.support import why_dropped
 from ..model.thread_state import restoring
@@ -147,6 +149,19 @@ class Books:
             return self.atomically(lambda: [self.loop.end(job, "abort") for job in jobs]) if jobs else []
 
     # ---- adapters
+
+    @in_turn
+    def enter_adapter(self, name: str, layers: Mapping[str, LowRank], loaded: HostAdapter) -> None:
+        """Let requests name an adapter, on all ranks. loaded: this one's part of `layers`."""
+        self.executor.require_between_forwards("add_adapter()")
+        adapters = self.loop.adapters
+        adapters.add(name, loaded)
+        try:
+            self.executor.add_adapter(name, layers, self.state.paused)
+        except Exception:
+            if name in adapters.numbers:
+                adapters.remove(name)
+            raise
 
     def users_of(self, name: str) -> int:
         """The number of unfinished requests that have an adapter."""
@@ -396,6 +411,7 @@ class Driver:
 
     def queue(self, job: Job, request: Request) -> None:
         """Put a request into the inbox."""
+        job.number = request.number
         self.books.inbox.append((job, request))
         thread = self.background
         if thread is None or self.state.closed:  # an engine that was closed meanwhile ends it

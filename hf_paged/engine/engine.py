@@ -6,27 +6,23 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
-from typing import Any, Literal, Self, Unpack, get_args
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
 from ..blocks import check_salt, extra_key
 from ..kv import in_forked_process
-from ..model.adapters.loading import HostAdapter
 from ..model.adapters.peft_changes import let_changes_wait
 from ..model.invariant.mode import batch_invariant, require_invariant
-from ..model.lora import LowRank
 from ..model.methods import check_methods
 from ..model.patches import note_self_written
 from ..model.registry import base_model
 from ..model.servable import check_servable, check_writes, versions
 from ..model.snapshot import ModelSnapshot
 from ..model.thread_state import restoring
-from ..scheduling import Count, Infeasible, Request, Scheduler
+from ..scheduling import Infeasible, Scheduler
 from ..trace import Step, Writer
-from .background import Background
 from .bounds import RequestBounds
 from .driver import Books, Driver, require_no_dropout
 from .handle import Handle, cancel_all
@@ -37,11 +33,12 @@ from .parallel import RankError, executor_of
 from .preemption import Preemption
 from .recorder import Recorder
 from .requests.job import Job
-from .requests.keywords import GenerateKeywords, RequestKeywords, spell_out
+from .requests.keywords import GenerateKeywords, RequestKeywords, defaults_of, spell_out
 from .requests.options import Options
 from .requests.params import METHODS, check_model, read_request
 from .requests.prompts import words_of
 from .state import Phase, in_turn
+from .stats import EngineStats, stats_of
 from .weights import KeptBlocks, PauseMode
 from .worker.adapters import ACTIVE, AdapterInfo, EngineAdapters
 from .worker.config import EngineConfig, EngineOptions
@@ -150,11 +147,6 @@ class Engine:
         return f"Engine({type(self.model).__name__}, form={self.runner.form!r}, requests={requests})"
 
     @property
-    def why_rows(self) -> str | None:
-        """Why the model takes its sequences one by one; None if it takes them all in one flat row."""
-        return self.runner.why_rows
-
-    @property
     def longest(self) -> int:
         """The most tokens that one sequence can have, prompt and answer together: by the model's positions
         and by the pools."""
@@ -185,21 +177,28 @@ class Engine:
     ) -> Handle:
         """Queue a request and answer with its handle; nothing is computed yet.
 
-        prompt: a text or chat messages (with a tokenizer), or token ids. inputs_embeds: what the model shall
-        take for the embeddings of the prompt, [tokens, hidden] or [1, tokens, hidden]; processors see the
-        prompt's ids, if there are any. Of an encoder-decoder the prompt is the encoder's, or
-        input_features=... is, and decoder_input_ids=... what its decoder begins with. generation_config and
-        keywords: as generate() takes them, logits_processor, stopping_criteria and prefix_allowed_tokens_fn
-        among them. seed: of its draws. logprobs: True, or how many top tokens are reported beside each
-        chosen one; prompt_logprobs: the same of the prompt's tokens. priority: higher is sooner,
-        under policy="priority". salt: requests share their prefixes only with requests of the same salt.
-        tenant: for whose share of the blocks this request's count. stop: strings that end an answer and are
-        no part of its text. presence_penalty, frequency_penalty, logit_bias: as in OpenAI's API.
-        adapter: the name of a LoRA adapter, or of several that are added up; None for the model alone. Not
-        given, it is what is active on the peft model now.
-
         An option that the engine does not honour raises ValueError here. A request that could never fit comes
         back at once with finish_reason "refused" and the numbers in its error.
+
+        Args:
+            prompt: a text or chat messages (with a tokenizer), or token ids. Of an encoder-decoder the
+                encoder's, or input_features=... is; decoder_input_ids=... is what its decoder begins with.
+            generation_config: options as generate() takes them; keywords come before it.
+            inputs_embeds: what the model shall take for the embeddings of the prompt, [tokens, hidden] or
+                [1, tokens, hidden]; processors see the prompt's ids, if there are any.
+            seed: of its draws: the same answer whatever runs beside it.
+            logprobs: True, or how many top tokens are reported beside each chosen one.
+            prompt_logprobs: the same of the prompt's tokens.
+            priority: higher is sooner, under policy="priority".
+            salt: requests share their prefixes only with requests of the same salt.
+            tenant: for whose share of the blocks this request's count, under `cache_shares`.
+            adapter: the name of a LoRA adapter, or of several that are added up; None for the model alone.
+                Not given, it is what is active on the peft model now.
+            **generate_keywords: max_new_tokens, temperature, top_p, num_beams and all others of generate(),
+                logits_processor, stopping_criteria and prefix_allowed_tokens_fn among them; and as in
+                OpenAI's API stop (strings that end an answer and are no part of its text),
+                presence_penalty, frequency_penalty and logit_bias. `hf_paged.engine.RequestKeywords`
+                explains each.
         """
         keywords = {**generate_keywords, "inputs_embeds": inputs_embeds}
         params = read_request(
@@ -222,34 +221,15 @@ class Engine:
             self._adapters.contents.look_again()
         job.adapter = self._adapters.resolve(adapter)
         job.active = self._adapters.active
-        self._queue(job, priority, extra_key(None if salt is None else check_salt(salt)), tenant)
-        return Handle(job, self.driver)
-
-    def _queue(self, job: Job, priority: int, extra: bytes, tenant: str) -> None:
-        """Put a request into the inbox, or refuse it if it could never fit. extra: what its cached blocks
-        depend on beside tokens. tenant: whose share they count for.
-        """
-        params = job.params
-        request = Request(
-            next(self._books.numbers),
-            params.prompt,
-            params.max_length,
-            params.width,
-            priority,
-            extra,
-            self._bounds.source_length(params),
-            params.batchable,
-            params.source_key,
-            job.adapter,
-            scored=0 if job.prompt_scores is None else job.prompt_scores.width,
-            tenant=tenant,
-        )
+        extra = extra_key(None if salt is None else check_salt(salt))
+        number = next(self._books.numbers)
+        request = job.request(number, priority, extra, self._bounds.source_length(params), tenant)
         reason = self._bounds.why_never(request)
-        if reason is not None:
+        if reason is None:
+            self.driver.queue(job, request)
+        else:
             job.close("refused", Infeasible(reason))
-            return
-        job.number = request.number
-        self.driver.queue(job, request)
+        return Handle(job, self.driver)
 
     def generate(
         self,
@@ -355,14 +335,10 @@ class Engine:
         return self.driver.driven
 
     @property
-    def background(self) -> Background | None:
-        """The thread that drives the engine, if one was started and not stopped."""
-        return self.driver.background
-
-    @property
     def thread_error(self) -> BaseException | None:
         """The error of a step that ended the engine's thread, if it has ended so."""
-        return None if self.background is None else self.background.error
+        thread = self.driver.background
+        return None if thread is None else thread.error
 
     def start(self) -> Self:
         """Let a thread drive the engine from now on: requests are computed whether a caller waits or not, and
@@ -492,18 +468,7 @@ class Engine:
                 f"lm_head_fp32=True and the adapter {name!r} of lm_head: its products are not computed in "
                 "float32; leave one of them out"
             )
-        self._enter_adapter(name, layers, loaded)
-
-    @in_turn
-    def _enter_adapter(self, name: str, layers: Mapping[str, LowRank], loaded: HostAdapter) -> None:
-        self._executor.require_between_forwards("add_adapter()")
-        self._adapters.add(name, loaded)
-        try:
-            self._executor.add_adapter(name, layers, self.state.paused)
-        except Exception:
-            if name in self._adapters.numbers:
-                self._adapters.remove(name)
-            raise
+        self._books.enter_adapter(name, layers, loaded)
 
     @in_turn
     def remove_adapter(self, name: str, when: Literal["now", "idle"] = "now") -> None:
@@ -530,28 +495,10 @@ class Engine:
     # ---- the engine itself
 
     @in_turn
-    def stats(self) -> dict[str, Any]:
-        """Requests by state, blocks by kind of layer, and what has been counted so far."""
+    def stats(self) -> EngineStats:
+        """Requests by state, blocks by kind of layer, counts so far, and what is off and why."""
         self._books.receive()
-        scheduler = self.scheduler
-        return {
-            "form": self.runner.form,
-            "waiting": len(scheduler.waiting),
-            "running": len(scheduler.running),
-            "preempted": len(scheduler.preempted),
-            "future_peak": scheduler.future_peak,
-            "blocks": self.pools.usage(),
-            "memory": self.pools.memory_usage(),
-            "host": self.pools.host_usage(),
-            "adapters": self._adapters.stats(),
-            "graphs": {} if self.runner.captured is None else self.runner.captured.stats(),
-            **{name: scheduler.counts[name] for name in get_args(Count)},
-            "slow_processors": dict(self._loop.slow),
-            "paused": self.state.mode if self.state.paused else None,
-            "asleep": self.state.sleep_level,
-            **self._lifecycle.counts,
-            **self.preemption.stats(),
-        }
+        return stats_of(self._loop, self.state, self._lifecycle.counts)
 
     @in_turn
     def trace(self, path: str | os.PathLike[str]) -> Recorder:
@@ -652,4 +599,4 @@ def _after_fork() -> None:
 
 
 in_forked_process(_after_fork)
-spell_out(Engine.__init__, EngineOptions, {field.name: field.default for field in fields(EngineConfig)})
+spell_out(Engine.__init__, EngineOptions, defaults_of(EngineConfig))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -391,6 +391,18 @@ def why_no_native(layout: Layout) -> str | None:
         return f"the C++ op is made for CPUs, the keys are on {layout.device}"
     if layout.dtype not in KERNEL_DTYPES:
         return f"the C++ op knows {', '.join(map(str, KERNEL_DTYPES))}, the keys are {layout.dtype}"
+    return None
+
+
+def why_in_torch(wanted: str, layouts: Iterable[Layout]) -> str | None:
+    """Why plain torch reads pages of these layouts, or None if faster code does. wanted: the option."""
+    if wanted == "torch":
+        return "kernels='torch'"
+    for layout in layouts:
+        on_cpu = layout.device.type == "cpu"
+        reason = why_no_native(layout) or why_not_built() if on_cpu else why_no_kernels(layout)
+        if reason is not None and wanted != "triton":  # which is an error where it cannot run
+            return reason
     return None
 
 

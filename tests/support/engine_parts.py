@@ -87,7 +87,7 @@ def compiling_of(engine: Engine) -> Any:
 
 def thread_of(engine: Engine) -> Background:
     """The thread that drives the engine, which was started."""
-    thread = engine.background
+    thread = engine.driver.background
     assert thread is not None
     return thread
 

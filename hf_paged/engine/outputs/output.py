@@ -188,12 +188,12 @@ class Increment:
     """A piece of an answer as it comes: new tokens of sequence `index`, their text, and why it ended if it
     did.
 
-    logprobs: one for each token, if they were asked for.
+    text: "" without a tokenizer. logprobs: one for each token, if they were asked for.
     """
 
     index: int
     token_ids: list[int]
-    text: str | None
+    text: str
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprob] | None = None
 

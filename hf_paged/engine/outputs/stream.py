@@ -138,7 +138,7 @@ class Stream:
         self, tokens: list[int], reason: FinishReason | None, notes: list[TokenLogprob] | None = None
     ) -> Increment:
         self._closed = reason is not None
-        text = None if self._text is None else self._read_out(self._text, tokens, last=reason is not None)
+        text = "" if self._text is None else self._read_out(self._text, tokens, last=reason is not None)
         shown = "error" if self._closed and self.trouble is not None else reason
         return Increment(self.index, tokens, text, shown, notes or None)
 

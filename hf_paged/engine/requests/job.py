@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...scheduling import Scheduler, SequenceGroup, TokenSequence
+from ...scheduling import Request, Scheduler, SequenceGroup, TokenSequence
 from ..outputs.output import FinishReason, Output, Timing, TokenLogprob
 from ..outputs.queue import OutputQueue
 from ..outputs.stream import Stream
@@ -56,6 +56,26 @@ class Job:
         """Where in its grammar each of its answers is."""
         self.prompt_scores = None if params.scored is None else PromptLogprobs(params.prompt, params.scored)
         """Known scores of the tokens of its prompt, if these are wanted."""
+
+    def request(self, number: int, priority: int, extra: bytes, source: int, tenant: str) -> Request:
+        """It as the scheduler sees it. extra: what its cached blocks depend on beside tokens. source: the
+        tokens that it attends to across.
+        """
+        params = self.params
+        return Request(
+            number,
+            params.prompt,
+            params.max_length,
+            params.width,
+            priority,
+            extra,
+            source,
+            params.batchable,
+            params.source_key,
+            self.adapter,
+            scored=0 if self.prompt_scores is None else self.prompt_scores.width,
+            tenant=tenant,
+        )
 
     # ---- a step
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...blocks import Copy, LayerKind, OutOfBlocks
-from ...kv import HostBlocks, LayerGroup, Transfer
+from ...kv import HostBlocks, LayerGroup, Layout, Transfer
 from ...kv.budget import free_bytes
 from ...kv.config import CacheConfig
 from ...model.registry import memory_of
@@ -297,6 +297,11 @@ class Pools:
             (),
             host=host if any(host) else (),
         )
+
+    @property
+    def layouts(self) -> set[Layout]:
+        """The layouts of all layers, as far as they are known."""
+        return {layout for group in self.groups.values() for layout in group.layouts}
 
     def usage(self) -> dict[str, dict[str, Any]]:
         """Blocks of every kind: total, held, cached (also by tenant), free; and how many tenants have lost

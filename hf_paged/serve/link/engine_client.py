@@ -61,7 +61,7 @@ class EngineRequest:
 
     def add_token(self, index: int, token: int) -> None:
         """Take a token."""
-        self._unread.append(Increment(index, [token], None, None))
+        self._unread.append(Increment(index, [token], "", None))
         self.wake()
 
     def add(self, progress: wire.Progress) -> None:
@@ -232,10 +232,10 @@ def _increments(new: NewTokens) -> list[Increment]:
     """New tokens as they are shown: each with a logprob also has its place in the text."""
     index, tokens, reason, notes = new
     if not notes:
-        return [Increment(index, tokens, None, reason)]
+        return [Increment(index, tokens, "", reason)]
     last = len(tokens) - 1
     return [
-        Increment(index, [token], None, reason if i == last else None, [note])
+        Increment(index, [token], "", reason if i == last else None, [note])
         for i, (token, note) in enumerate(zip(tokens, notes, strict=True))
     ]
 

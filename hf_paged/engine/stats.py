@@ -1,0 +1,183 @@
+"""An engine in figures: `engine.stats()`, and the parts of it that are off, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict, cast, get_args
+
+from ..kv.ops import why_in_torch
+from ..scheduling import Count
+from .loop import StepLoop
+from .state import EngineState
+from .weights import PauseMode
+
+
+class BlockStats(TypedDict):
+    """The blocks of one kind of layers: total = held + cached + free."""
+
+    total: int
+    held: int
+    cached: int
+    free: int
+    cached_by_tenant: dict[str, int]
+    taken_by_tenant: dict[str, int]
+    """Cached blocks that each tenant has lost within its share."""
+    bytes: int
+
+
+class MemoryStats(TypedDict):
+    """Bytes of all pools."""
+
+    reserved_bytes: int
+    used_bytes: int
+    """Those of held or cached blocks."""
+    most_bytes: int
+    """Those of all blocks: what the pools can grow to."""
+
+
+class HostStats(TypedDict):
+    """The blocks of one kind of layers in the host's memory."""
+
+    most: int
+    total: int
+    """Those that there is memory for by now."""
+    held: int
+    free: int
+    bytes: int
+
+
+class AdapterStats(TypedDict):
+    """The adapters on the device."""
+
+    on_device: int
+    slots: int
+    bytes: int
+
+
+class CaptureStats(TypedDict, total=False):
+    """Captured steps; nothing where none are wanted."""
+
+    captured: int
+    compiled: int
+    replayed: int
+    refused: int
+    kept: int
+    bytes: int
+    seconds: float
+    sizes: dict[str, list[int]]
+    """The rows of trusted steps, by their form."""
+
+
+class EngineStats(TypedDict):
+    """The answer of `engine.stats()`."""
+
+    form: str
+    """"flat" (all sequences of a step in one row) or "rows" (one after another)."""
+    waiting: int
+    running: int
+    preempted: int
+    future_peak: float
+    """The most that all requests are expected to hold at once, as a share of the fullest pool."""
+    blocks: dict[str, BlockStats]
+    memory: MemoryStats
+    host: dict[str, HostStats]
+    adapters: AdapterStats
+    graphs: CaptureStats
+    steps: int
+    tokens: int
+    preemptions: int
+    admissions: int
+    finished: int
+    hits: int
+    misses: int
+    swapped_out: int
+    swapped_in: int
+    recomputed: int
+    blocks_out: int
+    blocks_in: int
+    held_back: int
+    slow_processors: dict[str, int]
+    paused: PauseMode | None
+    asleep: int
+    weights_changed: int
+    kv_kept: int
+    bytes_out: int
+    bytes_in: int
+    copied: float
+    exposed: float
+    off: dict[str, str]
+    """The parts of the engine that are off, and why."""
+
+
+def stats_of(loop: StepLoop, state: EngineState, counts: Mapping[str, int]) -> EngineStats:
+    """The figures of an engine's parts. counts: those of its lifecycle."""
+    scheduler, runner = loop.scheduler, loop.runner
+    found: dict[str, Any] = {
+        "form": runner.form,
+        "waiting": len(scheduler.waiting),
+        "running": len(scheduler.running),
+        "preempted": len(scheduler.preempted),
+        "future_peak": scheduler.future_peak,
+        "blocks": loop.pools.usage(),
+        "memory": loop.pools.memory_usage(),
+        "host": loop.pools.host_usage(),
+        "adapters": loop.adapters.stats(),
+        "graphs": {} if runner.captured is None else runner.captured.stats(),
+        **{name: scheduler.counts[name] for name in get_args(Count)},
+        "slow_processors": dict(loop.slow),
+        "paused": state.mode if state.paused else None,
+        "asleep": state.sleep_level,
+        **counts,
+        **loop.preemption.stats(),
+        "off": parts_off(loop),
+    }
+    return cast(EngineStats, found)
+
+
+def parts_off(loop: StepLoop) -> dict[str, str]:
+    """The parts of an engine that are off, by the names of options where they have one, and why."""
+    runner, config = loop.runner, loop.pools.config
+    captured = runner.captured
+    compilation = None if captured is None else captured.compilation
+    reasons = {
+        "flat": runner.why_rows,
+        "graphs": _why_no_graphs(loop),
+        "compile": None if compilation is None else compilation.why_not,
+        "kernels": why_in_torch(config.kernels, loop.pools.layouts),
+        "prefix_caching": _why_no_prefixes(loop),
+        "swap": None if loop.pools.swaps else _why_no_swaps(config.preemption),
+        "run_ahead": None if loop.ahead else _why_not_ahead(config.run_ahead, runner.eager.device.type),
+        "adapters": loop.adapters.why_not,
+        "embeddings": runner.why_no_embeddings,
+        "pictures": runner.why_not_cross,
+    }
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _why_no_graphs(loop: StepLoop) -> str | None:
+    """Why steps are not captured, or which of them are refused."""
+    runner = loop.runner
+    if runner.captured is None:
+        return "graphs=False"
+    if runner.why_rows is not None:
+        return "sequences are run one by one"
+    if not runner.captures:
+        return f"steps are captured on CUDA devices, the model is on {runner.eager.device}"
+    refused = dict.fromkeys(runner.captured.captures.reasons.values())
+    return "some steps: " + "; ".join(refused) if refused else None
+
+
+def _why_no_prefixes(loop: StepLoop) -> str | None:
+    if not loop.pools.config.prefix_caching:
+        return "prefix_caching=False"
+    if loop.runner.eager.encoder is not None:
+        return "a decoder's keys and values depend on its encoder's output"
+    return None
+
+
+def _why_no_swaps(mode: str) -> str:
+    return "preemption='recompute'" if mode == "recompute" else "host_blocks=0"
+
+
+def _why_not_ahead(wanted: bool | None, device: str) -> str:
+    return "run_ahead=False" if wanted is False else f"the default is on for CUDA devices, this is {device}"
