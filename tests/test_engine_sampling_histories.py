@@ -34,9 +34,10 @@ def test_ids_without_a_score_cost_nothing() -> None:
 
 
 def owner(group: Any, tokens: list[int], index: int = 0) -> Any:
-    """A job, and a sequence of its own with these tokens in it."""
-    job = SimpleNamespace(params=SimpleNamespace(seen=lambda tokens: tokens))
-    return job, SimpleNamespace(group=group, index=index, tokens=tokens)
+    """Parameters of a request, and a sequence of its own with these tokens in it."""
+    return SimpleNamespace(seen=lambda tokens: tokens), SimpleNamespace(
+        group=group, index=index, tokens=tokens
+    )
 
 
 def test_lines_are_of_what_a_sequence_has_in_it() -> None:

@@ -13,9 +13,9 @@ from ..scheduling import UNKNOWN, Scheduler, SequenceGroup, TokenSequence
 from .outputs.output import TokenLogprob, TokenLogprobs
 from .requests.callables import require_known
 from .requests.job import Job
+from .sampled_rows import columns_of
 from .sampling.beams import BeamCandidates, BeamSearch, BeamStep, Continuations, step
 from .sampling.candidates import BeamScorer, top_continuations
-from .sampling.columns import SamplingColumns
 from .sampling.grammar import masked, next_token_bitmasks, unfollowed
 from .sampling.histories import Histories
 from .sampling.random_numbers import row_states
@@ -137,9 +137,9 @@ class HostSampler:
             return None
         bits = next_token_bitmasks(matchers, logits.shape[1], logits.device)
         rows = [row for request in followed for row in request.rows]
-        sequences = tuple([sequence for request in followed for sequence in _group(request.job).sequences])
-        jobs = {_group(request.job): request.job for request in followed}
-        columns = SamplingColumns(sequences, jobs, self._histories)
+        sequences = [sequence for request in followed for sequence in _group(request.job).sequences]
+        jobs = [request.job for request in followed for _ in request.rows]
+        columns = columns_of(sequences, jobs, self._histories)
         scores = masked(logits[upload(rows, logits.device)], bits)
         positions = [len(sequence.tokens) for sequence in sequences]
         for job, own in _dealt(followed, matchers).items():
@@ -147,7 +147,7 @@ class HostSampler:
             if trouble is not None:
                 job.trouble_with_scores = unfollowed(trouble)
         tokens = columns.choose(scores, positions)
-        if columns.logprobs:
+        if any(request.job.params.top_logprobs is not None for request in followed):
             chosen_from = _dealt(followed, list(columns.scores if columns.scores is not None else scores))
             self._guided_scores = {job: torch.stack(each) for job, each in chosen_from.items()}
         return download([tokens[1]])

@@ -22,7 +22,7 @@ from ..scheduling import (
 from .host_sampler import HostSampler, SamplingRows, no_token
 from .outputs.output import TokenLogprob, TokenLogprobs
 from .requests.job import Job
-from .sampling.columns import SamplingColumns
+from .sampled_rows import SampledRows, sampled_rows
 from .sampling.histories import Histories
 from .sampling.scores import chosen_numbers_of
 from .worker.forward_batch import Answer, LastTokens, download
@@ -35,12 +35,12 @@ class SamplingState:
         self.jobs = jobs
         self.last_tokens = last_tokens
         self.histories = Histories()
-        self.columns = SamplingColumns((), jobs, self.histories)
+        self.rows = sampled_rows((), jobs, self.histories)
         """Those of the last step, which serve the next one if it samples the same sequences."""
 
     def clear(self) -> None:
         """Drop all, after a step that broke off."""
-        self.columns = SamplingColumns((), self.jobs, self.histories)
+        self.rows = sampled_rows((), self.jobs, self.histories)
         self.histories.clear()
 
 
@@ -63,7 +63,7 @@ class InFlightStep:
     begin: float
     """When the host began to launch it, or had the tokens of the step before it: its own time begins then."""
     _sampling: SamplingState
-    _columns: SamplingColumns | None = None
+    _rows: SampledRows | None = None
     _download: Callable[[], Sequence[torch.Tensor]] | None = None
     _scores: Callable[[], Sequence[torch.Tensor]] | None = None
     _tokens: list[int] = field(default_factory=list)
@@ -90,23 +90,23 @@ class InFlightStep:
             row_ids, answer = self._add_other_rows()
         if not self.sequences:
             return
-        if self._sampling.columns.sequences != self.sequences:
-            self._sampling.columns = SamplingColumns(
-                self.sequences, self._sampling.jobs, self._sampling.histories
-            )
-        columns = self._columns = self._sampling.columns
+        sampling = self._sampling
+        if sampling.rows.sequences != self.sequences:
+            sampling.rows = sampled_rows(self.sequences, sampling.jobs, sampling.histories)
+        rows = self._rows = sampling.rows
+        columns = rows.columns
         positions = [sequence.computed for sequence in self.sequences] if columns.uses_positions else []
         tokens, for_host = columns.choose(answer.logits, positions, answer.best)
-        last = self._sampling.last_tokens
+        last = sampling.last_tokens
         last.tokens[last.index_of(row_ids)] = tokens.to(last.tokens.device)
         wanted = [for_host]
-        if columns.logprobs:
+        if rows.logprobs:
             tensors = [answer.logits, tokens, columns.scores, columns.uncut]
-            if len(columns.logprobs) < len(self.sequences):
-                index = upload(columns.logprobs, tokens.device)
+            if len(rows.logprobs) < len(self.sequences):
+                index = upload(rows.logprobs, tokens.device)
                 tensors = [None if each is None else each[index] for each in tensors]
             logits, own, *others = tensors
-            wanted.append(chosen_numbers_of(logits, own, columns.top_logprobs, *others))
+            wanted.append(chosen_numbers_of(logits, own, rows.top_logprobs, *others))
         self._download = download(wanted)
 
     def _add_other_rows(self) -> tuple[array[int], Answer]:
@@ -143,28 +143,28 @@ class InFlightStep:
 
     def wait(self) -> bool:
         """Wait for the tokens: whether a request may end with its own, or has criteria that decide it."""
-        columns = self._columns
-        if self._download is None or columns is None:
+        rows = self._rows
+        if self._download is None or rows is None:
             return False
         tokens, *logprobs = self._download()
         self._tokens = tokens.tolist()
         for numbers in logprobs:
             self._logprobs = numbers.tolist()
         self._ending = list(self.batch.last)
-        if not columns.any_end.isdisjoint(self._tokens):
-            self._ending += columns.ending(self._tokens)
-        if columns.stop_places:
-            self._ending += columns.stopping(self._tokens)
+        if not rows.any_end.isdisjoint(self._tokens):
+            self._ending += rows.ending(self._tokens)
+        if rows.stop_places:
+            self._ending += rows.stopping(self._tokens)
         for place in range(self.batch.decodes, len(self._tokens)):
-            if len(self.sequences[place].tokens) + 1 >= columns.jobs[place].params.max_length:
+            if len(self.sequences[place].tokens) + 1 >= rows.jobs[place].params.max_length:
                 self._ending.append(place)
-        return bool(self._ending) or columns.has_criteria
+        return bool(self._ending) or rows.has_criteria
 
     def apply(self, scheduler: Scheduler) -> dict[Job, Exception]:
         """Append the tokens to requests that have not ended: the failed ones, and why."""
-        columns = self._columns
+        rows = self._rows
         sequences = self.sequences
-        streams = [] if columns is None else columns.streams
+        streams = [] if rows is None else rows.streams
         tokens = self._tokens
         here: Sequence[int] = range(len(tokens))
         one_by_one = {*range(self.batch.decodes, len(tokens)), *self._ending}
@@ -177,8 +177,8 @@ class InFlightStep:
         # All that is done for a sequence that continues: its token is appended.
         without = {*self.failed, *self.lost} if self.lost else self.failed
         scheduler.confirm(self.plan, without, sequences, tokens)
-        if self._logprobs and columns is not None:
-            writers = zip(columns.logprobs, columns.writers, self._logprobs, strict=True)
+        if self._logprobs and rows is not None:
+            writers = zip(rows.logprobs, rows.writers, self._logprobs, strict=True)
             for place, write, row in writers:
                 if place not in one_by_one:
                     write(row)
@@ -186,12 +186,12 @@ class InFlightStep:
             stream.so_far.append(token)
         if self.answer.scores:
             self.note_prompts(scheduler)
-        if columns is None:
+        if rows is None:
             return {}
-        for job in columns.requests:
+        for job in rows.requests:
             if job.queue.readers:
                 job.queue.put()
-        return self._apply_one_by_one(scheduler, columns, sorted(one_by_one)) if one_by_one else {}
+        return self._apply_one_by_one(scheduler, rows, sorted(one_by_one)) if one_by_one else {}
 
     def note_prompts(self, scheduler: Scheduler) -> None:
         """Give requests what was scored of their prompts, and cache it for others that begin alike."""
@@ -205,24 +205,24 @@ class InFlightStep:
                 job.prompt_scores.publish(scheduler.prefixes.scores, sequence.group.prompt, start, count)
 
     def _apply_one_by_one(
-        self, scheduler: Scheduler, columns: SamplingColumns, places: Sequence[int]
+        self, scheduler: Scheduler, rows: SampledRows, places: Sequence[int]
     ) -> dict[Job, Exception]:
         by_job: dict[Job, list[int]] = {}
         for place in places:
-            by_job.setdefault(columns.jobs[place], []).append(place)
+            by_job.setdefault(rows.jobs[place], []).append(place)
         self.jobs = list(by_job)
         failed: dict[Job, Exception] = {}
         for job, own in by_job.items():
             if job.group is None or job.group.status is Status.FINISHED:
                 continue
             # A sequence that ended in the step before has got a token too many.
-            found = {columns.sequences[i]: i for i in own if columns.sequences[i] in job.group.sequences}
+            found = {rows.sequences[i]: i for i in own if rows.sequences[i] in job.group.sequences}
             tokens = {sequence: self._tokens[i] for sequence, i in found.items()}
             if UNKNOWN in tokens.values():
                 failed[job] = no_token(job)
             elif tokens:
                 try:
-                    notes = {sequence: self._note_at(columns, i) for sequence, i in found.items()}
+                    notes = {sequence: self._note_at(rows, i) for sequence, i in found.items()}
                     job.append(scheduler, tokens, notes, self.answer.logits.device)
                 except (
                     Exception
@@ -230,11 +230,11 @@ class InFlightStep:
                     failed[job] = error
         return failed
 
-    def _note_at(self, columns: SamplingColumns, place: int) -> TokenLogprob | None:
+    def _note_at(self, rows: SampledRows, place: int) -> TokenLogprob | None:
         """The logprob of a token, if its job requested one."""
-        top_logprobs = columns.jobs[place].params.top_logprobs
+        top_logprobs = rows.jobs[place].params.top_logprobs
         if top_logprobs is None:
             return None
         notes = TokenLogprobs(top_logprobs)
-        notes.writer(columns.top_logprobs)(self._logprobs[bisect_left(columns.logprobs, place)])
+        notes.writer(rows.top_logprobs)(self._logprobs[bisect_left(rows.logprobs, place)])
         return notes[0]

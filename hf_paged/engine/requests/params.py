@@ -25,9 +25,9 @@ from ..multimodal.encoder import EncoderInput
 from ..multimodal.media import Media, marks_of, media_arguments
 from ..outputs.stops import Stop
 from ..sampling.grammar import GrammarProcessor
+from ..sampling.params import SamplingParams
 from ..sampling.penalties import with_penalties
 from ..sampling.rules import ProcessorPlan, processor_plan_of
-from ..sampling.warp import Warp
 from .openai import OpenAIParams, take_openai_options
 from .options import Options, ends_of
 from .prompts import checked_ids, prompt_tokens, short, tokenize_prompt, words_of
@@ -66,72 +66,36 @@ KEY = os.urandom(16)
 
 
 @dataclass(frozen=True)
-class RequestParams:
+class RequestParams(SamplingParams):
     """A request, read and checked.
 
-    prompt: what the scheduler sees, a number for each position.
-    ids: what processors and criteria see: the same, or for a prompt of embeddings [tokens, hidden] the ids
-        given with them, if any.
     media: what replaces some of the ids.
     source: the encoder's input; prompt and ids are then what its decoder begins with.
     max_length: of a sequence, as the scheduler counts it.
     processors and criteria: those that do not run for the whole batch at once; criteria without those about
     length and end-of-sequence tokens.
-    top_logprobs: how many are reported beside each token, scored: beside each token of the prompt; None for
-        no logprobs.
-    processor_plan: what the processors do to scores, if they run for the whole batch at once, and beside it
-    the grammar that the answers follow.
+    scored: how many top logprobs are reported beside each token of the prompt; None for no logprobs.
+    grammar: the grammar that the answers follow, beside the processor plan.
     slow: the names of the processors that run for this request alone.
     stop: the strings that end its answers, and are no part of their texts.
     """
 
-    prompt: tuple[int, ...]
-    ids: tuple[int, ...]
     embeds: torch.Tensor | None
     media: Media | None
     source: EncoderInput | None
-    config: Any
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     ends: frozenset[int]
     max_length: int
-    seed: int
-    top_logprobs: int | None
     scored: int | None
-    processor_plan: ProcessorPlan | None
     grammar: GrammarProcessor | None
     slow: tuple[str, ...]
     stop: Stop | None
 
     @property
-    def beams(self) -> int:
-        """How many beams; 1 is none."""
-        return int(self.config.num_beams or 1)
-
-    @property
-    def answers(self) -> int:
-        """How many sequences come back."""
-        return int(self.config.num_return_sequences or 1)
-
-    @property
     def width(self) -> int:
         """How many sequences run."""
         return max(self.beams, self.answers)
-
-    @property
-    def sampled(self) -> bool:
-        """True if tokens are drawn."""
-        return bool(self.config.do_sample)
-
-    @property
-    def warp(self) -> Warp | None:
-        """The parts of the processor plan that take other numbers for every row."""
-        return None if self.processor_plan is None else self.processor_plan.warp
-
-    @property
-    def has_rules(self) -> bool:
-        """True if it has processors that run for the rows of all requests at once."""
-        return self.processor_plan is not None and any(self.processor_plan[1:])
 
     @property
     def on_device(self) -> bool:
@@ -155,14 +119,6 @@ class RequestParams:
     def caller_ids(self) -> tuple[int, ...]:
         """The ids of the prompt as the caller gave them."""
         return self.ids if self.source is None else self.source.ids
-
-    def seen_length(self, position: int) -> int:
-        """The length of a sequence of so many tokens in the books as processors and criteria see it."""
-        return position + len(self.ids) - len(self.prompt)
-
-    def seen(self, tokens: list[int]) -> list[int]:
-        """The tokens of a sequence in the books as processors and criteria see them."""
-        return tokens if self.prompt is self.ids else [*self.ids, *tokens[len(self.prompt) :]]
 
     @property
     def of_ids(self) -> bool:
@@ -264,24 +220,25 @@ def read_request(
         each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria)
     )
     grammar, processor_plan, slow = _processor_plan(config, processors)
+    at_tokens = [each for each in at_tokens if each is not config._eos_token_tensor]
     return RequestParams(
-        given.names,
-        given.tokens,
-        given.embeds,
-        given.media,
-        given.source,
-        config,
-        processors,
-        others,
-        own_ends.union(*(ends_of(tensor) for tensor in at_tokens if tensor is not config._eos_token_tensor)),
-        min(lengths) - len(given.tokens) + len(given.names),
-        _seed(seed, drawn=bool(config.do_sample)),
-        _top_logprobs("logprobs", logprobs, model),
-        _scored(prompt_logprobs, model, given),
-        processor_plan,
-        grammar,
-        slow,
-        options.stops.stop(tokenizer, asked.stop, config.min_new_tokens or 0),
+        prompt=given.names,
+        ids=given.tokens,
+        config=config,
+        seed=_seed(seed, drawn=bool(config.do_sample)),
+        top_logprobs=_top_logprobs("logprobs", logprobs, model),
+        processor_plan=processor_plan,
+        embeds=given.embeds,
+        media=given.media,
+        source=given.source,
+        processors=processors,
+        criteria=others,
+        ends=own_ends.union(*map(ends_of, at_tokens)),
+        max_length=min(lengths) - len(given.tokens) + len(given.names),
+        scored=_scored(prompt_logprobs, model, given),
+        grammar=grammar,
+        slow=slow,
+        stop=options.stops.stop(tokenizer, asked.stop, config.min_new_tokens or 0),
     )
 
 

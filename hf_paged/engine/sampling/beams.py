@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..outputs.output import FinishReason, TokenLogprob
-from ..requests.params import RequestParams
+from .params import SamplingParams
 
 NOT = -1.0e9
 """The score of what is not there. Sums with it stay in fp32, as generate()'s do."""
@@ -81,7 +81,7 @@ class BeamSearch:
     finished beams by score over length.
     """
 
-    def __init__(self, params: RequestParams) -> None:
+    def __init__(self, params: SamplingParams) -> None:
         config = params.config
         self.params = params
         self.count = params.beams

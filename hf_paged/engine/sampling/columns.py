@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from ...kv.upload import upload
-from ...scheduling import UNKNOWN, SequenceGroup, TokenSequence
-from ..requests.job import Job
+from ...scheduling import UNKNOWN, TokenSequence
 from .histories import Histories, Owner
+from .params import SamplingParams
 from .penalties import with_counts_off
 from .random_numbers import row_states
 from .rules import ProcessorPlan, ProcessorRule, processed
@@ -60,32 +60,20 @@ class SamplingColumns:
     """Sampling parameters as columns, one entry per sequence that gets a token; rebuilt when these sequences
     change.
 
-    A place is a sequence's index among those sampled on the device, in the order of the step's rows.
+    A place is a sequence's index among those whose tokens are chosen together.
     """
 
     def __init__(
         self,
-        sequences: tuple[TokenSequence, ...],
-        jobs: Mapping[SequenceGroup, Job],
+        sequences: Sequence[TokenSequence],
+        params: Sequence[SamplingParams],
         histories: Histories,
+        fail: Callable[[int, Exception], None],
     ) -> None:
-        self.sequences = sequences
-        self.jobs = [jobs[sequence.group] for sequence in sequences]
-        self.requests = list(dict.fromkeys(self.jobs))
-        """The same, each once."""
-        self._owners = list(zip(self.jobs, sequences, strict=True))
-        params = [job.params for job in self.jobs]
-        self.streams = [job.streams[sequence.index] for job, sequence in self._owners]
-        self._ends = [each.ends for each in params]
-        self.any_end = frozenset([UNKNOWN]).union(*set(self._ends))
-        self.logprobs = [place for place, each in enumerate(params) if each.top_logprobs is not None]
-        self.top_logprobs = max([params[place].top_logprobs or 0 for place in self.logprobs], default=0)
-        """How many are reported beside a token at most."""
-        self.writers = [self.streams[place].logprobs.writer(self.top_logprobs) for place in self.logprobs]
-        self.has_criteria = any(each.criteria for each in params)
-        self.stop_places = [place for place, each in enumerate(params) if each.stop is not None]
-        """The places of requests with stop strings."""
+        """fail: called with a place whose processor raised, and the error; the place gets no token."""
+        self._owners = list(zip(params, sequences, strict=True))
         self._histories = histories
+        self._fail = fail
         self._drawn = [place for place, each in enumerate(params) if each.sampled]
         warps = [each.warp or Warp() for each in params]
         self._penalties = {place: warp for place, warp in enumerate(warps) if warp.penalises}
@@ -112,22 +100,8 @@ class SamplingColumns:
         """
         self.uncut: torch.Tensor | None = None
         """The same before cuts; None if nothing was cut."""
-        self._changes = bool(self._processor_plans or self._penalties) or any(
-            each != Warp() for each in self._warps
-        )
-
-    def ending(self, tokens: list[int]) -> list[int]:
-        """The places whose sequence ends with its token, or got no token."""
-        return [
-            place
-            for place, (token, ends) in enumerate(zip(tokens, self._ends, strict=True))
-            if token == UNKNOWN or token in ends
-        ]
-
-    def stopping(self, tokens: list[int]) -> list[int]:
-        """The places in whose token a stop string ends."""
-        streams = self.streams
-        return [place for place in self.stop_places if streams[place].stops_with(tokens[place])]
+        changes = self._processor_plans or self._penalties or any(each != Warp() for each in self._warps)
+        self._keeps_scores = bool(changes) and any(each.top_logprobs is not None for each in params)
 
     def choose(
         self, logits: torch.Tensor, positions: Sequence[int], known: torch.Tensor | None = None
@@ -151,13 +125,13 @@ class SamplingColumns:
         chosen = greedy_tokens_now(scores) if known is None or self._processor_plans else known.clone()
         if penalty is not None and not self._processor_plans:
             chosen[:, penalty[0]] = greedy_tokens_now(penalty[1])
-        self.scores = scores if self.logprobs and self._changes else None
+        self.scores = scores if self._keeps_scores else None
         self.uncut = None
         if self._drawn:
             chosen = self._with_draws(chosen, scores, positions)
         if self._reading:
             self._note(chosen[0], positions)
-        if penalty is not None and not (self._drawn or self._processor_plans) and self.logprobs:
+        if penalty is not None and not (self._drawn or self._processor_plans) and self._keeps_scores:
             self.scores = scores.index_copy(0, *penalty)
         return chosen
 
@@ -202,7 +176,7 @@ class SamplingColumns:
         return PenalisedRows(
             places,
             upload(places, scores.device),
-            [len(self.jobs[place].params.ids) for place in places],
+            [len(self._owners[place][0].ids) for place in places],
             repetition if any(each != 1 for each in repetition) else [],
             upload(numbers, scores.device, scores.dtype)[:, :, None] if any(map(any, numbers)) else None,
         )
@@ -254,16 +228,14 @@ class SamplingColumns:
         """Scores of these owners' rows after their rules."""
         if not any(rules):
             return scores
-        whose = [self._owners[place] for place in owners or range(len(self._owners))]
-        lengths = [
-            job.params.seen_length(position) for (job, _), position in zip(whose, positions, strict=True)
-        ]
+        places = owners or range(len(self._owners))
+        lengths = [self._offsets[place] + position for place, position in zip(places, positions, strict=True)]
 
         def fail(row: int, error: Exception) -> None:
-            whose[row][0].trouble_with_scores = error
+            self._fail(places[row], error)
 
         def read(rows: list[int], width: int, pad: int) -> torch.Tensor:
             own = [lengths[row] for row in rows]
-            return self._histories.read([whose[row] for row in rows], own, width, pad)
+            return self._histories.read([self._owners[places[row]] for row in rows], own, width, pad)
 
         return processed(scores, rules, lengths, fail, read)

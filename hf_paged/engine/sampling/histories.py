@@ -9,12 +9,12 @@ import torch
 from ...kv.ordinary import ordinary_tensors
 from ...kv.upload import upload
 from ...scheduling import SequenceGroup, TokenSequence
-from ..requests.job import Job
+from .params import SamplingParams
 
 FIRST_ROWS = 8
 FIRST_TOKENS = 64
 """Room that there is at first; later twice as much each time."""
-Owner = tuple[Job, TokenSequence]
+Owner = tuple[SamplingParams, TokenSequence]
 
 
 class Histories:
@@ -45,10 +45,10 @@ class Histories:
             self._lines = {}
             self._free = []
             self._room(0, 0, device)
-        new = [(job, row) for job, row in owners if row.index not in self._lines.setdefault(row.group, {})]
+        new = [each for each in owners if each[1].index not in self._lines.setdefault(each[1].group, {})]
         if not new:
             return
-        seen = [job.params.seen(row.tokens) for job, row in new]
+        seen = [params.seen(row.tokens) for params, row in new]
         longest = max(map(len, seen))
         self._room(len(new), longest, device)
         for _, row in new:
