@@ -109,11 +109,13 @@ def test_maps(tmp_path: Path) -> None:
     assert second.cached == (frozenset({3}), frozenset())
     assert second.draw() == "000:.0......"
     assert second.draw(1, width=6) == ".000..\n......"
-    last = trace.map(3)
+    last = trace.map()
+    assert last == trace.map(3) == trace.map(-1)
     assert last.owners() == {0: ((1, 0), (1, 1)), 1: ((1, 0),), 2: ((1, 1),), 3: ((1, 0), (1, 1))}
     assert str(last) == "step 3, full\n1111........\nstep 3, window6\n111........."
-    with pytest.raises(IndexError, match="steps 0 to 3"):
-        trace.map(4)
+    for number in (4, -5):
+        with pytest.raises(IndexError, match="steps 0 to 3"):
+            trace.map(number)
 
 
 def test_a_block_of_several_requests_has_its_own_sign() -> None:

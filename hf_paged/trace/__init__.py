@@ -19,8 +19,11 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple, cast
+
+from .picture import PoolView, block_line, card, counted, heading, pool_picture, views_legend
 
 VERSION = 1
 PLAIN = (
@@ -121,6 +124,13 @@ class Kind(NamedTuple):
     window: int | None
     total: int
 
+    @property
+    def title(self) -> str:
+        """What its layers do."""
+        return (
+            f"{self.name} attention" if self.window is None else f"attention to the last {self.window} tokens"
+        )
+
 
 @dataclass(frozen=True)
 class Step:
@@ -173,12 +183,16 @@ class Step:
 class BlockMap:
     """Which block belongs to which sequence during a step: for each sequence its table of each kind of layer,
     and the cached blocks.
+
+    others: blocks that others hold, of whom nothing more is known. A notebook shows a map as a picture.
     """
 
     step: Step
     kinds: tuple[Kind, ...]
     tables: Mapping[Name, tuple[Table, ...]]
     cached: tuple[frozenset[int], ...]
+    block_size: int
+    others: tuple[frozenset[int], ...] = ()
 
     def owners(self, kind: int = 0) -> dict[int, tuple[Name, ...]]:
         """The sequences that hold each block."""
@@ -188,22 +202,49 @@ class BlockMap:
                 found.setdefault(block, []).append(name)
         return {block: tuple(names) for block, names in sorted(found.items())}
 
-    def draw(self, kind: int = 0, width: int = 64) -> str:
+    def view(self, kind: int = 0) -> PoolView:
+        """The blocks of a kind of layer that are in use."""
+        holders = {block: [name.request for name in names] for block, names in self.owners(kind).items()}
+        others = self.others[kind] if self.others else ()
+        return PoolView(self.kinds[kind].total, holders, self.cached[kind], others)
+
+    def draw(self, kind: int = 0, width: int = 64, whole: bool = False) -> str:
         """The blocks in order, a sign for each: its request's last digit or letter, "*" of several requests,
-        ":" cached, "." free.
+        "#" of others, ":" cached, "." free. Free blocks behind those in use are a number, unless the `whole`
+        pool is asked for.
         """
-        signs = ["."] * self.kinds[kind].total
+        view = self.view(kind)
+        shown = view.total if whole else view.shown
+        signs = ["."] * shown
         for block in self.cached[kind]:
             signs[block] = ":"
-        for block, names in self.owners(kind).items():
-            requests = {name.request for name in names}
-            signs[block] = LETTERS[min(requests) % len(LETTERS)] if len(requests) == 1 else "*"
-        return "\n".join("".join(signs[i : i + width]) for i in range(0, len(signs), width))
+        for block in view.others:
+            signs[block] = "#"
+        for block, names in view.holders.items():
+            signs[block] = LETTERS[min(names) % len(LETTERS)] if len(set(names)) == 1 else "*"
+        lines = ["".join(signs[i : i + width]) for i in range(0, shown, width)]
+        if shown < view.total:
+            lines.append(f"+{view.total - shown:,} free")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return "\n".join(
             f"step {self.step.number}, {kind.name}\n{self.draw(i)}" for i, kind in enumerate(self.kinds)
         )
+
+    def picture(self, title: str, *lines: str) -> str:
+        """The map as a static picture in HTML, under a title and lines of text."""
+        views = [self.view(i) for i in range(len(self.kinds))]
+        parts = []
+        for i, (kind, view) in enumerate(zip(self.kinds, views, strict=True)):
+            counts = {**view.counts(), "on the host": self.step.blocks[i].swapped if self.step.blocks else 0}
+            parts.append(heading(f"{kind.title}: {view.total:,} blocks", counted(counts)))
+            parts.append(pool_picture(view))
+        return card(title, (*lines, block_line(self.block_size)), [*parts, views_legend(views)])
+
+    def _repr_html_(self) -> str:
+        seconds = f"{self.step.at:.2f} s, {len(self.step.rows)} sequences compute {self.step.tokens} tokens"
+        return self.picture(f"step {self.step.number}", seconds)
 
 
 class MapState:
@@ -297,13 +338,15 @@ class Trace:
         for step in self.steps:
             state.apply(step)
             tables = MappingProxyType(dict(state.tables))
-            yield BlockMap(step, self.kinds, tables, tuple(map(frozenset, state.cached)))
+            yield BlockMap(step, self.kinds, tables, tuple(map(frozenset, state.cached)), self.block_size)
 
-    def map(self, number: int) -> BlockMap:
-        """The block map of step `number`."""
-        if not 0 <= number < len(self.steps):
-            raise IndexError(f"step {number} is not in this trace; it has steps 0 to {len(self.steps) - 1}")
-        return next(each for each in self.maps() if each.step.number == number)
+    def map(self, number: int = -1) -> BlockMap:
+        """The block map of step `number`; a negative number counts from the end."""
+        count = len(self.steps)
+        place = number + count if number < 0 else number
+        if not 0 <= place < count:
+            raise IndexError(f"step {number} is not in this trace; it has steps 0 to {count - 1}")
+        return next(islice(self.maps(), place, None))
 
     def __str__(self) -> str:
         reasons = Counter(ended.reason for step in self.steps for ended in step.ended)
