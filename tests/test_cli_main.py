@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from processes import LIMIT
+from transformers.utils import logging as progress
 
 import hf_paged
 from hf_paged import demo
@@ -31,6 +32,7 @@ from hf_paged.cli.serve import (
 )
 from hf_paged.engine import Handle
 from hf_paged.serve.http.options import ServerOptions
+from hf_paged.serve.link.loading import Source
 from hf_paged_cli.main import main
 from hf_paged_cli.other_servers import ABSENT, TABLE
 from hf_paged_cli.parser import parser
@@ -454,6 +456,24 @@ def test_generate_prints_the_answer(capsys: pytest.CaptureFixture[str], tmp_path
         (p, wanted(p)) for p in ("The fox", "The owl")
     ]
     assert "empty" in failing(capsys, "generate", "demo", "--prompt", " ")
+
+
+@pytest.mark.parametrize(
+    ("terminal", "quiet", "shown"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_weights_are_loaded_with_a_bar_in_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
+    quiet: bool,
+    shown: bool,
+) -> None:
+    """And never before an answer; whoever loads a model afterwards has what there was before."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    before = progress.is_progress_bar_enabled()
+    Source("demo").load(quiet)
+    assert ("Loading weights" in capsys.readouterr().err) == (shown and before)
+    assert progress.is_progress_bar_enabled() == before
 
 
 def test_lines_are_printed_as_answers_end(

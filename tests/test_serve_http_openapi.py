@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
+import httpx
+from browser import CHROMIUM, Browser
 from pydantic import ValidationError
 from reply_cases import holds
 from serving import Served, serving
@@ -125,3 +129,39 @@ def test_examples_are_answered(served: Served, described: dict[str, Any]) -> Non
         )
         if "example" in content and "adapter" not in path:
             assert served.post(path, content["example"]).status_code == 200, path
+
+
+def test_a_page_shows_it_and_needs_no_key(served: Served) -> None:
+    """Whole in itself, and without data: it reads /openapi.json with the key that it asks for."""
+    with httpx.Client(base_url=served.url) as client:
+        found = client.get("/docs")
+        assert found.status_code == 200
+        assert found.text == openapi.page()
+        assert client.get("/openapi.json").status_code == 401
+    assert not re.search(r'(?:src|href)="(?!data:|\./|openapi\.json)', found.text)
+    assert "http://" not in found.text.replace("http://www.w3.org", "")
+    assert found.headers["x-frame-options"] == "DENY"
+    assert "default-src 'none'" in found.text.replace("&#x27;", "'")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: apt-get install chromium")
+def test_the_page_sends_requests(served: Served, tmp_path: Path) -> None:
+    """It asks for the key, lists the routes, and sends what its text area has; on a phone it is no wider."""
+    with Browser(tmp_path / "profile", 390, 800) as browser:
+        browser.open(f"{served.url}/docs")
+        browser.until("!document.querySelector('#key').hidden")
+        browser.errors.clear()  # 401 is logged
+        browser.value("document.querySelector('#key-input').value = 'one'")
+        browser.value("document.querySelector('#key').requestSubmit()")
+        browser.until("document.querySelectorAll('details').length > 10")
+        route = "document.querySelector('details')"
+        browser.value(f"{route}.open = true")
+        browser.until(f"{route}.textContent.includes('guided_json')")
+        browser.value(
+            f"{route}.querySelector('textarea').value = JSON.stringify({{prompt: 'The owl', max_tokens: 3}})"
+        )
+        browser.value(f"{route}.querySelector('button').click()")
+        browser.until(f"{route}.textContent.includes('completion_tokens')")
+        assert '"completion_tokens": 3' in browser.value(f"{route}.textContent")
+        assert browser.value("document.documentElement.scrollWidth") == 390
+        assert browser.errors == []

@@ -30,7 +30,7 @@ def run(given: Namespace) -> int:
         with suppress(ImportError):
             import readline  # noqa: F401  # lines can be edited and recalled
         print(HELP, file=sys.stderr)
-    with Engine(source.load(), tokenizer) as engine:
+    with Engine(source.load(quiet=True), tokenizer) as engine:
         converse(
             lambda: input("> " if terminal else "").strip(),
             partial(answered, engine, tokenizer, given.max_tokens, options),

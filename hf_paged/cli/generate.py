@@ -46,7 +46,7 @@ def run(given: Namespace) -> int:
         asked = [[{"role": "user", "content": each}] for each in prompts]
     source = source_of(given)
     tokenizer = source.load_tokenizer()
-    with Engine(source.load(), tokenizer, fuse_projections=True) as engine:
+    with Engine(source.load(quiet=True), tokenizer, fuse_projections=True) as engine:
         if len(asked) == 1 and not (given.json or given.lines):
             return _stream(engine, asked[0], options)
         return _print_lines(engine, asked, prompts, options)

@@ -234,13 +234,15 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _add_map(app: FastAPI, service: Service) -> None:
-    """The page, which holds no data and needs no key, and what it reads."""
-    shown = page(needs_key=not service.keys.open).encode()
+    """The pages, which hold no data and need no key, and what the map's reads."""
+    pages = {"/": page(needs_key=not service.keys.open), "/docs": openapi.page()}
     owners = service.live.owners
 
+    @app.get("/docs", include_in_schema=False)
     @app.get("/", include_in_schema=False)
-    async def index() -> Response:
-        return Response(shown, media_type="text/html", headers=PAGE_HEADERS)
+    async def shown(request: Request) -> Response:
+        text = pages[request.scope["route"].path]
+        return Response(text, media_type="text/html", headers=PAGE_HEADERS)
 
     @app.get(
         "/map",
@@ -389,7 +391,7 @@ def _add_post(app: FastAPI, service: Service, post: Post) -> None:
         openapi_extra=openapi.body_of(
             *({"$ref": SCHEMAS + kind.__name__} for kind in post.kinds), example=post.example
         ),
-        summary=post.answer.__doc__,
+        summary=(post.answer.__doc__ or "").partition(": ")[2],
         name=post.path,
         response_class=Response,
         responses=post.responses,

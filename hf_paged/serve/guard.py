@@ -20,8 +20,8 @@ from .openai.service import Service
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
 """Paths that need no key: their answers have the server's state and nothing else."""
-PAGE = "/"
-"""The map's page needs none either: it asks for the key, and gets all data by it."""
+PAGES = frozenset({"/", "/docs"})
+"""The pages need none either: they hold no data, ask for the key, and get all data by it."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 log = logging.getLogger("hf_paged.serve")
@@ -73,11 +73,11 @@ class Guard:
 
     def _admitted(self, scope: Scope, headers: Headers) -> Tenant:
         """Whose request it is, or 400, 401 or 403."""
-        path = scope["path"].removeprefix(self._options.root_path) or PAGE
+        path = scope["path"].removeprefix(self._options.root_path) or "/"
         if path not in OPEN_PATHS:  # health checks come by addresses of all kinds
             self._check_host(headers)
         self._check_origin(headers)
-        if path in OPEN_PATHS or path == PAGE:
+        if path in OPEN_PATHS | PAGES:
             return Tenant("open", None)
         tenant = self._keys.tenant(bearer(headers.get("authorization")))
         if tenant is None:

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import errno
 import gc
+import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import ssl
@@ -37,6 +39,12 @@ SWITCH_SECONDS = 1e-3
 """After which a thread that computes gives the interpreter's lock to one that waits for it."""
 FORCED = 130
 """The exit code after a second signal."""
+CHAT = (
+    "/v1/chat/completions",
+    {"messages": [{"role": "user", "content": "Tell me a story"}], "max_tokens": 60},
+)
+TEXT = ("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 60})
+"""First requests, to a model with a chat template and to one without."""
 
 
 class Server(uvicorn.Server):
@@ -53,6 +61,7 @@ class Server(uvicorn.Server):
         """When all garbage was collected, while no request was under way."""
         self._count = 0.0
         """How many requests had been answered then."""
+        self._greeted = False
         super().__init__(_config(service))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -134,6 +143,9 @@ class Server(uvicorn.Server):
         if self._service.admission.state == "failed" or self._service.engine.lost:
             self.exit_code = 1
             self.should_exit = True
+        if self._service.admission.state == "ready" and not self._greeted:
+            self._greeted = True
+            log.info(greeting(self.url, self._service.options, self._service.tokenizer.chats))
         self._collect_if_idle()
         return await super().on_tick(counter)
 
@@ -145,6 +157,21 @@ class Server(uvicorn.Server):
             gc.collect()
             self._collected = time.monotonic()
             self._count = count
+
+
+def greeting(url: str, options: ServerOptions, chats: bool) -> str:
+    """The pages and a first request, for the log. chats: whether the model has a chat template."""
+    path, body = CHAT if chats else TEXT
+    words = ["curl", url + path, "-H", "content-type: application/json"]
+    if options.uds is not None:
+        words[1:2] = ["--unix-socket", options.uds, "http://localhost" + options.root_path + path]
+    if options.api_keys or options.admin_api_keys:
+        words += ["-H", "authorization: Bearer KEY"]
+    request = shlex.join([*words, "-d", json.dumps(body)])
+    pages = (
+        f"the map of the blocks is {url}/ in a browser, the API {url}/docs; " if options.uds is None else ""
+    )
+    return f"{pages}a first request: {request}"
 
 
 def _config(service: Service) -> uvicorn.Config:

@@ -126,7 +126,7 @@ class Kind(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What its layers do."""
+        """The attention of its layers, in words."""
         return (
             f"{self.name} attention" if self.window is None else f"attention to the last {self.window} tokens"
         )

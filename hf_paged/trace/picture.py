@@ -56,7 +56,7 @@ class PoolView(NamedTuple):
 
 @cache
 def signs() -> dict[str, Any]:
-    """What blocks are drawn by."""
+    """The signs, colours and words by which blocks are drawn."""
     text = resources.files(__package__).joinpath("signs.json").read_text("utf-8")
     found: dict[str, Any] = json.loads(text)
     return found

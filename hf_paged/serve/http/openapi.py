@@ -8,11 +8,15 @@ with logprobs of 128 tokens 690 and 800; of this file that would delete `body_of
 
 from __future__ import annotations
 
+from importlib import resources
 from typing import Any, Literal, NotRequired, TypeAlias
 
 from fastapi import FastAPI
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
+
+from ...trace.picture import colours
+from .page import inlined
 
 FinishReason = Literal["stop", "length", "abort", "tool_calls"]
 Responses: TypeAlias = dict[int | str, dict[str, Any]]
@@ -191,3 +195,8 @@ def describe(app: FastAPI, schemas: dict[str, Any], keys: bool, open_paths: froz
         return found
 
     app.openapi = described  # type: ignore[method-assign]
+
+
+def page() -> str:
+    """The page that shows what /openapi.json says, and sends requests. It loads nothing from elsewhere."""
+    return inlined(resources.files(__package__) / "docs", "docs", ("docs.js",), {}, colours(), "")

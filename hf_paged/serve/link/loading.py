@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GenerationMixin
+from transformers.utils import logging as progress
 from transformers.utils.peft_utils import find_adapter_config_file
 
 log = logging.getLogger("hf_paged.serve")
@@ -62,8 +68,14 @@ class Source:
         """The model's name for clients unless the operator chooses another."""
         return "demo" if self.model in DEMO else self.model
 
-    def load(self) -> Any:
-        """The model, ready to generate."""
+    def load(self, quiet: bool = False) -> Any:
+        """The model, ready to generate. quiet: without a bar while weights are read, as there is none without
+        a terminal.
+        """
+        with _without_bars() if quiet or not sys.stderr.isatty() else nullcontext():
+            return self._load()
+
+    def _load(self) -> Any:
         if self.tensor_parallel_size > 1:
             return self._load_part()
         if self.model in DEMO:
@@ -139,7 +151,8 @@ class Source:
         if self.model in DEMO:
             from ... import demo
 
-            held: Any = demo.model()
+            with _without_bars():
+                held: Any = demo.model()
             return held.to("meta")
         config = self._config()
         kind = self._class()
@@ -162,6 +175,24 @@ class Source:
         found = [getattr(transformers, name, None) for name in names]
         own = [kind for kind in found if isinstance(kind, type) and issubclass(kind, GenerationMixin)]
         return own[0] if own else AutoModelForCausalLM
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Have transformers show no bars. Those of downloads are shown in a terminal all the same."""
+    shown = progress.is_progress_bar_enabled()
+    downloads = not are_progress_bars_disabled()
+    with warnings.catch_warnings(action="ignore"):  # an environment variable may decide for the downloads
+        progress.disable_progress_bar()
+        if downloads and sys.stderr.isatty():
+            enable_progress_bars()
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings(action="ignore"):
+            if shown:
+                progress.enable_progress_bar()
+            (enable_progress_bars if downloads else disable_progress_bars)()
 
 
 def takes_images(kind: Any) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import gzip
-import hashlib
-import html
 import json
 import os
 from importlib import resources
 
 from ...trace import encode, encode_header, read
+from ...trace.picture import colours, signs
+from ..http.page import inlined
+
+SCRIPTS = ("state.js", "drawing.js", "panels.js", "map.js")
 
 
 def page(trace: str | os.PathLike[str] | None = None, partial: bool = False, needs_key: bool = False) -> str:
@@ -18,32 +20,13 @@ def page(trace: str | os.PathLike[str] | None = None, partial: bool = False, nee
 
     partial: take a trace that breaks off. needs_key: have the page ask for a key before it asks the server.
     """
-    files = resources.files(__package__) / "page"
-    style = (files / "map.css").read_text(encoding="utf-8")
-    scripts = [
-        (files / name).read_text(encoding="utf-8")
-        for name in ("state.js", "drawing.js", "panels.js", "map.js")
-    ]
-    script = "\n".join(scripts)
-    text = (files / "map.html").read_text(encoding="utf-8")
-    policy = (
-        "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        f"style-src {_source(style)}; script-src {_source(script)}"
-    )
-    for mark, value in (
-        ("POLICY", html.escape(policy)),
-        ("KEY", "needed" if needs_key else ""),
-        ("STYLE", style),
-        ("SCRIPT", script),
-        ("TRACE", "" if trace is None else _packed(trace, partial)),
-    ):
-        text = text.replace(f"<!--{mark}-->", value, 1).replace(f"%{mark}%", value, 1)
-    return text
-
-
-def _source(text: str) -> str:
-    """A policy's name for an inline text."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    script = f"const DRAWING = {json.dumps(signs())};"
+    marks = {
+        "KEY": "needed" if needs_key else "",
+        "TRACE": "" if trace is None else _packed(trace, partial),
+    }
+    folder = resources.files(__package__) / "page"
+    return inlined(folder, "map", SCRIPTS, marks, colours(), script)
 
 
 def _packed(path: str | os.PathLike[str], partial: bool) -> str:

@@ -42,7 +42,7 @@ class EndpointCall(NamedTuple):
 
 
 async def complete(service: Service, http: Request, body: bytes) -> Response:
-    """POST /v1/completions."""
+    """POST /v1/completions: the texts that follow prompts."""
     request = parsed(CompletionRequest, fields_of(body, OF_COMPLETIONS))
     call = _call(service, http, request)
     prompts = request.prompt
@@ -88,7 +88,7 @@ async def complete(service: Service, http: Request, body: bytes) -> Response:
 
 
 async def chat(service: Service, http: Request, body: bytes) -> Response:
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions: the next message of a chat."""
     return await _chat(service, http, parsed(ChatRequest, fields_of(body, OF_CHATS)), ChatForm, "chatcmpl-")
 
 

@@ -67,6 +67,15 @@ class Tokenizer:
         self.bytes = cache(bytes_of(tokenizer, self.whole))
         """The bytes of a token: kept, at most one for each entry of the vocabulary."""
 
+    @property
+    def chats(self) -> bool:
+        """True if chats can be written: there is a template."""
+        return bool(self._chat_template)
+
+    @property
+    def _chat_template(self) -> Any:
+        return self._template or getattr(self.hf, "chat_template", None)
+
     def close(self) -> None:
         """End the threads."""
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -171,8 +180,7 @@ class Tokenizer:
 
     def _written(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         """A chat as its template writes it."""
-        template = self._template or getattr(self.hf, "chat_template", None)
-        if not template:
+        if not self.chats:
             raise invalid(
                 "this model has no chat template; use /v1/completions, or serve with --chat-template",
                 "messages",
@@ -188,8 +196,7 @@ class Tokenizer:
         return text
 
     def _require_effort(self) -> None:
-        template = self._template or getattr(self.hf, "chat_template", None) or ""
-        if "reasoning_effort" not in str(template):
+        if "reasoning_effort" not in str(self._chat_template or ""):
             raise invalid(
                 "the chat template knows no reasoning_effort; leave it out, or see chat_template_kwargs",
                 "reasoning_effort",
