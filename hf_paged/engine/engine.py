@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Self, Unpack
 
 import torch
-from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
 from ..blocks import check_salt, extra_key
 from ..kv import in_forked_process
@@ -23,12 +22,14 @@ from ..model.snapshot import ModelSnapshot
 from ..model.thread_state import restoring
 from ..scheduling import Infeasible, Scheduler
 from ..trace import Step, Writer
+from .batches import AHEAD, Answers, BatchSpec
 from .bounds import RequestBounds
 from .driver import Books, Driver, require_no_dropout
 from .handle import Handle, cancel_all
 from .lifecycle import Lifecycle
 from .loop import StepLoop
 from .outputs.output import Increment, Output, with_errors_noticed
+from .outputs.progress import Progress, shown
 from .parallel import RankError, executor_of
 from .preemption import Preemption
 from .recorder import Recorder
@@ -46,9 +47,6 @@ from .worker.model_check import ModelCheck
 from .worker.pools import Pools
 from .worker.runner import Runner
 from .worker.trial import Trial
-
-LONG_WORK = 3.0
-"""Seconds after which `generate` shows a bar."""
 
 
 class Engine:
@@ -236,12 +234,14 @@ class Engine:
         prompts: Iterable[Any],
         generation_config: Any = None,
         *,
-        progress: bool | None = None,
+        progress: Progress = None,
         strict: bool = False,
         **keywords: Unpack[RequestKeywords],
     ) -> list[Output]:
-        """The outputs of all prompts under the same options, in their order. A bar shows after a while, or as
-        `progress` says.
+        """The outputs of all prompts under the same options, in their order.
+
+        progress: a bar shows after a while, with True at once and with False never. A function is called with
+        the number of requests that have ended, and that of all.
 
         A warning counts the requests that were refused or failed. With `strict` the error of one is raised
         instead: of a refused one before anything is computed, of a failed one at the end.
@@ -251,15 +251,10 @@ class Engine:
             for prompt in _each(prompts):
                 handles.append(self.submit(prompt, generation_config, **keywords))
                 _require_accepted(handles[-1], strict)
-            with tqdm(
-                total=len(handles),
-                unit="request",
-                delay=0 if progress else LONG_WORK,
-                disable=progress is False,
-            ) as bar:
+            with shown(progress, len(handles)) as ended:
 
                 def show() -> None:
-                    bar.update(sum(each.done for each in handles) - bar.n)
+                    ended(sum(each.done for each in handles))
 
                 self.driver.drive([handle._job for handle in handles], lambda: False, ended=show)
                 for handle in handles:
@@ -271,6 +266,41 @@ class Engine:
             cancel_all(handles)
             raise
         return with_errors_noticed([handle.result() for handle in handles], strict)
+
+    def map(
+        self,
+        data: Any,
+        out: str | os.PathLike[str] | None = None,
+        generation_config: Any = None,
+        *,
+        key: str | None = None,
+        progress: Progress = None,
+        overwrite: bool = False,
+        **keywords: Unpack[RequestKeywords],
+    ) -> Answers:
+        """The answers to a data set, as (index, output) in the order in which they end. Only some items are
+        read ahead of those that are computed: data may be longer than memory.
+
+        data: an iterable of prompts, as a list, a generator, a column of a data set or of a table. An item
+        may be a dict with a "prompt" or with "messages", and with options of its own; its other keys are left
+        alone. key: the key of each item's prompt, of which nothing else is taken.
+
+        out: a file to which all answers are written as JSON lines before this returns. One that is there is
+        continued: items are computed whose answer is not in it, or which have changed. Answers of another
+        model, or under other options, are refused, and with `overwrite` replaced. An item that cannot be
+        answered has its "error" there. What has ended before an interrupt is in the file.
+
+        progress: as generate() has it; None in the place of the number of all items if it is not known.
+        keywords: options of all items, as submit() has them.
+        """
+        options = (
+            dict(keywords)
+            if generation_config is None
+            else {**keywords, "generation_config": generation_config}
+        )
+        most = AHEAD * self.config.limits().sequences
+        spec = BatchSpec(self.submit, self.driver, self._adapters, self.tokenizer, most, options)
+        return Answers(spec, data, key, progress, out, overwrite)
 
     def stream(
         self,
@@ -570,7 +600,7 @@ def _require_accepted(handle: Handle, strict: bool) -> None:
         raise output.error
 
 
-for _method in (Engine.submit, Engine.generate, Engine.stream, Engine.agenerate, Engine.astream):
+for _method in (Engine.submit, Engine.generate, Engine.map, Engine.stream, Engine.agenerate, Engine.astream):
     spell_out(_method, RequestKeywords, {"priority": 0, "adapter": ACTIVE})
 
 

@@ -1,0 +1,27 @@
+"""Progress of many requests: a bar, or a function of the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
+
+LONG_WORK = 3.0
+"""Seconds after which a bar shows by itself."""
+Progress = bool | Callable[[int, int | None], object] | None
+"""True for a bar, False for none, None for one after a while; or a function of the number of requests that
+have ended and of all, None if that is not known.
+"""
+
+
+@contextmanager
+def shown(progress: Progress, total: int | None) -> Iterator[Callable[[int], object]]:
+    """Show progress until the block ends: by a function of the number of requests that have ended."""
+    if callable(progress):
+        yield lambda ended: progress(ended, total)
+        return
+    with tqdm(
+        total=total, unit="request", delay=0 if progress else LONG_WORK, disable=progress is False
+    ) as bar:
+        yield lambda ended: bar.update(ended - bar.n)
