@@ -17,6 +17,7 @@ SHELLS = ["bash", "zsh", "fish", "tcsh", "powershell"]
 EPILOG = """\
 hf-paged serve demo                      serve the model that comes with hf_paged
 hf-paged generate demo --prompt "The fox"
+hf-paged batch demo in.jsonl out.jsonl   a file of OpenAI's batch requests
 hf-paged chat demo                       a conversation in the terminal
 hf-paged bench demo --out bench.svg      its speed on this machine, beside stock generate()
 hf-paged info Qwen/Qwen3-8B              what of a model would run on pages
@@ -28,7 +29,8 @@ The first request to a server:
 """
 ABOUT = {
     "serve": "serve a model over HTTP in OpenAI's form",
-    "generate": "answer a prompt in the terminal",
+    "generate": "answer a prompt in the terminal, or each line of a file",
+    "batch": "answer a file of OpenAI's batch requests",
     "chat": "talk with a model in the terminal",
     "bench": "a model's speed here, beside stock generate()",
     "completion": "print a script that completes commands in a shell",
@@ -43,7 +45,12 @@ EXAMPLES = {
 """,
     "generate": """
   hf-paged generate MODEL --chat --prompt "What is a page table?" --temperature 0.7
-  hf-paged generate MODEL --file prompts.txt --lines > answers.jsonl
+  hf-paged generate MODEL --file prompts.txt --lines --out answers.jsonl
+  hf-paged generate MODEL --file prompts.txt --lines --out answers.jsonl --resume
+""",
+    "batch": """
+  hf-paged batch MODEL requests.jsonl answers.jsonl
+  hf-paged batch MODEL requests.jsonl answers.jsonl --resume
 """,
     "chat": """
   hf-paged chat MODEL --system "Answer in one sentence." --temperature 0.7
@@ -78,6 +85,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     _add_serve(made["serve"])
     _add_trace(made["trace"])
     _add_generate(made["generate"])
+    _add_batch(made["batch"])
     _add_chat(made["chat"])
     _add_bench(made["bench"])
     made["completion"].add_argument("shell", choices=SHELLS, help="the shell")
@@ -108,8 +116,7 @@ def _add_serve(to: Parser) -> None:
     add("--ssl-certfile", help="PEM file with the certificate of the server")
     add("--ssl-keyfile-password", help="password of an encrypted key file")
     add("--ssl-ca-certs", help="PEM file: clients must have a certificate of these authorities")
-    names = "what clients call the model; the first is shown (MODEL)"
-    add("--served-model-name", nargs="+", action="extend", metavar="NAME", help=names)
+    _add_names(add)
     _add_access(to.add_argument_group("access").add_argument)
     add = to.add_argument_group("ranks").add_argument
     add(
@@ -122,8 +129,7 @@ def _add_serve(to: Parser) -> None:
     _add_engine(to.add_argument_group("engine").add_argument)
     _add_limits(to)
     add = to.add_argument_group("other").add_argument
-    add("--chat-template", help="a Jinja file, or the template itself")
-    add("--response-template", help="a JSON file or the template: how tool calls and reasoning are read")
+    _add_templates(add)
     add("--dev", action="store_true", help="routes for training loops: /pause, /load_weights, ...")
     collector = "an OpenTelemetry collector that gets a span of each request"
     add("--otlp-traces-endpoint", metavar="URL", help=collector)
@@ -144,10 +150,24 @@ def _add_access(add: Any) -> None:
     add("--share-prefixes", action="store_true", help="let keys share cached prefixes")
     add("--allowed-host", action="append", default=[], help="Host header that is answered; may be repeated")
     add("--allowed-origin", action="append", default=[], help="origin whose pages may call: https://a.b")
+    _add_media(add)
+
+
+def _add_media(add: Any) -> None:
     add(
         "--allowed-media-domains", nargs="+", action="extend", default=[], metavar="HOST",
         help="hosts from which images are fetched; without it images come in data: URLs alone",
     )  # fmt: skip
+
+
+def _add_names(add: Any) -> None:
+    names = "what clients call the model; the first is shown (MODEL)"
+    add("--served-model-name", nargs="+", action="extend", metavar="NAME", help=names)
+
+
+def _add_templates(add: Any) -> None:
+    add("--chat-template", help="a Jinja file, or the template itself")
+    add("--response-template", help="a JSON file or the template: how tool calls and reasoning are read")
 
 
 def _add_adapters(add: Any) -> None:
@@ -205,12 +225,34 @@ def _add_generate(to: Parser) -> None:
     )
     asked.add_argument("--chat", action="store_true", help="each prompt is a user's message")
     asked.add_argument("--json", action="store_true", help="print JSON instead of streaming")
+    group = to.add_argument_group("file")
+    group.add_argument("--out", type=new_file, metavar="FILE", help="with --lines: write the answers there")
+    _add_resume(group.add_argument)
     how = to.add_argument_group("options")
     _add_sampling(how, 128)
     how.add_argument("--num-beams", type=number(int, 1), help="beams of a beam search (1)")
     how.add_argument(
         "--stop", type=some_text, action="append", help="a text at which the answer ends; may be repeated"
     )
+
+
+def _add_batch(to: Parser) -> None:
+    _add_source(to)
+    to.add_argument("file", metavar="IN", help='lines of {"custom_id", "method", "url", "body"}')
+    to.add_argument("out", type=new_file, metavar="OUT", help="the file of answers")
+    _add_resume(to.add_argument_group("file").add_argument)
+    add = to.add_argument_group("answers").add_argument
+    _add_names(add)
+    _add_templates(add)
+    _add_media(add)
+    _add_adapters(to.add_argument_group("adapters").add_argument)
+    _add_engine(to.add_argument_group("engine").add_argument)
+    to.set_defaults(prefix_cache_share=[], share_prefixes=False, rank_timeout=300.0)
+
+
+def _add_resume(add: Any) -> None:
+    add("--resume", action="store_true", help="go on with the file: compute what it lacks")
+    add("--overwrite", action="store_true", help="replace the file")
 
 
 def _add_sampling(group: Any, tokens: int) -> None:

@@ -1,8 +1,7 @@
-"""The command line: flags, errors that name the nearest one, generate and info."""
+"""The command line: flags, errors that name the nearest one, and info."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -30,7 +29,6 @@ from hf_paged.cli.serve import (
     engine_options,
     server_options,
 )
-from hf_paged.engine import Handle
 from hf_paged.serve.http.options import ServerOptions
 from hf_paged.serve.link.loading import Source
 from hf_paged_cli.main import main
@@ -259,6 +257,25 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["generate", "demo", "--prompt=a", "--top-p=0.5"], "--top-p is for answers that are drawn"),
         (["generate", "demo", "--prompt=a", "--stop="], "--stop: expected a text, got an empty one"),
         (["generate", "demo", "--prompt=\udcff"], "--prompt: expected UTF-8"),
+        (
+            ["generate", "demo", "--prompt=a", "--resume"],
+            "--resume is for a file of answers; give --out FILE",
+        ),
+        (
+            ["generate", "demo", "--prompt=a", "--out=/tmp/a"],
+            "--out /tmp/a is for answers as lines; give --lines",
+        ),
+        (
+            ["generate", "demo", "--lines", "--out=a", "--resume", "--overwrite"],
+            "--overwrite replaces it; give one",
+        ),
+        (
+            ["batch", "demo", "/no/in.jsonl", "out.jsonl"],
+            "there is no file /no/in.jsonl; give one with a request",
+        ),
+        (["batch", "demo", "in.jsonl", "/no/folder/out"], "there is no folder /no/folder"),
+        (["batch", "demo", "in.jsonl", "out", "-i", "a"], "unknown argument '-i'"),
+        (["run-batch", "demo"], "did you mean batch?"),
         (["generate", "demo", "--prompt=a", "--device=foo"], "--device foo is no device of this machine ("),
         (["generate", "demo", "--prompt=a", "--device=cuda:99"], "--device cuda:99 is no device of this"),
         (["generate", "demo", "--prompt=a", "--device-map=foo"], "--device-map foo is no device of this"),
@@ -436,28 +453,6 @@ def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         engine_options(flags("--enable-prefix-caching", "--no-enable-prefix-caching"))
 
 
-def test_generate_prints_the_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    model, tokenizer = demo.model(), demo.tokenizer()
-
-    def wanted(prompt: str) -> str:
-        inputs = tokenizer(prompt, return_tensors="pt")
-        found = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-        return tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-    assert main(["generate", "demo", "--prompt", "The fox", "--max-tokens", "12"]) == 0
-    assert capsys.readouterr().out == wanted("The fox") + "\n"
-    file = tmp_path / "prompts"
-    file.write_text("The fox\n\nThe owl\n")
-    assert main(["generate", "demo", "--file", str(file), "--lines", "--max-tokens", "12"]) == 0
-    printed = capsys.readouterr()
-    assert "2/2" in printed.err, "a bar"
-    lines = [json.loads(line) for line in printed.out.splitlines()]
-    assert [(line["prompt"], line["text"]) for line in lines] == [
-        (p, wanted(p)) for p in ("The fox", "The owl")
-    ]
-    assert "empty" in failing(capsys, "generate", "demo", "--prompt", " ")
-
-
 @pytest.mark.parametrize(
     ("terminal", "quiet", "shown"), [(True, False, True), (True, True, False), (False, False, False)]
 )
@@ -474,33 +469,6 @@ def test_weights_are_loaded_with_a_bar_in_a_terminal_alone(
     Source("demo").load(quiet)
     assert ("Loading weights" in capsys.readouterr().err) == (shown and before)
     assert progress.is_progress_bar_enabled() == before
-
-
-def test_lines_are_printed_as_answers_end(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One whose prompt is too long has its error, and the exit code is 1; those before it are there already when
-    the work breaks off.
-    """
-    file = tmp_path / "prompts"
-    file.write_text("The fox\n" + "fox " * 2000 + "\nThe owl\n")
-    asked = ["generate", "demo", "--file", str(file), "--lines", "--max-tokens", "4"]
-    assert main(asked) == 1
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["finish_reason"] for line in lines] == ["length", "refused", "length"]
-    assert "1024" in lines[1]["error"]
-    assert "error" not in lines[0]
-    answers = iter([Handle.result])
-
-    def result(handle: Handle, *arguments: Any) -> Any:
-        return next(answers, interrupt)(handle, *arguments)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Handle, "result", result)
-    assert main(asked) == 130
-    assert json.loads(capsys.readouterr().out) == lines[0]
 
 
 def test_a_reader_that_has_enough_is_no_error(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from ..serve.link.loading import Source
@@ -27,3 +28,23 @@ def sampling_of(given: argparse.Namespace) -> dict[str, Any]:
         flag = "--" + next(iter(drawn)).replace("_", "-")
         raise ValueError(f"{flag} is for answers that are drawn; give --temperature above 0, or leave it out")
     return {"do_sample": False}
+
+
+def require_out(given: argparse.Namespace) -> None:
+    """Raise unless a file of answers is new, or is to be continued or replaced."""
+    if given.resume and given.overwrite:
+        raise ValueError("--resume goes on with the file and --overwrite replaces it; give one of them")
+    if given.out is None and (given.resume or given.overwrite):
+        flag = "--resume" if given.resume else "--overwrite"
+        raise ValueError(f"{flag} is for a file of answers; give --out FILE")
+    if given.out is None or given.resume or given.overwrite or not Path(given.out).is_file():
+        return
+    if Path(given.out).stat().st_size:
+        raise ValueError(
+            f"{given.out} is there already; --resume computes what it lacks, --overwrite replaces it"
+        )
+
+
+def interrupted(out: str) -> str:
+    """The last line of a command whose file can be continued."""
+    return f"interrupted; the answers so far are in {out}, and --resume goes on"

@@ -1,22 +1,23 @@
-"""The command `hf-paged generate`: answers in the terminal, as they grow."""
+"""The command `hf-paged generate`: answers in the terminal, as they grow, or lines of JSON."""
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
+from itertools import chain
+from operator import length_hint
 from typing import Any
-
-from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
 from hf_paged_cli.flags import content_of, is_utf8
 
 from ..engine import Engine
-from .arguments import sampling_of, source_of
+from ..engine.outputs.answer_file import line_of
+from .arguments import interrupted, require_out, sampling_of, source_of
 
 
-def prompts_of(prompt: str | None, file: str | None, lines: bool) -> list[str]:
-    """The prompts: a text, a file ("-" is the standard input), or each line of it."""
+def prompt_of(prompt: str | None, file: str | None) -> str:
+    """The prompt: a text, or a file ("-" is the standard input)."""
     if prompt is not None:
         text = prompt
     elif file in (None, "-"):
@@ -25,48 +26,79 @@ def prompts_of(prompt: str | None, file: str | None, lines: bool) -> list[str]:
         text = content_of("--file", str(file))
     if not is_utf8(text):
         raise ValueError("the prompt is not UTF-8; convert it")
-    found = [line for line in text.splitlines() if line.strip()] if lines else [text]
-    if not any(each.strip() for each in found):
+    if not text.strip():
         raise ValueError("the prompt is empty; give --prompt, --file or a text on the standard input")
-    return found
+    return text
+
+
+def prompts_of(prompt: str | None, file: str | None) -> Iterable[str]:
+    """The prompts, each a line; those of the standard input are read as they come."""
+    if prompt is None and file in (None, "-"):
+        lines = (line for line in map(_line, sys.stdin) if line.strip())
+        first = next(lines, None)
+        if first is None:
+            raise ValueError("the standard input is empty; write a prompt on each line, or give --file")
+        return chain([first], lines)
+    return [line for line in prompt_of(prompt, file).splitlines() if line.strip()]
+
+
+def _line(given: str) -> str:
+    return given.rstrip("\r\n")
 
 
 def run(given: Namespace) -> int:
     """Print the answers: one as it grows, several as lines of JSON. The answer is the exit code."""
     if given.prompt is not None and given.file is not None:
         raise ValueError("--prompt and --file are both the prompt; give one of them")
+    require_out(given)
+    if given.out is not None and not given.lines:
+        raise ValueError(f"--out {given.out} is for answers as lines; give --lines, or leave it out")
     options = {"max_new_tokens": given.max_tokens, **sampling_of(given)}
     if given.num_beams is not None:
         options["num_beams"] = given.num_beams
     if given.stop:
         options["stop_strings"] = given.stop
-    prompts = prompts_of(given.prompt, given.file, given.lines)
-    asked: list[Any] = list(prompts)
-    if given.chat:
-        asked = [[{"role": "user", "content": each}] for each in prompts]
+    prompts = prompts_of(given.prompt, given.file) if given.lines else [prompt_of(given.prompt, given.file)]
+    asked = _asked(prompts, given.chat)
     source = source_of(given)
     tokenizer = source.load_tokenizer()
     with Engine(source.load(quiet=True), tokenizer, fuse_projections=True) as engine:
-        if len(asked) == 1 and not (given.json or given.lines):
-            return _stream(engine, asked[0], options)
-        return _print_lines(engine, asked, prompts, options)
+        if given.out is not None:
+            return _write_lines(engine, asked, given, options)
+        if given.lines or given.json:
+            return _print_lines(engine, asked, options)
+        return _stream(engine, next(iter(asked)), options)
 
 
-def _print_lines(engine: Engine, asked: list[Any], prompts: list[str], options: dict[str, Any]) -> int:
-    """Print each answer once it and those before it are there. A bar counts them on stderr, unless they are
-    printed on a terminal themselves.
+def _asked(prompts: Iterable[str], chat: bool) -> Iterable[Any]:
+    """The prompts, or the chats that begin with them."""
+    if not chat:
+        return prompts
+    chats = ([{"role": "user", "content": each}] for each in prompts)
+    return list(chats) if isinstance(prompts, list) else chats
+
+
+def _print_lines(engine: Engine, asked: Iterable[Any], options: dict[str, Any]) -> int:
+    """Print each answer when it is there. A bar counts them on stderr, unless they are printed on a terminal
+    themselves.
     """
-    handles = [engine.submit(each, **options) for each in asked]
+    shown = length_hint(asked, 2) > 1 and not sys.stdout.isatty()
     failed = False
-    hidden = len(handles) == 1 or sys.stdout.isatty()
-    for prompt, handle in zip(prompts, tqdm(handles, unit="answer", disable=hidden), strict=True):
-        output = handle.result()
-        found = {"prompt": prompt, "text": output.text, "finish_reason": output.finish_reason}
-        if output.error is not None:
-            found["error"] = str(output.error)
-            failed = True
-        print(json.dumps(found, ensure_ascii=False), flush=True)
+    for row in engine.map(asked, progress=shown, **options).rows():
+        print(line_of(row).decode(), end="", flush=True)
+        failed |= "error" in row
     return int(failed)
+
+
+def _write_lines(engine: Engine, asked: Iterable[Any], given: Namespace, options: dict[str, Any]) -> int:
+    """Write the answers to a file, of which a further call goes on."""
+    try:
+        answers = engine.map(asked, given.out, progress=True, overwrite=given.overwrite, **options)
+    except KeyboardInterrupt:
+        print(interrupted(given.out), file=sys.stderr)
+        raise
+    print(f"{given.out}: {answers.summary}", file=sys.stderr)
+    return int(answers.failed > 0)
 
 
 def _stream(engine: Engine, prompt: Any, options: dict[str, Any]) -> int:

@@ -7,8 +7,9 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from typing import Any, NamedTuple
 
 from ..model.fingerprint import fingerprint
 from .driver import Driver
@@ -79,24 +80,20 @@ class BatchSpec(NamedTuple):
     def made_by(self) -> dict[str, Any]:
         """Facts that decide the answers beside the items, for the rows of a file."""
         model = self.driver.model
-        settings = vars(model.generation_config)
-        defaults = {name: settings[name] for name in HONOURED if settings.get(name) is not None}
-        template = getattr(self.tokenizer, "chat_template", None)
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         options = {name: _told(value) for name, value in self.options.items() if name not in WITHOUT_EFFECT}
         adapters = self.adapter_names(self.options.get("adapter", ACTIVE))
         options.pop("adapter", None)
         if adapters:
             options["adapter"] = adapters
-        digest = digest_of([fingerprint(model), defaults, template])
         as_read: dict[str, Any] = json.loads(json.dumps({"options": options}))
-        return {"model": f"{name}@{digest[:16]}", **as_read}
+        return {"model": f"{name}@{model_digest(model, self.tokenizer)}", **as_read}
 
     def adapter_names(self, wanted: Any) -> list[str]:
         """The adapters that an option chooses, with a digest of those that the engine keeps."""
         own = self.adapters.contents.own
         names = self.adapters.resolve(wanted)
-        return [f"{name}@{own[name].key.hex()[:16]}" if name in own else name for name in names]
+        return [f"{name}@{own[name].digest}" if name in own else name for name in names]
 
     def digest(self, own: Mapping[str, Any]) -> str:
         """The content of an item."""
@@ -108,7 +105,7 @@ class BatchSpec(NamedTuple):
             return digest_of(own)
 
 
-class Answers(Iterator[Answer]):
+class Answers(Iterable[Answer]):
     """The answers to the items of a data set, as (index, output) in the order in which they end.
 
     Items are read and submitted as answers are taken, at most `BatchSpec.most` ahead. A loop that is left
@@ -151,20 +148,25 @@ class Answers(Iterator[Answer]):
             self._finish()
 
     def __repr__(self) -> str:
+        where = "" if self._out is None else f"{os.fspath(self._out)}: "
+        return f"Answers({where}{self.summary})"
+
+    @property
+    def summary(self) -> str:
+        """The counts in words."""
         of = "" if self.total is None else f" of {self.total}"
-        where = "" if self._out is None else f" in {os.fspath(self._out)}"
-        return f"Answers({self.done}{of} done{where}, {self.resumed} resumed, {self.failed} failed)"
+        return f"{self.done}{of} done, {self.resumed} of them before, {self.failed} failed"
 
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Answer:
-        item, output = next(self._answers)
-        return Answer(item.place, output)
+    def __iter__(self) -> Iterator[Answer]:
+        with closing(self):
+            for item, output in self._answers:
+                yield Answer(item.place, output)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The answers as rows, as a file has them but for what decides them."""
-        return (each.row for each in self._answers)
+        with closing(self):
+            for answered in self._answers:
+                yield answered.row
 
     def close(self) -> None:
         """End what is under way."""
@@ -239,8 +241,10 @@ class Answers(Iterator[Answer]):
         self._spec.driver.books.require_open()
         if self._accepted:
             return
+        options = self._spec.options
+        seed = options.get("seed")
         try:
-            self._spec.submit(ANY_PROMPT, **{**self._spec.options, "seed": 0}).cancel()
+            self._spec.submit(ANY_PROMPT, **{**options, "seed": 0 if seed is None else seed}).cancel()
         except Exception as other:
             if described(other) == described(error):
                 raise
@@ -301,6 +305,13 @@ class Answers(Iterator[Answer]):
             self._pending.clear()
             if self._file is not None:
                 self._file.close(finished)
+
+
+def model_digest(model: Any, tokenizer: Any) -> str:
+    """A digest of a model's weights, its generation_config and its chat template."""
+    settings = vars(model.generation_config)
+    defaults = {name: settings[name] for name in HONOURED if settings.get(name) is not None}
+    return digest_of([fingerprint(model), defaults, getattr(tokenizer, "chat_template", None)])[:16]
 
 
 def _told(value: Any) -> Any:

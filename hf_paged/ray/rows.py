@@ -6,11 +6,12 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..engine import Engine, Handle, Output
+from ..engine.outputs.rows import described
+from ..engine.requests.content import digest_of
 
 JOB = "job.json"
 PART = ".jsonl"
@@ -26,7 +27,7 @@ class RowAnswer(NamedTuple):
 
 def row_name(key: Any, prompt: Any) -> str:
     """A row's name in a checkpoint. Rows with one key and two prompts have two names."""
-    return blake2b(json.dumps([key, prompt], default=str).encode(), digest_size=16).hexdigest()
+    return digest_of([key, prompt])
 
 
 class Checkpoint:
@@ -108,13 +109,9 @@ def _submitted(engine: Engine, prompt: Any, keywords: Mapping[str, Any]) -> Hand
     try:
         return engine.submit(prompt, **keywords)
     except Exception as error:  # whatever is wrong with the prompt
-        return RowAnswer(None, "refused", _text(error))
+        return RowAnswer(None, "refused", described(error))
 
 
 def _answer(output: Output) -> RowAnswer:
-    error = None if output.error is None else _text(output.error)
+    error = None if output.error is None else described(output.error)
     return RowAnswer(output.text, output.finish_reason, error)
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

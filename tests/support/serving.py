@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +16,7 @@ from processes import LIMIT
 
 from hf_paged import Engine, demo
 from hf_paged.serve.http.options import ServerOptions
-from hf_paged.serve.link.engine_client import EngineClient
-from hf_paged.serve.link.engine_host import EngineHost
+from hf_paged.serve.link.in_process import connected
 from hf_paged.serve.openai.service import Service
 from hf_paged.serve.server import Server
 from hf_paged_cli.limits import ServerLimits
@@ -110,13 +108,6 @@ def serving(
         server.should_exit = True
         thread.join(GUARD)
     assert not thread.is_alive()
-
-
-def connected(engine: Engine, tokenizer: Any) -> EngineClient:
-    """A client of an engine in this process, whose side is run by a thread of its own."""
-    ours, theirs = socket.socketpair()
-    threading.Thread(target=EngineHost(engine, tokenizer, theirs).run, daemon=True).start()
-    return EngineClient(ours)
 
 
 def until(true: Any) -> None:

@@ -40,6 +40,8 @@ class AdapterInfo(NamedTuple):
     on_device: bool
     requests: int
     """Unfinished requests that have it."""
+    digest: str | None = None
+    """That of its content, of the engine's own, which never changes."""
 
 
 class EngineAdapters:
@@ -165,7 +167,8 @@ class EngineAdapters:
             adapter = self.contents.in_model.read(name)
             found[name] = AdapterInfo("model", adapter.rank, adapter.bytes, name in there, users(name))
         for name, own in self.contents.own.items():
-            found[name] = AdapterInfo("engine", own.rank, own.bytes, name in there, users(name))
+            facts = own.rank, own.bytes, name in there, users(name), own.digest
+            found[name] = AdapterInfo("engine", *facts)
         return found
 
     def read(self, name: str, source: Any, config: Any) -> dict[str, LowRank]:

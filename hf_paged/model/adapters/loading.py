@@ -72,6 +72,11 @@ class HostAdapter:
         self.host = self._laid_over(self._memory)
 
     @property
+    def digest(self) -> str:
+        """A short name of its content that is the same in every process."""
+        return self.key.hex()[:16]
+
+    @property
     def bytes(self) -> int:
         """The memory that it takes on a device."""
         return self._memory.nbytes
