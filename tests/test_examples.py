@@ -134,7 +134,13 @@ def blocks_of(page: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("page", "count"),
-    [("README.md", 2), ("docs/generate.md", 1), ("docs/engine.md", 4), ("docs/trl.md", 1)],
+    [
+        ("README.md", 3),
+        ("docs/batches.md", 1),
+        ("docs/generate.md", 1),
+        ("docs/engine.md", 4),
+        ("docs/trl.md", 1),
+    ],
 )
 def test_a_page_runs_as_it_stands(
     page: str, count: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

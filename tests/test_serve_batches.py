@@ -142,7 +142,7 @@ def test_lines_that_are_no_requests_are_rows(tmp_path: Path) -> None:
 
 
 def test_a_batch_is_continued_by_content(tmp_path: Path) -> None:
-    """What was answered before it broke off stays; a changed body is answered again; another run is refused."""
+    """Answers from before it broke off stay; a changed body is answered again; another run is refused."""
     asked, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     bodies = [{"prompt": f"The fox {i}", "max_tokens": 2 + i, "temperature": 0} for i in range(6)]
     asked.write_text("".join(line(str(i), "/v1/completions", body) for i, body in enumerate(bodies)))

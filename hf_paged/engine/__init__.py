@@ -11,6 +11,6 @@ from .stats import EngineStats
 from .worker.config import EngineConfig, EngineOptions
 
 __all__ = [
-    "Answers", "Engine", "EngineConfig", "EngineOptions", "EngineStats", "Handle", "Increment", "Output", "RankError",
-    "RequestKeywords", "SequenceOutput", "Timing", "TokenLogprob", "Unservable",
+    "Answers", "Engine", "EngineConfig", "EngineOptions", "EngineStats", "Handle", "Increment", "Output",
+    "RankError", "RequestKeywords", "SequenceOutput", "Timing", "TokenLogprob", "Unservable",
 ]  # fmt: skip
