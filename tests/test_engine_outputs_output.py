@@ -1,4 +1,4 @@
-"""Outputs: log-probabilities are numbers until something reads them."""
+"""Outputs: log-probabilities are numbers until something reads them, and a long answer prints few of its ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from engine_answers import PROMPTS
 
 from hf_paged.engine import Engine, TokenLogprob
-from hf_paged.engine.outputs.output import TokenLogprobs
+from hf_paged.engine.outputs.output import Output, SequenceOutput, TokenLogprobs
 
 
 def test_they_are_numbers_until_they_are_read(engine: Engine) -> None:
@@ -55,3 +55,21 @@ def test_the_older_name_of_top_logprobs() -> None:
 def test_beams_have_raw_logprobs_alone(engine: Engine) -> None:
     output = engine.submit(PROMPTS[1], num_beams=3, do_sample=False, max_new_tokens=4, logprobs=1).result()
     assert all(note.processed is None and note.kept is None for note in output.sequences[0].logprobs)
+
+
+def test_a_long_output_prints_few_ids() -> None:
+    """But how many there are, the text, why it ended, and what it took."""
+    notes = TokenLogprobs(0, [TokenLogprob(each, -1.0) for each in range(40)])
+    long = SequenceOutput(list(range(4002)), "word " * 200, "stop", notes)
+    output = Output(list(range(1000, 1500)), [long, SequenceOutput([3], None, "length")], cached_tokens=48)
+    printed = repr(output)
+    assert len(printed) < 1800
+    assert "token_ids=[0, 1, 2, 3, 4, 5, ..., 4001; 4,002 in all]" in printed
+    assert "prompt_token_ids=[1000, 1001, 1002, 1003, 1004, 1005, ..., 1499; 500 in all]" in printed
+    assert "token_ids=[3]" in printed
+    assert "word ... (1,000 characters in all)" in printed
+    assert "finish_reason='stop'" in printed
+    assert "cached_tokens=48" in printed
+    assert "40 in all" in repr(notes)
+    assert "error" not in printed
+    assert "error=ValueError('x')" in repr(Output([1], [long], error=ValueError("x")))

@@ -23,7 +23,7 @@ BELOW = {
     "trace": set(),
     "kv": {"blocks"},
     "model": {"kv", "blocks"},
-    "generate": {"model", "kv", "blocks"},
+    "generate": {"model", "kv", "trace", "blocks"},
     "checking": {"model"},
     "engine": {"model", "kv", "scheduling", "trace", "blocks"},
     "continuous": {"engine", "generate", "model", "kv", "blocks"},

@@ -32,7 +32,7 @@ from .outputs.output import Increment, Output, with_errors_noticed
 from .outputs.progress import Progress, shown
 from .parallel import RankError, executor_of
 from .preemption import Preemption
-from .recorder import Recorder
+from .recorder import Recorder, block_map
 from .requests.job import Job
 from .requests.keywords import GenerateKeywords, RequestKeywords, defaults_of, spell_out
 from .requests.options import Options
@@ -143,6 +143,11 @@ class Engine:
     def __repr__(self) -> str:
         requests = len(self._books.jobs)
         return f"Engine({type(self.model).__name__}, form={self.runner.form!r}, requests={requests})"
+
+    @in_turn
+    def _repr_html_(self) -> str:
+        header = self.pools.described(type(self.model).__name__)
+        return block_map(self.scheduler, header).picture(repr(self))
 
     @property
     def longest(self) -> int:

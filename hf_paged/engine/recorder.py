@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..scheduling import ScheduledRow, Scheduler, StepPlan
-from ..trace import Ended, Step, Trace, Writer
+from ..trace import BlockMap, Ended, Step, Trace, Writer
 from .outputs.output import FinishReason
 from .recorded import RecordedScheduler
 
@@ -140,3 +140,12 @@ class Recorder:
         self._error = error
         if self._writer is not None:
             self._writer.abandon()
+
+
+def block_map(scheduler: Scheduler, header: Trace) -> BlockMap:
+    """The blocks as they are between two steps."""
+    recorded = RecordedScheduler(scheduler)
+    try:
+        return replace(header, steps=(recorded.step(0, 0.0, ()),)).map()
+    finally:
+        recorded.close()

@@ -22,6 +22,7 @@ from ..model.offloaded import input_device
 from ..model.registry import base_model, memory_of
 from ..model.slots import CROSS, NO_CONTENT, Slot, beside, slots_of
 from ..model.state_slots import rows_at, states_of
+from .picture import block_map
 from .prefix_reuse import Reuse
 
 OutsideContent = list[tuple[Any, dict[str, Any]]]
@@ -183,6 +184,11 @@ class PagedCache(DynamicCache):
         tokens = self.sequences.columns
         size = self.config.block_size
         return f"PagedCache(rows={rows}, tokens={tokens}, block_size={size}, layers={len(self)})"
+
+    def _repr_html_(self) -> str:
+        cross = None if self.cross is None else self.cross.sequences
+        found = block_map(self.sequences, cross, self.config.block_size)
+        return found.picture(repr(self), noun="row")
 
     # ---- rows
 

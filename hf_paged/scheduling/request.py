@@ -296,6 +296,12 @@ class SequenceGroup:
         return len({block for sequence in self.sequences for block in sequence.tables[kv_group].blocks})
 
     @property
+    def block_size(self) -> int:
+        """Tokens of its smallest blocks; 0 if none of them becomes full."""
+        pool = self.kv_groups[finest(self.kv_groups)].pool
+        return pool.block_size if pool.fills else 0
+
+    @property
     def prompt(self) -> Prompt:
         """The tokens that the leader computes for all sequences, with the digests of its full blocks of the
         smallest size.

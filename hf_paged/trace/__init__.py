@@ -232,15 +232,17 @@ class BlockMap:
             f"step {self.step.number}, {kind.name}\n{self.draw(i)}" for i, kind in enumerate(self.kinds)
         )
 
-    def picture(self, title: str, *lines: str) -> str:
-        """The map as a static picture in HTML, under a title and lines of text."""
+    def picture(self, title: str, *lines: str, noun: str = "request") -> str:
+        """The map as a static picture in HTML, under a title and lines of text. noun: the word for those who
+        hold blocks.
+        """
         views = [self.view(i) for i in range(len(self.kinds))]
         parts = []
         for i, (kind, view) in enumerate(zip(self.kinds, views, strict=True)):
             counts = {**view.counts(), "on the host": self.step.blocks[i].swapped if self.step.blocks else 0}
             parts.append(heading(f"{kind.title}: {view.total:,} blocks", counted(counts)))
-            parts.append(pool_picture(view))
-        return card(title, (*lines, block_line(self.block_size)), [*parts, views_legend(views)])
+            parts.append(pool_picture(view, noun))
+        return card(title, (*lines, block_line(self.block_size)), [*parts, views_legend(views, noun)])
 
     def _repr_html_(self) -> str:
         seconds = f"{self.step.at:.2f} s, {len(self.step.rows)} sequences compute {self.step.tokens} tokens"

@@ -102,24 +102,24 @@ def counted(counts: Mapping[str, int]) -> str:
 # ---- squares
 
 
-def pool_picture(view: PoolView) -> str:
+def pool_picture(view: PoolView, noun: str = "request") -> str:
     """The blocks of a pool in order: those in use and a margin, and in words how many there are beside."""
     shown = min(view.shown, MOST)
     by_request: dict[int, int] = defaultdict(int)
     for names in view.holders.values():
         for name in set(names):
             by_request[name] += 1
-    squares = [_square(view, block, by_request) for block in range(shown)]
+    squares = [_square(view, block, by_request, noun) for block in range(shown)]
     rest = {name: count for name, count in view.counts(shown).items() if name != "shared"}
     note = f"<small>+{counted(rest)}</small>" if shown < view.total else ""
-    return squares_picture(squares, "blocks by request") + note
+    return squares_picture(squares, f"blocks by {noun}") + note
 
 
-def _square(view: PoolView, block: int, by_request: Mapping[int, int]) -> Square:
+def _square(view: PoolView, block: int, by_request: Mapping[int, int], noun: str) -> Square:
     names = view.holders.get(block)
     if names:
         first = names[0]
-        title = f"request {first}: {by_request[first]:,} blocks"
+        title = f"{noun} {first}: {by_request[first]:,} blocks"
         return "several" if len(set(names)) > 1 else "held", colour_of(first, len(names)), title
     if block in view.others:
         return "others", "", "held by others"
@@ -174,20 +174,20 @@ def heading(text: str, more: str) -> str:
     return f'<div style="margin-top:6px">{escape(text)} <small>{escape(more)}</small></div>'
 
 
-def views_legend(views: Sequence[PoolView]) -> str:
+def views_legend(views: Sequence[PoolView], noun: str = "request") -> str:
     """The legend of pools: what is in them, and its first requests."""
     words = signs()["words"]
     found: dict[str, tuple[str, str]] = {}
     several = any(len(set(some)) > 1 for view in views for some in view.holders.values())
     requests = sorted({name for view in views for names in view.holders.values() for name in names})
     for number in requests[:MOST_NAMES]:
-        found[f"request {number}"] = ("held", colour_of(number))
+        found[f"{noun} {number}"] = ("held", colour_of(number))
     if len(requests) > MOST_NAMES:
-        found[f"+{len(requests) - MOST_NAMES:,} requests"] = ("", "")
+        found[f"+{len(requests) - MOST_NAMES:,} {noun}s"] = ("", "")
     if any(view.counts()["shared"] for view in views):
-        found["darker: shared by sequences"] = ("held", colour_of(requests[0], 5))
+        found["darker: shared"] = ("held", colour_of(requests[0], 5))
     if several:
-        found[words["several"]] = ("several", colour_of(0))
+        found[words["several"].replace("request", noun)] = ("several", colour_of(0))
     for name, there in (
         ("others", [view.others for view in views]),
         ("cached", [view.cached for view in views]),
@@ -216,4 +216,5 @@ def card(title: str, lines: Iterable[str], parts: Iterable[str]) -> str:
         f"{FONT};color:{known['ink']};background:{known['panel']};border:1px solid {known['line']};"
         "border-radius:8px;padding:8px 12px;max-width:730px;box-sizing:border-box;overflow-wrap:anywhere"
     )
-    return f'<div style="{frame}"><b>{escape(title)}</b>{said}{"".join(parts)}</div>'
+    head = f'<b style="white-space:pre-line">{escape(title)}</b>'
+    return f'<div style="{frame}">{head}{said}{"".join(parts)}</div>'

@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import nan
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
+
+from .picture import Answer, Usage, answers_picture, shortened
 
 FinishReason = Literal["stop", "length", "abort", "refused", "error"]
 TROUBLE: tuple[FinishReason, ...] = ("refused", "error", "abort")
+SHOWN = 8
+"""Items of a list that a repr shows."""
 FIRST = 4
 """The numbers of a token before those of the top tokens beside it."""
 
@@ -73,7 +77,7 @@ class TokenLogprobs(Sequence[TokenLogprob]):
     __hash__ = None  # type: ignore[assignment]  # they grow
 
     def __repr__(self) -> str:
-        return repr(list(self))
+        return _cut(self)
 
     @property
     def raw(self) -> list[float]:
@@ -139,6 +143,14 @@ class SequenceOutput:
         """The sum of the tokens' logprobs, if they were requested."""
         return None if self.logprobs is None else sum(self.logprobs.raw)
 
+    def __repr__(self) -> str:
+        more = "" if self.score is None else f", score={self.score}"
+        more += "" if self.logprobs is None else f", logprobs={self.logprobs!r}"
+        return (
+            f"SequenceOutput(text={shortened(self.text)!r}, finish_reason={self.finish_reason!r}, "
+            f"token_ids={_cut(self.token_ids)}{more})"
+        )
+
 
 @dataclass
 class Timing:
@@ -157,7 +169,8 @@ class Output:
     cached_tokens: how many tokens of the prompt were cached. preemptions: how often it was preempted.
     error: what went wrong, if something did; it may be a BaseException that the request's own code raised
     (asyncio.CancelledError, SystemExit). prompt_logprobs: if they were requested, and the prompt was
-    computed: one for each of its tokens, None for the first one, which follows nothing.
+    computed: one for each of its tokens, None for the first one, which follows nothing. block_size: tokens of
+    a block of the engine; 0 if it was refused.
     """
 
     prompt_token_ids: list[int]
@@ -167,6 +180,7 @@ class Output:
     timing: Timing = field(default_factory=lambda: Timing(0.0))
     error: BaseException | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    block_size: int = 0
 
     @property
     def text(self) -> str | None:
@@ -181,6 +195,31 @@ class Output:
             if trouble in reasons:
                 return trouble
         return reasons[0]
+
+    def __repr__(self) -> str:
+        more = "" if self.error is None else f", error={self.error!r}"
+        more += f", preemptions={self.preemptions}" if self.preemptions else ""
+        return (
+            f"Output(sequences={self.sequences!r}, prompt_token_ids={_cut(self.prompt_token_ids)}, "
+            f"cached_tokens={self.cached_tokens}{more})"
+        )
+
+    def _repr_html_(self) -> str:
+        new = sum(len(each.token_ids) for each in self.sequences)
+        prompt = f"{len(self.prompt_token_ids):,} ({self.cached_tokens:,} cached)"
+        times = [
+            f"{name} after {moment - self.timing.submitted:.2f} s"
+            for name, moment in (("first token", self.timing.first_token), ("all", self.timing.finished))
+            if moment is not None
+        ]
+        lines = [
+            f"prompt tokens: {prompt}, new tokens: {new:,}",
+            ", ".join(times),
+            "" if self.error is None else repr(self.error),
+        ]
+        usage = Usage(len(self.prompt_token_ids), self.cached_tokens, self.block_size)
+        answers = [Answer(each.text, len(each.token_ids), each.finish_reason) for each in self.sequences]
+        return answers_picture(f"Output: {self.finish_reason}", list(filter(None, lines)), usage, answers)
 
 
 @dataclass(frozen=True)
@@ -207,6 +246,13 @@ class NewTokens(NamedTuple):
     token_ids: list[int]
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprob] | None
+
+
+def _cut(items: Sequence[Any]) -> str:
+    """The first items and the last one, and how many there are."""
+    if len(items) <= SHOWN:
+        return repr(list(items))
+    return f"[{', '.join(map(repr, items[: SHOWN - 2]))}, ..., {items[-1]!r}; {len(items):,} in all]"
 
 
 def with_errors_noticed(outputs: list[Output], strict: bool) -> list[Output]:

@@ -292,6 +292,7 @@ class Job:
             timing=self.timing,
             error=error or self.trouble,
             prompt_logprobs=None if self.prompt_scores is None else self.prompt_scores.notes,
+            block_size=group.block_size if group else 0,
         )
         self.group = None
         if self.params.media is not None:
