@@ -13,11 +13,12 @@ from pictures import with_pictures
 from tiny import build as tiny_of
 from tiny import config_class
 
-from hf_paged.blocks import NO_NUMBERS
+from hf_paged.blocks import COLUMNS, NO_NUMBERS
 from hf_paged.engine.multimodal.media import Media
 from hf_paged.engine.parallel.message import AdapterNews, StepDecoder, StepEncoder
 from hf_paged.engine.parallel.prompt_inputs import SharedInputs, on_device, on_host
 from hf_paged.engine.worker.forward_batch import ForwardBatch, LastTokens
+from hf_paged.scheduling import ScheduledBatch
 
 
 def sent_columns(encoder: StepEncoder, decoder: StepDecoder, batch: ForwardBatch) -> None:
@@ -31,7 +32,8 @@ def sent_columns(encoder: StepEncoder, decoder: StepDecoder, batch: ForwardBatch
         sizes.append(len(sent))
         assert decoder.decode(sent).batch.columns == numbers
     steady = min(sizes[1], sizes[4])
-    assert [size - steady for size in sizes[1:]] == [0, 2 + count, 2, 0]
+    sent_to_all = sum(column.sent for column in COLUMNS.values())
+    assert [size - steady for size in sizes[1:]] == [0, sent_to_all + count, sent_to_all, 0]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-window"])
@@ -41,7 +43,7 @@ def test_a_batch_is_the_same_on_the_other_side(
 ) -> None:
     """Rows, tables and ids of every step, with chunks, samples, preemption and requests that come and go."""
     with small_engine(_model(name), num_blocks=30, run_ahead=ahead) as engine:
-        encoder = StepEncoder(SharedInputs({}), len(engine.pools.groups))
+        encoder = StepEncoder(SharedInputs({}), engine.pools)
         decoder = StepDecoder(engine.pools, LastTokens(6, engine.runner.eager.device))
         run = engine.runner.run
         decoding = []
@@ -54,7 +56,7 @@ def test_a_batch_is_the_same_on_the_other_side(
                 *[tuple([(i + k) % 3 - 1 for i in range(len(batch.rows.sequences))]) for k in (0, 1)],
             )
             given = slots[step // 2 % 3]
-            sent = batch._replace(columns={"adapter_slot": given} if given else NO_NUMBERS)
+            sent = batch._replace(columns=batch.columns | ({"adapter_slot": given} if given else {}))
             numbers, shares = encoder.encode(sent, [], True, news)
             found = decoder.decode(numbers)
             assert found.news == news
@@ -66,10 +68,10 @@ def test_a_batch_is_the_same_on_the_other_side(
                 assert getattr(other, each) == getattr(rows, each), each
             assert found.batch.wanted == batch.wanted
             decoding.append(rows.decodes)
-            for i, (own, theirs) in enumerate(zip(rows.sequences, other.sequences, strict=True)):
-                for table, copy in zip(own.tables, theirs.tables, strict=True):
-                    assert copy.length == rows.starts[i] + rows.counts[i]
-                    assert copy.blocks == table.blocks[copy.released - table.released :]
+            assert isinstance(rows, ScheduledBatch)
+            for sequence, row in zip(rows.sequences, other.row_ids, strict=True):
+                for table, there in zip(sequence.tables, other.tables, strict=True):
+                    assert there.matches(row, table)
             if not shares:
                 device = engine.runner.eager.device
                 assert found.batch.ids(device).tolist() == batch.ids(device).tolist()
@@ -100,7 +102,7 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
     with small_engine(model) as engine:
         requests = engine.driver.loop.with_inputs
         shared = SharedInputs(requests)
-        encoder = StepEncoder(shared, len(engine.pools.groups))
+        encoder = StepEncoder(shared, engine.pools)
         decoder = StepDecoder(engine.pools, LastTokens(6, engine.runner.eager.device))
         run, show = engine.runner.run, engine.runner.encode_media
         most = 0
@@ -111,17 +113,16 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
             assert isinstance(copy, Media)
             assert copy.made is None
             copy.made, copy.extras = media.made, media.extras
-            group = next(group for group, params in requests.items() if params.media is media)
-            decoder.prompts[shared.add(group)] = copy
+            decoder.prompts[shared.add(media)] = copy
 
         def watched(batch: ForwardBatch) -> Any:
             nonlocal most
-            for group, each in shared.missing(batch).items():
-                decoder.prompts[shared.add(group)] = on_device(on_host(each), engine.runner.eager.device)
+            for each in shared.missing(batch):
+                decoder.prompts[shared.add(each)] = on_device(on_host(each), engine.runner.eager.device)
             sent, _ = encoder.encode(batch, [], True, AdapterNews())
             found = decoder.decode(sent).batch
             most = max(most, len(decoder.prompts))
-            for i, sequence in enumerate(batch.rows.sequences):
+            for i in range(len(batch.rows)):
                 own, there = batch.inputs.get(i), found.inputs.get(i)
                 if own is None or there is None:
                     continue
@@ -130,8 +131,12 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
                 for one, other in ((own.embeds, there.embeds), (own.positions, there.positions)):
                     assert (one is None and other is None) or torch.equal(one, other)
                 if own.source is not None:
-                    cross, copy = sequence.tables[-1], found.rows.sequences[i].tables[-1]
-                    assert (copy.length, copy.blocks) == (cross.length, cross.blocks)
+                    assert own.across is not None
+                    assert there.across is not None
+                    assert (there.across.length, there.across.blocks) == (
+                        own.across.length,
+                        own.across.blocks,
+                    )
             return run(batch)
 
         monkeypatch.setattr(executor_of(engine), "run", watched)
@@ -150,7 +155,7 @@ def test_a_steady_step_is_few_numbers(rows: int, monkeypatch: pytest.MonkeyPatch
     options = {"num_blocks": 2 * rows, "block_size": 64, "run_ahead": True}
     batch_sizes = {"max_batch_sequences": rows, "max_batch_tokens": 3 * rows}
     with small_engine(_model("llama"), **options, **batch_sizes) as engine:
-        encoder = StepEncoder(SharedInputs({}), len(engine.pools.groups))
+        encoder = StepEncoder(SharedInputs({}), engine.pools)
         run, sent = executor_of(engine).run, []
 
         def watched(batch: ForwardBatch) -> Any:

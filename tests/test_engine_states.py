@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 from captures import counts, policy, pool_of, reasons, sizes
-from counted_states import CountedStates, assert_every_token_once, counting, put_into_engines
+from counted_states import CountedStates, Read, assert_every_token_once, counting, put_into_engines
 from engine_answers import PROMPTS, answers
 from engine_faults import POISON
-from engine_steps import executor_of
+from engine_steps import executor_of, watch_plans
 from families import BY_NAME, build
 from tape import rerun
 
 from hf_paged.engine import Engine
 from hf_paged.model.adapters import Inapplicable
 from hf_paged.model.rehearsal import RECORDERS
+from hf_paged.scheduling import StepPlan
 
 GREEDY = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False, "bad_words_ids": [[POISON]]}
 PLACES = pytest.mark.parametrize("in_place", [True, False], ids=["in place", "elsewhere"])
@@ -38,7 +39,14 @@ class Engines:
         """An engine of few blocks, without prefixes, whose states are not kept."""
         self.states.in_place = in_place
         given = {"block_size": 4, "num_blocks": 90, "max_batch_tokens": 16, "prefix_caching": False}
-        return Engine(self.model, **{**given, **options})
+        engine = Engine(self.model, **{**given, **options})
+        self.of_trial = self.states.reads
+        self.states.reads = []
+        watch_plans(engine, self._name_rows)
+        return engine
+
+    def _name_rows(self, plan: StepPlan) -> None:
+        self.states.sequences = dict(zip(plan.batch.row_ids, plan.batch.sequences, strict=True))
 
     def alone(self, prompt: list[int], new: int = 14, ends: int | None = None) -> list[list[int]]:
         """The tokens after a prompt, by the model without a cache: all are computed again for each."""
@@ -292,13 +300,20 @@ def test_the_model_is_checked_before_a_replay_in_place(in_place: bool, engines: 
 
 @PLACES
 def test_the_trial_computes_its_sequences_in_pieces(in_place: bool, engines: Engines) -> None:
-    """Each way of computing them has sequences of its own."""
-    with engines.make(in_place):
-        owners = {read.owner for read in engines.states.reads}
-        assert len(owners) == 4, "two sequences, one by one and beside each other"
-    for owner in owners:
-        places = [read.place for read in engines.states.reads if read.owner is owner]
-        assert places == list(range(len(owner.tokens)))
+    """Each way of computing them begins them anew."""
+    with engines.make(in_place) as engine:
+        answers(engine.submit(PROMPTS[0], **GREEDY).result())
+    sequences: list[list[Read]] = []
+    latest: dict[int, list[Read]] = {}
+    for read in engines.of_trial:
+        if not read.place:
+            latest[read.owner] = []
+            sequences.append(latest[read.owner])
+        latest[read.owner].append(read)
+    assert len(sequences) == 4, "two sequences, one by one and beside each other"
+    for reads in sequences:
+        assert [read.place for read in reads] == list(range(len(reads)))
+        assert [read.state for read in reads] == [reads[-1].state[: read.place] for read in reads]
 
 
 @AHEAD

@@ -7,7 +7,7 @@ import torch
 from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, build
 
-from hf_paged.blocks import append
+from hf_paged.blocks import BlockTableArray, append
 from hf_paged.engine import Engine, EngineConfig
 from hf_paged.engine.worker.forward_batch import ForwardBatch, LastTokens
 from hf_paged.engine.worker.pools import Pools
@@ -28,6 +28,9 @@ def test_rows_of_a_step_are_strangers() -> None:
     prompts, done = [PROMPTS[1], PROMPTS[2], PROMPTS[5]], [0, 4, 11]
     requests = [Request(i, tuple(prompt), len(prompt)) for i, prompt in enumerate(prompts)]
     sequences = [SequenceGroup(request, pools.kv_groups).leader for request in requests]
+    for row, sequence in enumerate(sequences):
+        sequence.row = row
+    tables = tuple(BlockTableArray() for _ in pools.own)
 
     def computed(ends: list[int]) -> torch.Tensor:
         """The logits behind the sequences that these steps bring to their end."""
@@ -40,8 +43,8 @@ def test_rows_of_a_step_are_strangers() -> None:
                 wanted = (sequence,) if end == len(sequence.tokens) else ()
                 rows.append(ScheduledRow(sequence, sequence.computed, count, wanted))
                 sequence.computed = end
-        batch = ScheduledBatch().followed_by(rows)
-        return tried.run(ForwardBatch(batch, LastTokens(0, tried.eager.device))).logits
+        batch = ScheduledBatch(tables=tables).followed_by(rows)
+        return tried.run(ForwardBatch.planned(batch, LastTokens(0, tried.eager.device))).logits
 
     assert computed(done).shape == (0, model.config.vocab_size)
     logits = computed([len(prompt) for prompt in prompts])

@@ -10,6 +10,8 @@ from .columns import (
     LOGIT_PLACE,
     NO_NUMBERS,
     ROPE_DELTA,
+    SCORED,
+    WANTED,
     Column,
     ColumnFillers,
     Numbers,
@@ -23,13 +25,13 @@ from .pool import NEVER_FULL, BlockPool, OutOfBlocks
 from .prefix import Match, Partial, adopt, commit, commit_tail
 from .prefix_lookup import PrefixLookup, Prompt, detach, reach_in_all
 from .prompt_scores import PromptScores
-from .table import BlockTable, Copy, append, blocks_needed, check_sources, reorder
+from .table import BlockTable, Copy, TableView, append, blocks_needed, check_sources, reorder
 
 __all__ = [
-    "ADAPTER_SLOT", "COLUMNS", "LOGIT_PLACE", "NEVER_FULL", "NO_NUMBERS", "ROOT", "ROPE_DELTA", "BlockPool",
-    "BlockTable", "BlockTableArray", "Column", "ColumnFillers", "Copy", "Cross", "Evictor", "Full",
-    "LayerKind", "Match", "Numbers", "OutOfBlocks", "Partial", "PartialBlockIndex", "PrefixLookup",
-    "Prompt", "PromptScores", "Window", "adopt", "append", "blocks_needed", "chain", "check_salt",
-    "check_sources", "commit", "commit_tail", "detach", "distinct", "extra_key", "move", "parent_key",
-    "reach_in_all", "reorder",
+    "ADAPTER_SLOT", "COLUMNS", "LOGIT_PLACE", "NEVER_FULL", "NO_NUMBERS", "ROOT", "ROPE_DELTA", "SCORED",
+    "WANTED", "BlockPool", "BlockTable", "BlockTableArray", "Column", "ColumnFillers", "Copy", "Cross",
+    "Evictor", "Full", "LayerKind", "Match", "Numbers", "OutOfBlocks", "Partial", "PartialBlockIndex",
+    "PrefixLookup", "Prompt", "PromptScores", "TableView", "Window", "adopt", "append", "blocks_needed",
+    "chain", "check_salt", "check_sources", "commit", "commit_tail", "detach", "distinct", "extra_key",
+    "move", "parent_key", "reach_in_all", "reorder",
 ]  # fmt: skip

@@ -29,6 +29,10 @@ class Column(NamedTuple):
     """True if other ranks get it from rank 0. Else it is empty there, unless the code that runs a step fills
     it itself: no filler is asked on other ranks.
     """
+    captured: bool = True
+    """True if captured steps have it on the device, where layers read it. Else it is for the code that runs a
+    step.
+    """
 
 
 ADAPTER_SLOT = Column("adapter_slot", per="token", empty=-1)
@@ -37,8 +41,12 @@ ROPE_DELTA = Column("rope_delta", "int64", per="token")
 """The number that is added to a row's consecutive positions."""
 LOGIT_PLACE = Column("logit_place", "int64", sent=False)
 """The tokens whose logits a step of several tokens a row answers with."""
-COLUMNS = {each.name: each for each in (ADAPTER_SLOT, ROPE_DELTA, LOGIT_PLACE)}
-"""All columns, by name. A captured step has every one of them."""
+WANTED = Column("wanted", empty=1, captured=False)
+"""1 if a token is chosen from the logits behind a row, 0 if the row ends before its sequence does."""
+SCORED = Column("scored", captured=False)
+"""How many tokens of a prompt the logits behind a row score: those that follow its first ones."""
+COLUMNS = {each.name: each for each in (ADAPTER_SLOT, ROPE_DELTA, LOGIT_PLACE, WANTED, SCORED)}
+"""All columns, by name."""
 
 Numbers = Mapping[str, tuple[int, ...]]
 """By column the number of every row. A column that is not there is empty in all rows."""
@@ -90,7 +98,9 @@ MOST = 2**31
 
 
 def no_column(name: str) -> ValueError:
-    """The error of a name that no declaration has."""
+    """The error of a name that no declaration has, or none that a layer may read."""
+    if name in COLUMNS:
+        return ValueError(f"column {name!r} is for the code that runs a step; layers find no numbers there")
     return ValueError(
         f"there is no column {name!r}, expected one of {sorted(COLUMNS)}; declare it in blocks/columns.py "
         "and add it to COLUMNS"

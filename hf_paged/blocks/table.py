@@ -27,38 +27,20 @@ class _TableRow(NamedTuple):
     epoch: int
 
 
-class BlockTable:
-    """The blocks of one sequence in order of position: token t lives in `blocks[t // B - released]`, slot t %
-    B.
+class TableView:
+    """The blocks of one sequence in order of position, to read: token t lives in `blocks[t // B - released]`,
+    slot t % B.
 
-    `released` counts the leading blocks that were freed because a sliding window has passed them. A table
-    holds one reference per block it names. If two tables name one block at one place, the blocks at all
-    earlier places are the same or hold the same content: blocks are shared by forking and by content, in no
-    other way.
+    `released` counts the leading blocks that were freed because a sliding window has passed them.
     """
 
-    __slots__ = (
-        "__weakref__", "blocks", "digests", "epoch", "length", "near", "pool", "released", "stamp", "tenant",
-    )  # fmt: skip
+    __slots__ = ("blocks", "length", "pool", "released")
 
-    def __init__(self, pool: BlockPool, near: int = NOWHERE, tenant: str = "") -> None:
+    def __init__(self, pool: BlockPool, blocks: list[int], length: int, released: int = 0) -> None:
         self.pool = pool
-        self.tenant = tenant
-        """For whose share the blocks count that it takes (C43)."""
-        self.blocks: list[int] = []
-        self.length = 0
-        self.released = 0
-        self.near = near
-        """Where the first block should lie, if that one is free: rows side by side can be read as one strided
-        view.
-        """
-        self.stamp = pool.tick()
-        """When the table was last used: its blocks are evicted in this order (C20)."""
-        self.epoch = pool.epoch
-        """The pool's epoch when the first token came."""
-        self.digests: list[bytes] = []
-        """The names of the leading full blocks that were committed or matched."""
-        pool.register(self)
+        self.blocks = blocks
+        self.length = length
+        self.released = released
 
     def __repr__(self) -> str:
         return f"Table(length={self.length}, released={self.released}, blocks={self.blocks})"
@@ -81,6 +63,33 @@ class BlockTable:
                 f"{self.length - 1}"
             )
         return self.blocks[position // size - self.released] * size + position % size
+
+
+class BlockTable(TableView):
+    """The table of a sequence as the books have it.
+
+    It holds one reference per block it names. If two tables name one block at one place, the blocks at all
+    earlier places are the same or hold the same content: blocks are shared by forking and by content, in no
+    other way.
+    """
+
+    __slots__ = ("__weakref__", "digests", "epoch", "near", "stamp", "tenant")
+
+    def __init__(self, pool: BlockPool, near: int = NOWHERE, tenant: str = "") -> None:
+        super().__init__(pool, [], 0)
+        self.tenant = tenant
+        """For whose share the blocks count that it takes (C43)."""
+        self.near = near
+        """Where the first block should lie, if that one is free: rows side by side can be read as one strided
+        view.
+        """
+        self.stamp = pool.tick()
+        """When the table was last used: its blocks are evicted in this order (C20)."""
+        self.epoch = pool.epoch
+        """The pool's epoch when the first token came."""
+        self.digests: list[bytes] = []
+        """The names of the leading full blocks that were committed or matched."""
+        pool.register(self)
 
     @property
     def copies_next(self) -> bool:

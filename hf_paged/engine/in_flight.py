@@ -198,10 +198,10 @@ class InFlightStep:
         if self._scores is None:
             return
         found = dict(zip(self.answer.scores, self._scores(), strict=True))
-        for sequence, start, count, _ in self.batch.other_rows:
-            job = self._sampling.jobs.get(sequence.group) if sequence in found else None
+        for row_id, (sequence, start, count, _) in zip(self.batch.row_ids, self.batch.rows, strict=True):
+            job = self._sampling.jobs.get(sequence.group) if row_id in found else None
             if job is not None and job.prompt_scores is not None:
-                job.prompt_scores.note(start + 1, found[sequence].tolist())
+                job.prompt_scores.note(start + 1, found[row_id].tolist())
                 job.prompt_scores.publish(scheduler.prefixes.scores, sequence.group.prompt, start, count)
 
     def _apply_one_by_one(

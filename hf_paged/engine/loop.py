@@ -11,7 +11,7 @@ import torch
 
 from ..blocks import NO_NUMBERS, ROPE_DELTA
 from ..model.state_slots import StatesAdvanced
-from ..scheduling import Request, ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan, TokenSequence
+from ..scheduling import Request, ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan
 from ..trace import Step, Trace, Writer
 from .host_sampler import HostSampler
 from .in_flight import InFlightStep, SamplingState
@@ -191,7 +191,7 @@ class StepLoop:
         """
         done: list[int] = []
         logits: list[torch.Tensor] = []
-        scores: dict[TokenSequence, torch.Tensor] = {}
+        scores: dict[int, torch.Tensor] = {}
         failed: dict[SequenceGroup, Exception] = {}
         lost: list[SequenceGroup] = []
         if error is not None and len(plan.groups) == 1 and not isinstance(error, StatesAdvanced):
@@ -225,7 +225,9 @@ class StepLoop:
         unseen = () if self.in_flight is None else self.in_flight.sequences
         fillers = self.runner.fillers
         columns = fillers.of(batch.sequences) if fillers.by_name else NO_NUMBERS
-        forward = ForwardBatch(batch, self._sampling.last_tokens, inputs, unseen, columns)
+        forward = ForwardBatch(batch, self._sampling.last_tokens, inputs=inputs, columns=columns)
+        if batch.sequences != unseen or batch.decodes < len(unseen):  # else the device has all ids
+            forward = ForwardBatch.planned(batch, forward.last_tokens, inputs, columns, unseen)
         answer = self.executor.run(forward)
         for media in shown:
             media.forget_spent()
@@ -397,6 +399,8 @@ class StepLoop:
             if scores is not None:
                 row = RowInputs(scored=scores.wanted(start, count))
             media = params.media
+            if row.source is not None or row.cross is not None:
+                row = row._replace(across=sequence.tables[-1])
             if isinstance(media, CrossMedia):
                 row = row._replace(ids=media.ids_of(start, sequence.tokens[start : start + count]))
             elif media is not None:

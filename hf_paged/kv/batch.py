@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..blocks import BlockTable
+from ..blocks import TableView
 from .upload import upload
 
 WIDTHS = 16
@@ -182,7 +182,7 @@ class RowBatch(Batch):
 
     def __init__(
         self,
-        tables: list[BlockTable],
+        tables: Sequence[TableView],
         starts: list[int] | None,
         columns: int,
         new: int,

@@ -6,19 +6,19 @@ from collections.abc import Iterable
 
 import torch
 
-from ..blocks import Column, Numbers
+from ..blocks import COLUMNS, Column, Numbers
 from .ordinary import ordinary_tensors
 from .upload import upload
 
 
 class StaticColumns:
-    """A static tensor for each column. `load` copies what has changed since it was called last. Entries
-    beyond those that are loaded are empty.
+    """A static tensor for each column that captured steps have. `load` copies what has changed since it was
+    called last. Entries beyond those that are loaded are empty.
     """
 
     def __init__(self, columns: Iterable[Column], rows: int, tokens: int, device: torch.device) -> None:
         """rows, tokens: the entries of columns per row and per token."""
-        columns = list(columns)
+        columns = [each for each in columns if each.captured]
         sizes = {"row": rows, "token": tokens}
         with ordinary_tensors():
             self.tensors = {
@@ -35,8 +35,8 @@ class StaticColumns:
 
     def load(self, numbers: Numbers) -> None:
         """Load the numbers of a step. Columns that are not among them are empty."""
-        if not numbers.keys() <= self.tensors.keys():
-            unknown = sorted(numbers.keys() - self.tensors.keys())
+        unknown = sorted(name for name in numbers.keys() - self.tensors.keys() if COLUMNS[name].captured)
+        if unknown:
             raise RuntimeError(f"this step was captured before the columns {unknown} were declared")
         self.loaded = None
         for name, tensor in self.tensors.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..blocks import BlockTable
+from ..blocks import TableView
 from .batch import PLANS, RowBatch, Singles, Span, StridedView
 from .upload import upload
 
@@ -24,14 +24,12 @@ class FlatBatch(RowBatch):
     packed = True
 
     def __init__(
-        self, tables: Sequence[BlockTable], counts: Sequence[int], plans: dict[object, Any] | None = None
+        self, tables: Sequence[TableView], counts: Sequence[int], plans: dict[object, Any] | None = None
     ) -> None:
         """plans: of kernels, kept from step to step."""
         columns = max(table.length for table in tables)
         kept = {} if plans is None else {PLANS: plans}
-        super().__init__(
-            list(tables), None, columns, sum(counts), _strided_view_of(tables), lambda: True, kept
-        )
+        super().__init__(tables, None, columns, sum(counts), _strided_view_of(tables), lambda: True, kept)
         self.rows = 1  # as the model sees it
         self.fresh = False  # several sequences are never one sequence
         self.longest = 1 if self.new == len(tables) else max(counts)
@@ -110,7 +108,7 @@ class FlatBatch(RowBatch):
         return Span(begin, end, slots, mask[None, None])
 
 
-def _strided_view_of(tables: Sequence[BlockTable]) -> StridedView | None:
+def _strided_view_of(tables: Sequence[TableView]) -> StridedView | None:
     """Where the tokens lie of a sequence that is alone and whose blocks follow each other in the pool."""
     blocks = tables[0].blocks
     if len(tables) > 1 or not blocks or blocks != list(range(blocks[0], blocks[0] + len(blocks))):
@@ -118,13 +116,13 @@ def _strided_view_of(tables: Sequence[BlockTable]) -> StridedView | None:
     return StridedView((blocks[0] - tables[0].released) * tables[0].pool.block_size, 0)
 
 
-def _last_slot(table: BlockTable) -> int:
+def _last_slot(table: TableView) -> int:
     """The slot of a table's last token."""
     size = table.pool.block_size
     return table.blocks[-1] * size + (table.length - 1) % size
 
 
-def _slots(table: BlockTable, first: int) -> list[int]:
+def _slots(table: TableView, first: int) -> list[int]:
     """The slots of a table's tokens from position `first` on."""
     size = table.pool.block_size
     place = first // size - table.released

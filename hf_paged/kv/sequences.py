@@ -123,7 +123,7 @@ class Sequences:
 
     def column(self, name: str, device: torch.device) -> torch.Tensor | None:
         """The numbers of a column in the step that runs, on a device; None if all rows are empty there."""
-        if name not in COLUMNS:
+        if name not in COLUMNS or not COLUMNS[name].captured:
             raise no_column(name)
         if self.static is not None:
             static = self.static_columns.get(name)

@@ -29,7 +29,7 @@ class StateRow(NamedTuple):
     """`count` tokens of a sequence from `start` on."""
 
     owner: Hashable
-    """The sequence, or the number of the row in generate()."""
+    """The row that its sequence owns in the engine, or the number of the row in generate()."""
     start: int
     count: int  # type: ignore[assignment]  # nothing uses a row as a tuple
 

@@ -7,7 +7,7 @@ from .admission import has_room, why_infeasible
 from .forecast import ADMISSIONS, FuturePeak
 from .history import AnswerLengths
 from .limits import KVCacheGroup, Limits
-from .plan import ScheduledBatch, ScheduledRow, StepPlan, Swaps
+from .plan import ForwardRows, ScheduledBatch, ScheduledRow, StepPlan, Swaps
 from .policy import POLICIES
 from .request import UNKNOWN, Request, SequenceGroup, Status, TokenSequence
 from .scheduler import Count, Infeasible, Scheduler
@@ -15,7 +15,7 @@ from .swap import Decide, Victim, never
 
 __all__ = [
     "ADMISSIONS", "POLICIES", "UNKNOWN", "AdapterNames", "AdapterSlots", "AnswerLengths", "Count", "Decide",
-    "FuturePeak", "Infeasible", "KVCacheGroup", "Limits", "Request",
+    "ForwardRows", "FuturePeak", "Infeasible", "KVCacheGroup", "Limits", "Request",
     "ScheduledBatch", "ScheduledRow", "Scheduler", "SequenceGroup", "Status", "StepPlan", "Swaps",
     "TokenSequence", "Victim", "has_room", "never", "why_infeasible",
 ]  # fmt: skip

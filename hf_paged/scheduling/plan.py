@@ -35,31 +35,51 @@ _column = partial(array, "i")
 
 
 @dataclass(frozen=True)
-class ScheduledBatch:
-    """The rows of a step as columns: row i computes counts[i] tokens of sequences[i] from starts[i] on.
+class ForwardRows:
+    """The rows of a forward as columns: row i computes counts[i] tokens of its sequence from starts[i] on.
 
-    row_ids: the row that each sequence owns while it runs. samples: as of `ScheduledRow`. tables: for every
-    KV cache group the block tables of all running sequences, by the row that they own, until the next step
-    is planned. longest: the tokens of the longest sequence with this step's. tokens: of all rows. decodes:
-    how many rows, the first ones, take one token each, and one sample of their own sequence. full: sequences
-    with a block that this step fills, and their tokens then. last: the decode rows whose sequence gets its
-    last token.
+    row_ids: the row that each sequence owns while it runs. tables: for every KV cache group the block tables
+    of all running sequences, by the row that they own, until the next step is planned. longest: the tokens of
+    the longest sequence with this step's. tokens: of all rows. decodes: how many rows, the first ones, take
+    one token each, and one sample of their own sequence.
     """
 
-    sequences: tuple[TokenSequence, ...] = ()
     row_ids: array[int] = field(default_factory=_column)
     starts: array[int] = field(default_factory=_column)
     counts: array[int] = field(default_factory=_column)
-    samples: tuple[tuple[TokenSequence, ...], ...] = ()
     tables: tuple[BlockTableArray, ...] = ()
     longest: int = 0
     tokens: int = 0
     decodes: int = 0
-    full: tuple[tuple[TokenSequence, int], ...] = ()
-    last: tuple[int, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.sequences)
+        return len(self.row_ids)
+
+    def select(self, rows: Sequence[int]) -> ForwardRows:
+        """Some of the rows, in this order; all of them count as planned one by one."""
+        counts = array("i", [self.counts[i] for i in rows])
+        return ForwardRows(
+            array("i", [self.row_ids[i] for i in rows]),
+            array("i", [self.starts[i] for i in rows]),
+            counts,
+            self.tables,
+            self.longest,
+            sum(counts),
+        )
+
+
+@dataclass(frozen=True)
+class ScheduledBatch(ForwardRows):
+    """The rows of a step with their sequences.
+
+    samples: as of `ScheduledRow`. full: sequences with a block that this step fills, and their tokens then.
+    last: the decode rows whose sequence gets its last token.
+    """
+
+    sequences: tuple[TokenSequence, ...] = ()
+    samples: tuple[tuple[TokenSequence, ...], ...] = ()
+    full: tuple[tuple[TokenSequence, int], ...] = ()
+    last: tuple[int, ...] = ()
 
     def followed_by(self, rows: Sequence[ScheduledRow]) -> ScheduledBatch:
         """The batch with more rows after its own; their tables are entered in the arrays."""
@@ -89,17 +109,10 @@ class ScheduledBatch:
         )
 
     def select(self, rows: Sequence[int]) -> ScheduledBatch:
-        """A batch of some of the rows, in this order; all of them count as planned one by one."""
-        counts = array("i", [self.counts[i] for i in rows])
         return ScheduledBatch(
-            tuple([self.sequences[i] for i in rows]),
-            array("i", [self.row_ids[i] for i in rows]),
-            array("i", [self.starts[i] for i in rows]),
-            counts,
-            tuple([self.samples[i] for i in rows]),
-            self.tables,
-            self.longest,
-            sum(counts),
+            **vars(super().select(rows)),
+            sequences=tuple([self.sequences[i] for i in rows]),
+            samples=tuple([self.samples[i] for i in rows]),
         )
 
     @cached_property

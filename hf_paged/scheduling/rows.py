@@ -223,15 +223,15 @@ class RowTable:
                     self.growing[sequence] = place
                     break
         batch = ScheduledBatch(
-            sequences,
             columns.row_ids,
             starts,
             columns.ones,
-            columns.samples,
             self.tables,
             self._longest,
             len(sequences),
             len(sequences),
+            sequences,
+            columns.samples,
             tuple(full),
             tuple(last),
         )

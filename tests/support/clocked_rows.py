@@ -165,15 +165,15 @@ class ClockedRows:
         self.steps += 1
         self.growing = self._growing[self.steps % self.block_size]
         return ScheduledBatch(
-            columns.sequences,
             columns.row_ids,
             array("i", [offset + self.steps - 1 for offset in columns.offsets]),
             columns.counts,
-            columns.samples,
             self.tables,
             columns.most + self.steps,
             len(columns.sequences),
             len(columns.sequences),
+            columns.sequences,
+            columns.samples,
             tuple([(each, each.tables[0].length) for each in self.growing]),
             tuple([columns.sequences.index(each) for each in self.ends.get(self.steps, ())]),
         )

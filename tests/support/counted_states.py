@@ -45,6 +45,8 @@ class CountedStates(SlotStates):
         self.in_place = in_place
         self.content: dict[int, tuple[int, ...]] = {}
         self.slots_by_owner: dict[Any, tuple[int, int]] = {}
+        self.sequences: dict[int, Any] = {}
+        """The owners of an engine's rows; a row that is not there is its own."""
         self.reads: list[Read] = []
         self.runs: list[tuple[tuple[Any, int, int], ...]] = []
         """The rows of every run that advanced states."""
@@ -57,7 +59,8 @@ class CountedStates(SlotStates):
     def slots_of(self, rows: Sequence[StateRow]) -> StateSlots:
         read = []
         written = []
-        for owner, start, _ in rows:
+        for row, start, _ in rows:
+            owner = self.sequences.get(row, row)
             if owner not in self.slots_by_owner:
                 self.slots_by_owner[owner] = next(self._numbers), next(self._numbers)
             one, other = self.slots_by_owner[owner]
@@ -82,7 +85,8 @@ class CountedStates(SlotStates):
         """Advance the states of some rows of the running step: the tokens in the state behind each token."""
         found = []
         for i, tokens in zip(rows, ids, strict=True):
-            owner, start, count = self.rows[i]
+            row, start, count = self.rows[i]
+            owner = self.sequences.get(row, row)
             assert len(tokens) == count
             slot = self.slots.read[i]
             state = () if slot == NO_SLOT else self.content[slot]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from ...blocks import OutOfBlocks
-from ...kv.upload import upload
 from ..multimodal import PromptInputs
 from ..multimodal.media import Media
 from ..requests.prompts import known_ids
@@ -198,10 +196,6 @@ class Follower(Ranked):
             # Broken off, it leaves any numbers, and an id without an embedding would end this process.
             known = known_ids(self._reader)
             self._last_tokens.tokens.clamp_(0, None if known is None else known - 1)
-        if received.known:
-            last = self._last_tokens
-            tokens = upload(list(received.known.values()), last.tokens.device)
-            last.tokens[last.index_of(array("i", received.known))] = tokens
         self._note(received.news)
         self.runner.run(received.batch)
 

@@ -43,7 +43,7 @@ class Leader(Ranked):
         """Those that came while they did not follow."""
         self._last_tokens = parts.last_tokens
         self._inputs = SharedInputs(parts.requests)
-        self._encoder = StepEncoder(self._inputs, len(pools.groups))
+        self._encoder = StepEncoder(self._inputs, pools)
         self._preparations: list[Preparation] = []
         self._backed = [group.backed for group in pools.groups.values()]
         """How many first blocks of every pool have memory on all ranks."""
@@ -77,14 +77,14 @@ class Leader(Ranked):
 
     def run(self, batch: ForwardBatch) -> Answer:
         """Compute a batch on all ranks: rank 0's answer."""
-        for group, given in self._inputs.missing(batch).items():
+        for given in self._inputs.missing(batch):
             packed = Packed(on_host(given))
             with self.ranks.together():
-                self.ranks.send(array("i", [MessageKind.INPUTS, self._inputs.add(group)]))
+                self.ranks.send(array("i", [MessageKind.INPUTS, self._inputs.add(given)]))
                 try:
                     self._send_inputs(packed)
                 except MemoryError:  # of any rank: some have it, and the next step says that none needs it
-                    self._inputs.lose(group)
+                    self._inputs.lose(given)
                     raise
         self._reserve_first()
         with self.ranks.together():
@@ -139,7 +139,7 @@ class Leader(Ranked):
         names = group.request.adapter
         packed = Packed(on_host(media))
         with self.ranks.together():
-            message = array("i", [MessageKind.ENCODE, self._inputs.add(group)])
+            message = array("i", [MessageKind.ENCODE, self._inputs.add(media)])
             self._news().write(message)
             numbers = self._adapters.numbered() if names else {}
             message.extend([numbers[name] for name in names])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...scheduling import SequenceGroup, TokenSequence
+from ...scheduling import SequenceGroup
 from ..multimodal import PromptInputs
 from ..multimodal.encoder import EncoderInput
 from ..multimodal.media import Media, put_on
@@ -28,44 +28,48 @@ class SharedInputs:
         """requests: those that wait or run and are more than token ids."""
         self._requests = requests
         self._next = itertools.count(1)
-        self._numbers: dict[SequenceGroup, int] = {}
+        self._numbers: dict[int, tuple[PromptInputs, int]] = {}
+        """By the id of what a request is given this itself, so that the id stays its own, and its number."""
         self._gone: list[int] = []
 
-    def add(self, group: SequenceGroup) -> int:
-        """A number for what a request is. Media that were encoded before are encoded anew."""
-        if group in self._numbers:
-            self._gone.append(self._numbers[group])
-        number = self._numbers[group] = next(self._next)
+    def add(self, given: PromptInputs) -> int:
+        """A number for what a request is given. Media that were encoded before are encoded anew."""
+        if self.of(given):
+            self.lose(given)
+        number = next(self._next)
+        self._numbers[id(given)] = given, number
         return number
 
-    def lose(self, group: SequenceGroup) -> None:
+    def lose(self, given: PromptInputs) -> None:
         """Not all ranks have it: those that do may forget it."""
-        self._gone.append(self._numbers.pop(group))
+        self._gone.append(self._numbers.pop(id(given))[1])
 
-    def of(self, group: SequenceGroup) -> int:
-        """A request's number; 0 if it has none."""
-        return self._numbers.get(group, 0)
+    def of(self, given: PromptInputs) -> int:
+        """Its number; 0 if it has none."""
+        return self._numbers[id(given)][1] if id(given) in self._numbers else 0
 
-    def missing(self, batch: ForwardBatch) -> dict[SequenceGroup, PromptInputs]:
+    def missing(self, batch: ForwardBatch) -> list[PromptInputs]:
         """Inputs of a batch's rows that the other ranks do not have. Media come when encoded."""
-        groups = {batch.rows.sequences[i].group: row.prompt for i, row in batch.inputs.items()}
-        return {
-            group: given
-            for group, given in groups.items()
-            if given is not None and not isinstance(given, Media) and not self.of(group)
-        }
+        rows = {id(row.prompt): row.prompt for row in batch.inputs.values()}
+        return [
+            given
+            for given in rows.values()
+            if given is not None and not isinstance(given, Media) and not self.of(given)
+        ]
 
     def take_gone(self) -> list[int]:
         """The numbers of what no step needs any more."""
-        for group in [group for group in self._numbers if not self._needed(group)]:
-            self._gone.append(self._numbers.pop(group))
+        needed = {id(given) for given in map(_needed, self._requests.values())} if self._numbers else ()
+        for given, _ in [each for each in self._numbers.values() if id(each[0]) not in needed]:
+            self.lose(given)
         gone = self._gone
         self._gone = []
         return gone
 
-    def _needed(self, group: SequenceGroup) -> bool:
-        params = self._requests.get(group)
-        return params is not None and (params.media is None or params.media.made is not None)
+
+def _needed(params: RequestParams) -> PromptInputs | None:
+    """The inputs of a request that other ranks must have; none of media whose embeddings are spent."""
+    return None if params.media is not None and params.media.made is None else params.prompt_inputs
 
 
 def on_host(given: PromptInputs) -> PromptInputs:
@@ -87,7 +91,7 @@ def on_device(given: PromptInputs, device: torch.device) -> PromptInputs:
 
 
 class SentRow(NamedTuple):
-    """A row's inputs beside token ids, and its cross-attention table."""
+    """A row's inputs beside token ids, and where it attends to across."""
 
     inputs: RowInputs = PLAIN
     length: int = 0
@@ -96,12 +100,10 @@ class SentRow(NamedTuple):
     """Where these are; None if that is as in the row's step before."""
 
     @classmethod
-    def of(cls, inputs: RowInputs, sequence: TokenSequence) -> SentRow:
+    def of(cls, inputs: RowInputs) -> SentRow:
         """A row with these inputs."""
-        if inputs.source is None:
-            return cls(inputs)
-        table = sequence.tables[-1]
-        return cls(inputs, table.length, table.blocks)
+        table = inputs.across
+        return cls(inputs) if table is None else cls(inputs, table.length, list(table.blocks))
 
     def write(self, out: array[int], number: int) -> None:
         """Append this as numbers; number: of what the row is given."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ...blocks import ADAPTER_SLOT, COLUMNS, LOGIT_PLACE, NO_NUMBERS, ROPE_DELTA, LayerKind
+from ...blocks import ADAPTER_SLOT, COLUMNS, LOGIT_PLACE, NO_NUMBERS, ROPE_DELTA, WANTED, LayerKind
 from ...kv import LayerGroup, StaticBatch, StaticSpans
 from ...kv.budget import free_bytes
 from ...kv.columns import StaticColumns
@@ -34,7 +34,6 @@ from ...model.lazy import NotCapturable
 from ...model.rehearsal import RECORDERS
 from ...model.snapshot import ModelSnapshot, StateKey
 from ...model.state_slots import StateRow, states_of
-from ...scheduling import ScheduledBatch
 from ..sampling.warp import greedy_tokens
 from .eager import EagerModel
 from .forward_batch import Answer, ForwardBatch
@@ -194,7 +193,7 @@ class CapturedRunner:
             return None
         self.captures.counts["replayed"] += 1
         self._size = size
-        count = len(batch.wanted) if step.places is not None else len(batch.rows.sequences)
+        count = len(batch.wanted) if step.places is not None else len(batch.rows.row_ids)
         answer = Answer(step.logits[:count], step.best[:, :count])
         if step.size != size:
             source = _EngineSource(self, size, batch)
@@ -334,14 +333,15 @@ class CapturedRunner:
         if self.eager.device.type not in RECORDERS or (batch.inputs and not batch.of_ids):
             return None
         groups = self.eager.pools.own.values()
-        if not 0 < len(batch.rows.sequences) <= self._most or not all(group.stores for group in groups):
+        many = len(batch.rows.row_ids)
+        if not 0 < many <= self._most or not all(group.stores for group in groups):
             return None  # the pools were given back, and come again with this step
         # Latents are read by plain torch, whatever the kernels are.
         stores = [store for group in groups for store in group.stores.values()]
         kernels = not self.eager.expanding and all(store.captured.kernels is not None for store in stores)
         self._by_kernels = kernels
-        decodes = batch.rows.decodes == len(batch.rows.sequences)
-        form = "single" if decodes else self._form(batch.rows, kernels)
+        decodes = batch.rows.decodes == many
+        form = "single" if decodes else self._form(batch, kernels)
         if form is None:
             return None
         adapters = 0
@@ -363,14 +363,15 @@ class CapturedRunner:
         return Size(form, rows, width, adapters)
 
     @staticmethod
-    def _form(batch: ScheduledBatch, kernels: bool) -> Form | None:
+    def _form(batch: ForwardBatch, kernels: bool) -> Form | None:
         """The form of a batch's chunks in a graph, None if they are the flat row's."""
-        rows = batch.other_rows
-        if all(count == 1 and samples for _, _, count, samples in rows):
+        rows = batch.rows
+        if rows.tokens == len(rows) and WANTED.name not in batch.columns:
             return "single"
         if kernels:
             return "spans"  # one launch more in a layer, and the past of a chunk is read once for its tokens
-        pairs = sum(count * (start + count) for _, start, count, _ in rows if count > 1)
+        chunks = zip(rows.starts, rows.counts, strict=True)
+        pairs = sum(count * (start + count) for start, count in chunks if count > 1)
         if pairs <= MOST_PAIRS:
             return "rows"
         return "spans" if pairs <= MOST_IN_TORCH else None
@@ -477,7 +478,8 @@ class CapturedRunner:
 
 def state_rows(batch: ForwardBatch) -> list[StateRow]:
     """The rows of a batch by the tokens before them."""
-    return [StateRow(sequence, start, count) for sequence, start, count, _ in batch.rows.rows]
+    rows = batch.rows
+    return list(map(StateRow, rows.row_ids, rows.starts, rows.counts))
 
 
 class _EngineSource(StepSource[_DecodeStep]):

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ...blocks import NO_NUMBERS, LayerKind
+from ...blocks import NO_NUMBERS, LayerKind, TableView
 from ...kv import Batch, FlatBatch, RowBatch
 from ...kv.upload import upload
 from ...model.attention import NAME, Forward, running
@@ -25,14 +25,14 @@ from ...model.ranks.tensor_parallel import local_forwards
 from ...model.servable import Unservable
 from ...model.slots import CROSS
 from ...model.switch import decoder_configs, modules_of, restore, switch
-from ...scheduling import TokenSequence
-from ..multimodal.encoder import Encoder, EncoderInput
+from ...scheduling import ForwardRows
+from ..multimodal.encoder import Encoder
 from ..multimodal.extras import decoder_arguments, joined_extras
-from ..sampling.scores import Scored, token_scores
+from ..sampling.scores import token_scores
 from .adapters import EngineAdapters
 from .cache import StepCache
 from .check_policy import CheckPolicy
-from .forward_batch import PLAIN, Answer, ForwardBatch
+from .forward_batch import PLAIN, Answer, ForwardBatch, RowInputs, ScoredRow
 from .pools import Pools
 
 T = TypeVar("T")
@@ -45,15 +45,16 @@ def _answered(
     logits: torch.Tensor,
     index: Mapping[int, int],
     last: list[int],
-    scored: list[tuple[TokenSequence, int, Scored]],
+    scored: list[ScoredRow],
 ) -> Answer:
     """The logits at the places `last` in fp32, and the numbers of what is scored; index: where in the logits
     each place is.
     """
     scores = {}
-    for sequence, begin, (tokens, top_logprobs) in scored:
-        first = index[begin]
-        scores[sequence] = token_scores(logits[first : first + len(tokens)], tokens, top_logprobs)
+    for row_id, begin, count, wanted in scored:
+        if wanted is not None:
+            first = index[begin]
+            scores[row_id] = token_scores(logits[first : first + count], *wanted)
     own = upload([index[place] for place in last], logits.device)
     return Answer(logits[own].to(torch.float32), scores=scores)
 
@@ -107,17 +108,28 @@ class EagerModel:
     def flat(self, batch: ForwardBatch) -> Answer:
         """The step as one flat row, operation by operation."""
         self.checks.mark_forward()
-        rows = batch.rows
+        counts = batch.rows.counts
         self.cache.begin(
             {
-                kind: FlatBatch(
-                    [sequence.tables[i] for sequence in rows.sequences], rows.counts, self._plans_of(kind)
-                )
+                kind: FlatBatch(self._tables(batch.rows, i, kind), counts, self._plans_of(kind))
                 for i, kind in enumerate(self.pools.own)
             }
         )
-        ends = list(accumulate(rows.counts))
+        ends = list(accumulate(counts))
         return self._forward(batch, self._inputs(batch), [ends[i] - 1 for i in batch.wanted], flat=True)
+
+    def _tables(self, rows: ForwardRows, number: int, kind: LayerKind) -> list[TableView]:
+        """The tables of rows in the group of layers of that number and kind, as far as their tokens read
+        them.
+        """
+        tables = rows.tables[number]
+        pool = self.pools.own[kind].pool
+        found = []
+        for row_id, start, count in zip(rows.row_ids, rows.starts, rows.counts, strict=True):
+            released = kind.reach(start, pool.block_size)
+            blocks = tables.read(row_id, released, pool.blocks_for(start + count) - released)
+            found.append(TableView(pool, blocks.tolist(), start + count, released))
+        return found
 
     def _plans_of(self, kind: LayerKind) -> dict[object, Any]:
         """Plans of kernels for a kind of layer, kept from step to step for a number of batch sizes."""
@@ -130,54 +142,51 @@ class EagerModel:
         self.checks.mark_forward()
         found = [self._row(batch.select([i])) for i in range(len(batch.rows))]
         wanted = [found[i].logits for i in batch.wanted]
-        scores = {sequence: numbers for each in found for sequence, numbers in each.scores.items()}
+        scores = {row_id: numbers for each in found for row_id, numbers in each.scores.items()}
         empty = torch.empty(0, 0, dtype=torch.float32, device=self.device)
         return Answer(torch.cat(wanted or [empty]), scores=scores)
 
     def _row(self, batch: ForwardBatch) -> Answer:
         """The logits behind the one row of a batch, if they are wanted, and what is scored of it."""
-        ((sequence, start, count, _),) = batch.rows.rows
+        (start,) = batch.rows.starts
+        (count,) = batch.rows.counts
         batches: dict[LayerKind, Batch] = {
-            kind: RowBatch([sequence.tables[i]], None, start + count, count, None, lambda: True)
+            kind: RowBatch(self._tables(batch.rows, i, kind), None, start + count, count, None, lambda: True)
             for i, kind in enumerate(self.pools.own)
         }
         inputs = self._inputs(batch)
         row = batch.inputs.get(0, PLAIN)
         cross_tokens = 0
+        if row.across is not None:
+            length = row.across.length
+            batches[CROSS] = RowBatch([row.across], None, length, length, None, lambda: True)
+            cross_tokens = 0 if row.cross is None or row.cross.states else length
         if row.source is not None:
-            inputs = self._behind_encoder(
-                batch, row.source, sequence, inputs["input_ids"], batches, start == 0
-            )
-        elif row.cross is not None:
-            table = sequence.tables[-1]
-            batches[CROSS] = RowBatch([table], None, table.length, table.length, None, lambda: True)
-            cross_tokens = 0 if row.cross.states else table.length
+            inputs = self._behind_encoder(batch, row, inputs["input_ids"], start == 0)
         self.cache.begin(batches, past=start, cross_tokens=cross_tokens)
         return self._forward(batch, inputs, [count - 1] if batch.wanted else [], flat=False)
 
     def _behind_encoder(
         self,
         batch: ForwardBatch,
-        source: EncoderInput,
-        sequence: TokenSequence,
+        row: RowInputs,
         ids: torch.Tensor,
-        batches: dict[LayerKind, Batch],
         first: bool,
     ) -> dict[str, Any]:
-        """A decoder's arguments for the ids [1, tokens] of a row, and where it finds what it attends to."""
+        """A decoder's arguments for the ids [1, tokens] of a row with an encoder's input."""
         assert self.encoder is not None
-        table = sequence.tables[-1]
-        answer = source.made
+        assert row.source is not None
+        answer = row.source.made
         if first or answer is None:
             with self._with_adapters(batch, None):
-                answer = self.encoder.run(source)
+                answer = self.encoder.run(row.source)
         made = answer.last_hidden_state.shape[1]
-        if made != table.length:
+        expected = 0 if row.across is None else row.across.length
+        if made != expected:
             raise RuntimeError(
-                f"the encoder of {type(self.model).__name__} made {made} tokens, expected {table.length}; "
+                f"the encoder of {type(self.model).__name__} made {made} tokens, expected {expected}; "
                 "use generate()"
             )
-        batches[CROSS] = RowBatch([table], None, table.length, table.length, None, lambda: True)
         return {
             "decoder_input_ids": ids,
             CACHE: self.cache.with_encoder(filled=not first),
@@ -212,7 +221,7 @@ class EagerModel:
         scored = batch.scored
         kept = last
         if scored:  # in the order of all tokens, which adapters of the head go by
-            kept = sorted({*last, *(begin + i for _, begin, each in scored for i in range(len(each.tokens)))})
+            kept = sorted({*last, *(begin + i for _, begin, many, _ in scored for i in range(many))})
         places: Any = None
         if len(kept) < count:
             # Together: a transfer costs more than what it carries.

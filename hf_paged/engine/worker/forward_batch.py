@@ -6,22 +6,27 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from ...blocks import NO_NUMBERS, Numbers
-from ...blocks.columns import by_token, selected
+from ...blocks import NO_NUMBERS, SCORED, WANTED, Numbers, TableView
+from ...blocks.columns import by_token, selected, with_numbers
 from ...kv.ordinary import ordinary_tensors
 from ...kv.upload import upload
-from ...scheduling import ScheduledBatch, TokenSequence
+from ...scheduling import ForwardRows, ScheduledBatch, TokenSequence
 from ..multimodal import PromptInputs
 from ..multimodal.cross import CrossInputs, CrossMedia
 from ..multimodal.encoder import EncoderInput
 from ..multimodal.extras import DecoderExtras
 from ..multimodal.media import Media
 from ..sampling.scores import Scored
+
+UNSEEN = -1
+"""In the place of a token that only the device has."""
+NO_IDS = array("i")
 
 
 class LastTokens:
@@ -56,6 +61,17 @@ class LastTokens:
         return index
 
 
+class ScoredRow(NamedTuple):
+    """A row of a forward of which a part is scored: `count` logits, from that behind its first token on."""
+
+    row_id: int
+    begin: int
+    """Its first token, among all of the forward."""
+    count: int  # type: ignore[assignment]  # nothing uses a row as a tuple
+    scored: Scored | None
+    """The tokens, which rank 0 alone has."""
+
+
 class RowInputs(NamedTuple):
     """The inputs of a row other than ids at consecutive positions."""
 
@@ -71,18 +87,19 @@ class RowInputs(NamedTuple):
     """Inputs of its decoder for some of its tokens, in addition to embeddings."""
     cross: CrossInputs | None = None
     """The states that its decoder attends to across, and their masks."""
+    across: TableView | None = None
+    """The table of what its decoder attends to across, if it attends to any."""
     ids: list[int] | None = None
     """The ids of its tokens that the host has, if the sequence has other names for them."""
     scored: Scored | None = None
-    """The part of its prompt to be scored."""
+    """The part of its prompt to be scored; the column SCORED has how many tokens that are."""
     prompt: PromptInputs | None = None
     """The source of its embeddings, states or encoder output."""
 
     @property
     def of_ids(self) -> bool:
         """True if a captured step can take it: ids only, and at most one delta."""
-        plain = self.embeds is None and self.source is None and self.cross is None
-        return plain and self.scored is None and self.one_delta
+        return self.embeds is None and self.source is None and self.cross is None and self.one_delta
 
 
 PLAIN = RowInputs()
@@ -109,16 +126,50 @@ def inputs_of(given: PromptInputs | None, start: int, count: int, begun: bool) -
 
 
 class ForwardBatch(NamedTuple):
-    """The rows of one forward. inputs: of the rows that are more than token ids. unseen: the sequences of the
-    step in flight, whose last tokens the host has not seen. columns: by name the number of every row; the
-    same object as in the step before where no number has changed.
+    """The rows of one forward.
+
+    host_ids: the ids of all tokens, UNSEEN where only the device has one; rows of one token in front that it
+    lacks are all unseen. inputs: of the rows that are more than token ids. columns: by name the number of
+    every row; the same object as in the step before where no number has changed.
     """
 
-    rows: ScheduledBatch
+    rows: ForwardRows
     last_tokens: LastTokens
+    host_ids: array[int] = NO_IDS
     inputs: Mapping[int, RowInputs] = MappingProxyType({})
-    unseen: tuple[TokenSequence, ...] = ()
     columns: Numbers = NO_NUMBERS
+
+    @classmethod
+    def planned(
+        cls,
+        batch: ScheduledBatch,
+        last_tokens: LastTokens,
+        inputs: Mapping[int, RowInputs] = MappingProxyType({}),
+        columns: Numbers = NO_NUMBERS,
+        unseen: tuple[TokenSequence, ...] = (),
+    ) -> ForwardBatch:
+        """The rows of a step as it was planned. unseen: the sequences of the step in flight, whose last
+        tokens the host has not seen.
+        """
+        decodes = batch.decodes
+        ids = array("i")
+        if batch.sequences[:decodes] != unseen[:decodes]:
+            for sequence in batch.sequences[:decodes]:
+                ids.append(sequence.tokens[-1] if len(sequence.tokens) > sequence.computed else UNSEEN)
+        if len(batch.row_ids) > decodes:
+            wanted = map(bool, batch.samples[decodes:])
+            columns = with_numbers(columns, WANTED.name, [*[1] * decodes, *wanted])
+            for i, row in enumerate(batch.other_rows, decodes):
+                own = inputs.get(i, PLAIN)
+                known = own.ids or row.tokens
+                if own.prompt is not None:  # names of up to 64 bits, in the place of what is no id
+                    known = [max(token, 0) for token in known]
+                ids.extend(known)
+                ids.extend([UNSEEN] * (row.count - len(known)))
+        scored = {i: len(row.scored.tokens) for i, row in inputs.items() if row.scored is not None}
+        if scored:
+            columns = with_numbers(columns, SCORED.name, [scored.get(i, 0) for i in range(len(batch))])
+        return cls(batch, last_tokens, ids, inputs, columns)
 
     def ids(self, device: torch.device) -> torch.Tensor:
         """The token ids [tokens] of all rows."""
@@ -126,64 +177,48 @@ class ForwardBatch(NamedTuple):
         if last.tokens.device != device:
             last.move(device)
         rows = self.rows
-        count = rows.decodes
-        behind = self._ids_of_chunks(device) if len(rows.sequences) > count else None
-        if not count:
-            return upload([], device) if behind is None else behind
-        if rows.sequences[:count] == self.unseen[:count]:
-            decoding = last.tokens[last.index_of(rows.row_ids[:count])]
-        else:
-            decoding = self._ids_of_decodes(device)
-        return decoding if behind is None else torch.cat([decoding, behind])
+        ids = self.host_ids
+        unseen = rows.tokens - len(ids)
+        if not ids:
+            return last.tokens[last.index_of(rows.row_ids[:unseen])]
+        behind = self._partly_unseen(device, unseen) if UNSEEN in ids else upload(ids, device)
+        if not unseen:
+            return behind
+        return torch.cat([last.tokens[last.index_of(rows.row_ids[:unseen])], behind])
 
-    def _ids_of_decodes(self, device: torch.device) -> torch.Tensor:
-        rows = self.rows
-        sequences = rows.sequences[: rows.decodes]
-        ids = upload([sequence.tokens[-1] for sequence in sequences], device)
-        seen = [len(sequence.tokens) > sequence.computed for sequence in sequences]
-        if all(seen):
-            return ids
-        places, known = upload([rows.row_ids[: rows.decodes].tolist(), seen], device)
-        return torch.where(known > 0, ids, self.last_tokens.tokens[places])
+    def _partly_unseen(self, device: torch.device, first: int) -> torch.Tensor:
+        """The ids of the rows from `first` on, some of which only the device has."""
+        rows = zip(self.rows.row_ids[first:], self.rows.counts[first:], strict=True)
+        places = [row_id for row_id, count in rows for _ in range(count)]
+        known, own = upload([self.host_ids.tolist(), places], device)
+        return torch.where(known < 0, self.last_tokens.tokens[own], known)
 
-    def _ids_of_chunks(self, device: torch.device) -> torch.Tensor:
-        ids: list[int] = []
-        row_ids: list[int] = []
-        for i, (sequence, start, count, _) in enumerate(self.rows.other_rows, self.rows.decodes):
-            known = self.inputs.get(i, PLAIN).ids or sequence.tokens[start : start + count]
-            unseen = count - len(known)
-            ids += known + [0] * unseen
-            row_ids += [-1] * len(known) + [sequence.row] * unseen
-        if max(row_ids) < 0:
-            return upload(ids, device)
-        known_ids, places = upload([ids, row_ids], device)
-        return torch.where(places < 0, known_ids, self.last_tokens.tokens[places.clamp(min=0)])
+    @property
+    def unseen(self) -> bool:
+        """True if only the device has some of the ids."""
+        return self.rows.tokens > len(self.host_ids) or UNSEEN in self.host_ids
 
     @property
     def of_ids(self) -> bool:
         """True if a captured step can take all rows."""
-        return all(row.of_ids for row in self.inputs.values())
+        return SCORED.name not in self.columns and all(row.of_ids for row in self.inputs.values())
 
     @property
     def wanted(self) -> list[int]:
         """The rows whose logits are sampled from."""
-        rows = self.rows
-        return [
-            *range(rows.decodes),
-            *(i for i in range(rows.decodes, len(rows)) if rows.samples[i]),
-        ]
+        wanted = self.columns.get(WANTED.name)
+        return [i for i in range(len(self.rows)) if wanted is None or wanted[i]]
 
     @property
-    def scored(self) -> list[tuple[TokenSequence, int, Scored]]:
-        """The parts to be scored: the sequence, where among all tokens its row begins, and which."""
-        found = []
-        begin = 0
-        for i, count in enumerate(self.rows.counts if self.inputs else ()):
-            scored = self.inputs.get(i, PLAIN).scored
-            if scored is not None:
-                found.append((self.rows.sequences[i], begin, scored))
-            begin += count
-        return found
+    def scored(self) -> list[ScoredRow]:
+        """The rows of which a part is scored."""
+        counts = self.columns.get(SCORED.name, ())
+        begins = accumulate(self.rows.counts, initial=0)
+        return [
+            ScoredRow(row_id, begin, count, self.inputs.get(i, PLAIN).scored)
+            for i, (row_id, begin, count) in enumerate(zip(self.rows.row_ids, begins, counts, strict=False))
+            if count
+        ]
 
     @property
     def positions(self) -> list[int]:
@@ -219,7 +254,16 @@ class ForwardBatch(NamedTuple):
         """A batch of some of the rows, in this order."""
         inputs = {place: self.inputs[i] for place, i in enumerate(rows) if i in self.inputs}
         columns = selected(self.columns, rows)
-        return ForwardBatch(self.rows.select(rows), self.last_tokens, inputs, self.unseen, columns)
+        return ForwardBatch(self.rows.select(rows), self.last_tokens, self._ids_of(rows), inputs, columns)
+
+    def _ids_of(self, rows: Sequence[int]) -> array[int]:
+        """The ids of some of the rows, in this order."""
+        missing = self.rows.tokens - len(self.host_ids)
+        ends = list(accumulate(self.rows.counts, initial=-missing))
+        ids = array("i")
+        for i in rows:
+            ids.extend([UNSEEN] if i < missing else self.host_ids[ends[i] : ends[i + 1]])
+        return ids
 
 
 class Answer(NamedTuple):
@@ -233,8 +277,10 @@ class Answer(NamedTuple):
     """[sequences, vocabulary] in fp32"""
     best: torch.Tensor | None = None
     """[2, sequences], as `best` makes it of the logits."""
-    scores: Mapping[TokenSequence, torch.Tensor] = MappingProxyType({})
-    """Of sequences whose prompts are scored, the numbers of the tokens behind the first of their rows."""
+    scores: Mapping[int, torch.Tensor] = MappingProxyType({})
+    """Of rows whose prompts are scored, by the row that their sequence owns, the numbers of the tokens behind
+    the first of them.
+    """
 
     def clone(self) -> Answer:
         """The same in memory of its own."""

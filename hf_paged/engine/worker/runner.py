@@ -16,7 +16,7 @@ from ...model.capture.step import Size
 from ...model.offloaded import input_device
 from ...model.rehearsal import RECORDERS
 from ...model.state_slots import states_of
-from ...scheduling import AdapterNames, TokenSequence
+from ...scheduling import AdapterNames
 from ..multimodal.media import Media
 from .captured import CapturedRunner, state_rows
 from .eager import EagerModel, Form
@@ -143,7 +143,7 @@ class Runner:
         wanted = batch.wanted
         order: list[int] = []
         found: list[torch.Tensor] = []
-        scores: dict[TokenSequence, torch.Tensor] = {}
+        scores: dict[int, torch.Tensor] = {}
         for rows, run in parts:
             if rows:
                 answer = run(batch.select(rows))

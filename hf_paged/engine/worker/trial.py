@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import weakref
+from array import array
+from collections.abc import Sequence
 from functools import partial
+from operator import sub
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...blocks import append
+from ...blocks import BlockTable, BlockTableArray, append
 from ...kv.group import is_out_of_memory
 from ...model.lazy import NotFlat
 from ...model.rounding import computing_dtype, shaken
 from ...model.routers import routers_of
 from ...model.servable import check_routers, longest
 from ...model.slots import CROSS
-from ...scheduling import Request, ScheduledBatch, ScheduledRow, SequenceGroup, TokenSequence
+from ...scheduling import ForwardRows
 from ..multimodal.cross import STATES, CrossInputs, trial_inputs, why_not_cross
 from ..multimodal.encoder import EncoderInput
 from ..multimodal.extras import decoder_arguments
@@ -228,39 +231,55 @@ class Trial:
         """
         if self.runner.warming is not None and (form == "flat" or self._eager.pools.config.kernels != "auto"):
             self.runner.warming.wait()  # here the first kernel is launched
-        kv_groups = self._eager.pools.kv_groups
-        requests = [Request(i, tuple(row), len(row)) for i, row in enumerate(rows)]
-        sequences = [SequenceGroup(request, kv_groups).leader for request in requests]
-        last_tokens = LastTokens(0, self._eager.device)
+        groups = self._eager.pools.groups.values()
+        tables = [[BlockTable(group.pool) for group in groups] for _ in rows]
+        starts = [0] * len(rows)
         logits = torch.empty(0, dtype=torch.float32, device=self._eager.device)
         try:
             for ends in cuts:
-                made = [self._row(*each, cross) for each in zip(sequences, ends, strict=True)]
-                inputs = {i: self._inputs(row, cross) for i, row in enumerate(made)}
-                batch = ForwardBatch(ScheduledBatch().followed_by(made), last_tokens, inputs)
+                batch = self._batch(rows, tables, starts, ends, cross)
                 with self._eager.pools.memory.lock, torch.no_grad():
                     logits = self._eager.plugged(partial(self.runner.forward, batch, form)).logits
-                for row in made:
-                    row.sequence.computed += row.count
+                starts = ends
         finally:
-            for sequence in sequences:
-                sequence.free()
+            for own in tables:
+                for table in own:
+                    table.free()
         return logits
 
-    def _row(self, sequence: TokenSequence, end: int, cross: CrossInputs | None) -> ScheduledRow:
-        """A row that takes a sequence up to `end` tokens."""
-        start = sequence.computed
+    def _batch(
+        self,
+        rows: list[list[int]],
+        tables: list[list[BlockTable]],
+        starts: list[int],
+        ends: list[int],
+        cross: CrossInputs | None,
+    ) -> ForwardBatch:
+        """A step that takes row i, with its tables of all groups, from starts[i] to ends[i] tokens."""
+        arrays = tuple(BlockTableArray() for _ in self._eager.pools.own)
+        inputs = {}
+        ids = array("i")
+        for i, (own, start, end) in enumerate(zip(tables, starts, ends, strict=True)):
+            self._grow(own, start, end, cross)
+            for inside, table in zip(arrays, own, strict=False):
+                inside.put(i, table)
+            ids.extend(rows[i][start:end])
+            part = None if cross is None else cross.part(start, end - start, stored=bool(start))
+            across = None if part is None and self._source is None else own[-1]
+            inputs[i] = RowInputs(source=self._source, cross=part, across=across)
+        counts = array("i", map(sub, ends, starts))
+        places = array("i", range(len(rows)))
+        batch = ForwardRows(places, array("i", starts), counts, arrays, max(ends), len(ids))
+        return ForwardBatch(batch, LastTokens(0, self._eager.device), ids, inputs)
+
+    def _grow(self, tables: Sequence[BlockTable], start: int, end: int, cross: CrossInputs | None) -> None:
+        """Let the tables of a sequence take its tokens, and in the first step what it attends to across."""
         first = 0 if cross is None else CROSS_TOKENS
         if self._eager.encoder is not None and self._source is not None:
             first = self._eager.encoder.length(self._source)
-        for group, table in zip(self._eager.pools.groups.values(), sequence.tables, strict=True):
+        for group, table in zip(self._eager.pools.groups.values(), tables, strict=True):
             group.kind.release(table)
             count = end - start
             if group.kind == CROSS:
                 count = 0 if start else first
             append([table], [count])
-        return ScheduledRow(sequence, start, end - start, (sequence,))
-
-    def _inputs(self, row: ScheduledRow, cross: CrossInputs | None) -> RowInputs:
-        part = None if cross is None else cross.part(row.start, row.count, stored=bool(row.start))
-        return RowInputs(source=self._source, cross=part)
