@@ -5,6 +5,8 @@ from __future__ import annotations
 TABLE = """\
 the model is positional: hf-paged COMMAND MODEL
     --force-model --model --model-id --model-path
+the files are positional: hf-paged batch MODEL IN OUT
+    --input-file --output-file -i -o
 the checkpoint's config decides
     --config-format --hf-config-path --hf-overrides --json-model-override-args --quantization
     --quantize --rope-scaling --rope-theta -q

@@ -274,7 +274,7 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "there is no file /no/in.jsonl; give one with a request",
         ),
         (["batch", "demo", "in.jsonl", "/no/folder/out"], "there is no folder /no/folder"),
-        (["batch", "demo", "in.jsonl", "out", "-i", "a"], "unknown argument '-i'"),
+        (["batch", "demo", "in.jsonl", "out", "-i", "a"], "-i is not taken: the files are positional"),
         (["run-batch", "demo"], "did you mean batch?"),
         (["generate", "demo", "--prompt=a", "--device=foo"], "--device foo is no device of this machine ("),
         (["generate", "demo", "--prompt=a", "--device=cuda:99"], "--device cuda:99 is no device of this"),

@@ -405,6 +405,29 @@ def test_answers_of_another_job_are_not_mixed_in(stories: Engine, texts: list[st
     assert out.read_text() == "my prompts\nare here\n"
 
 
+def test_adapters_are_known_by_their_content(tmp_path: Path, out: Path) -> None:
+    """Of all items, and of one: another adapter of the same name gives other answers."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    engines = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        folder = tmp_path / str(seed)
+        peft.get_peft_model(demo.model(), config, "poet").save_pretrained(folder)
+        engine = Engine(demo.model(), demo.tokenizer(), num_blocks=64)
+        engine.add_adapter("poet", folder / "poet")
+        engines.append(engine)
+    before, after = engines
+    asked = [{"prompt": "The fox", "adapter": "poet"}, "The fox"]
+    assert before.map(asked, out, **GREEDY).failed == 0
+    assert before.map(asked, out, **GREEDY).resumed == 2
+    assert after.map(asked, out, **GREEDY).resumed == 1
+    before.map(["The fox"], out, overwrite=True, adapter="poet", **GREEDY)
+    assert rows(out)[0]["options"]["adapter"][0].startswith("poet@")
+    with pytest.raises(ValueError, match=r"made with adapter=\['poet@\w+'\], and now there is adapter="):
+        after.map(["The fox"], out, adapter="poet", **GREEDY)
+
+
 # ---- what breaks it off
 
 

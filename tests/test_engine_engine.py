@@ -150,6 +150,17 @@ def test_generate_keeps_the_order(engine: Engine, capsys: pytest.CaptureFixture[
         engine.generate("one text")
 
 
+def test_progress_is_a_bar_or_a_function(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[int, int | None]] = []
+    engine.generate(PROMPTS[:3], **GREEDY, progress=lambda ended, total: seen.append((ended, total)))
+    assert seen[-1] == (3, 3)
+    assert capsys.readouterr().err == ""
+    engine.generate(PROMPTS[:3], **GREEDY)
+    assert capsys.readouterr().err == "", "a short list needs no bar"
+    engine.generate(PROMPTS[:3], **GREEDY, progress=True)
+    assert "3/3" in capsys.readouterr().err
+
+
 def test_a_list_that_fails_leaves_nothing_behind(engine: Engine) -> None:
     with pytest.raises(ValueError, match="empty"):
         engine.generate([PROMPTS[0], []], **GREEDY)

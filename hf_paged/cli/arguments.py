@@ -37,7 +37,11 @@ def require_out(given: argparse.Namespace) -> None:
     if given.out is None and (given.resume or given.overwrite):
         flag = "--resume" if given.resume else "--overwrite"
         raise ValueError(f"{flag} is for a file of answers; give --out FILE")
-    if given.out is None or given.resume or given.overwrite or not Path(given.out).is_file():
+    if given.out is None or not Path(given.out).is_file():
+        return
+    if given.file is not None and Path(given.file).exists() and Path(given.file).samefile(given.out):
+        raise ValueError(f"{given.out} is the file of prompts itself; give the answers another one")
+    if given.resume or given.overwrite:
         return
     if Path(given.out).stat().st_size:
         raise ValueError(

@@ -32,6 +32,7 @@ MOST_SHOWN = 200
 WITHOUT_EFFECT = ("priority", "tenant", "salt")
 """Options that change no answer."""
 ANY_PROMPT = [0]
+"""Token ids of a prompt by which the options of all items are tried."""
 
 
 class Answer(NamedTuple):
@@ -66,13 +67,14 @@ class AnsweredItem(NamedTuple):
 class BatchSpec(NamedTuple):
     """The requests of a batch: where they go, and what all of them have.
 
-    submit: the engine's. most: requests under way. options: keywords of all items.
+    submit: the engine's. processor: the engine's, or its tokenizer. most: requests under way. options:
+    keywords of all items.
     """
 
     submit: Callable[..., Handle]
     driver: Driver
     adapters: EngineAdapters
-    tokenizer: Any
+    processor: Any
     most: int
     options: Mapping[str, Any]
 
@@ -87,7 +89,7 @@ class BatchSpec(NamedTuple):
         if adapters:
             options["adapter"] = adapters
         as_read: dict[str, Any] = json.loads(json.dumps({"options": options}))
-        return {"model": f"{name}@{model_digest(model, self.tokenizer)}", **as_read}
+        return {"model": f"{name}@{model_digest(model, self.processor)}", **as_read}
 
     def adapter_names(self, wanted: Any) -> list[str]:
         """The adapters that an option chooses, with a digest of those that the engine keeps."""
@@ -257,12 +259,13 @@ class Answers(Iterable[Answer]):
         """Wait for a moment, or until the first item under way has ended. Where a thread drives the engine
         more items are read meanwhile.
         """
-        if self._ended or not self._pending:
+        if not self._pending:
             return
         driver = self._spec.driver
         reads = not self._all_read and len(self._pending) < self._spec.most
+        at_once = bool(self._ended) or (reads and driver.driven)
         _, handle = next(iter(self._pending.values()))
-        driver.drive_for(handle._job, timeout=0.0 if reads and driver.driven else MOMENT)
+        driver.drive_for(handle._job, timeout=0.0 if at_once else MOMENT)
 
     def _collect(self) -> None:
         """Note the items that have ended."""
@@ -307,11 +310,11 @@ class Answers(Iterable[Answer]):
                 self._file.close(finished)
 
 
-def model_digest(model: Any, tokenizer: Any) -> str:
+def model_digest(model: Any, processor: Any) -> str:
     """A digest of a model's weights, its generation_config and its chat template."""
     settings = vars(model.generation_config)
     defaults = {name: settings[name] for name in HONOURED if settings.get(name) is not None}
-    return digest_of([fingerprint(model), defaults, getattr(tokenizer, "chat_template", None)])[:16]
+    return digest_of([fingerprint(model), defaults, getattr(processor, "chat_template", None)])[:16]
 
 
 def _told(value: Any) -> Any:

@@ -304,7 +304,7 @@ class Engine:
             else {**keywords, "generation_config": generation_config}
         )
         most = AHEAD * self.config.limits().sequences
-        spec = BatchSpec(self.submit, self.driver, self._adapters, self.tokenizer, most, options)
+        spec = BatchSpec(self.submit, self.driver, self._adapters, self.processor, most, options)
         return Answers(spec, data, key, progress, out, overwrite)
 
     def stream(

@@ -87,7 +87,9 @@ def _pieces_of_object(value: Any, within: bool) -> Iterator[bytes]:
         if within:
             return
         if callable(getattr(value, "to_dict", None)):
-            yield from _pieces(value.to_dict(), within=True)
+            config = {name: each for name, each in value.to_dict().items() if each is not None}
+            config.pop("transformers_version", None)
+            yield from _pieces(config, within=True)
         elif hasattr(value, "__dict__"):
             yield from _pieces(vars(value), within=True)
         else:
