@@ -505,7 +505,7 @@ def test_a_bound_in_bytes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pools_leave_room_for_captured_steps(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a device whose memory is short, what captured steps may take is given to no pool."""
     for module in ("pools", "captured"):
-        monkeypatch.setattr(f"hf_paged.engine.{module}.free_bytes", lambda device: 2**22)
+        monkeypatch.setattr(f"hf_paged.engine.worker.{module}.free_bytes", lambda device: 2**22)
     with Engine(llama, block_size=4, memory_fraction=0.5) as engine:
         with_steps = engine.stats()["memory"]["most_bytes"]
         room = engine.runner.capture_bytes
