@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / ".github").rglob("*.md"), *(ROOT / "docs").rglob("*.md")])
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+OURS = (f"{REPOSITORY}/blob/main/", f"{REPOSITORY}/tree/main/", f"{REPOSITORY.replace('github.com', 'raw.githubusercontent.com')}/main/")  # fmt: skip
+"""How links begin that lead to a file of this repository from anywhere."""
+DEFINITION = re.compile(r"^\[([^\]]+)\]: (\S+)$", re.M)
+"""The target of all links `[...]` of a page."""
 TABLES = {"engine_models.md", "models.md"}
 """Pages that scripts write from measurements: mostly errors of models and of transformers."""
 RECORDS = {"CHANGELOG.md", "benchmarks.md"}
@@ -38,6 +44,7 @@ def _anchors(page: Path) -> set[str]:
 def _prose(page: Path) -> str:
     """A page without its code, tables and headings; every inline code is one word."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    text = DEFINITION.sub("", text)
     text = re.sub(r"^\s*[|#].*$", "\n", text, flags=re.M)
     text = re.sub(r"`[^`]*`", "code", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
@@ -49,15 +56,32 @@ def _sentences(page: Path) -> list[list[str]]:
     return [piece.split() for piece in pieces if len(piece.split()) > 2]
 
 
+def _targets(page: Path) -> list[str]:
+    """Where the links of a page lead, its pictures among them."""
+    text = page.read_text()
+    return re.findall(r"\]\(([^)\s]+)\)", text) + [target for _, target in DEFINITION.findall(text)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if "://" in target:
+    for target in _targets(page):
+        root = next((each for each in OURS if target.startswith(each)), None)
+        if root is None and "://" in target:
             continue
-        file, _, anchor = target.partition("#")
-        linked = page.parent / file if file else page
+        file, _, anchor = target.removeprefix(root or "").partition("#")
+        linked = (ROOT if root else page.parent) / file if file else page
         assert linked.exists(), f"{page.name} links to {target}, and there is no {file}"
         assert not anchor or anchor in _anchors(linked), f"{page.name} links to {target}: no such heading"
+
+
+def test_the_readme_is_read_elsewhere() -> None:
+    """A package index shows it, where a path of the repository leads nowhere; every `[...]` has its target."""
+    readme = (ROOT / "README.md").read_text()
+    assert [target for target in _targets(ROOT / "README.md") if "://" not in target] == []
+    prose = re.sub(r"```.*?```|`[^`]*`", "", readme, flags=re.S)
+    named = re.findall(r"(?<!!)\[([^\]]+)\](?![(:])", prose)
+    assert set(named) == {name for name, _ in DEFINITION.findall(readme)}
+    assert len(named) > 10
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=_name)
@@ -81,7 +105,7 @@ def test_the_map_names_its_files() -> None:
 
 @pytest.mark.parametrize(("page", "lines"), LONGEST.items())
 def test_pages_stay_short(page: str, lines: int) -> None:
-    assert len((ROOT / page).read_text().splitlines()) <= lines
+    assert len(DEFINITION.sub("", (ROOT / page).read_text()).strip().splitlines()) <= lines
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=_name)
