@@ -3,4 +3,4 @@
 A command runs in the module of its name in `hf_paged.cli`.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
