@@ -12,7 +12,7 @@ import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples" / "notebooks").glob("*.ipynb"))
 NEEDS = {"adapters": "peft", "grpo": "trl"}
-"""What a notebook installs beside hf_paged."""
+"""Packages that a notebook installs beside hf_paged."""
 
 
 def cells(notebook: Path) -> list[dict[str, Any]]:
