@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import pickle
+import tempfile
 import time
 import traceback
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +49,21 @@ def a_thread_that_waits(rank: int) -> None:
         assert found == alone(whole("llama"), PROMPTS[1], max_new_tokens=NEW, do_sample=False)
 
     led(rank, loaded("llama"), act, rank_timeout=1.5)
+
+
+def a_data_set(rank: int) -> None:
+    """Rank 0 has its answers in a file, and knows its own model again."""
+
+    def act(engine: Engine) -> None:
+        out = Path(tempfile.mkdtemp()) / "answers.jsonl"
+        for resumed in (0, 3):
+            asked = engine.map(PROMPTS[:3], out, max_new_tokens=NEW, do_sample=False)
+            assert (asked.resumed, asked.failed) == (resumed, 0)
+        found = {row["index"]: row["token_ids"] for row in map(json.loads, out.read_text().splitlines())}
+        for i, prompt in enumerate(PROMPTS[:3]):
+            assert [found[i]] == alone(whole("llama"), prompt, max_new_tokens=NEW, do_sample=False)
+
+    led(rank, loaded("llama"), act)
 
 
 def an_error_of_all_ranks(rank: int) -> None:

@@ -36,6 +36,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "weights_that_ranks_load", ()),
     (2, "blocks_that_rank_0_drops", ()),
     (2, "a_thread_that_waits", ()),
+    (2, "a_data_set", ()),
     (2, "an_error_of_all_ranks", ()),
     (2, "no_memory_for_blocks_on_one_rank", ()),
     (2, "no_memory_on_one_host", ()),
