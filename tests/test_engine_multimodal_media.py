@@ -14,7 +14,7 @@ import transformers as tf
 from engine_answers import PROMPTS, alone, answers
 from engine_answers import alone_with_media as right
 from engine_answers import small_engine as small
-from engine_steps import job_of
+from engine_steps import job_of, watch_plans
 from engine_ways import GREEDY, WAYS
 from families import BY_NAME
 from families import build as family
@@ -369,7 +369,7 @@ def test_a_failure_is_the_requests_own(model: Any, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 def test_captured_steps_get_the_positions_of_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs from before the first picture go; later ones take both kinds of sequences, in any place of a
-    step, and chunks of both.
+    step, and chunks of both. Rows behind a picture that one number moves are in the table with others.
     """
     monkeypatch.setitem(RECORDERS, "cpu", record)
     model, options = kept(name), {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
@@ -390,6 +390,8 @@ def test_captured_steps_get_the_positions_of_tokens(name: str, monkeypatch: pyte
         assert answers(engine.submit(**given[0], **options).result()) == expected[0][0]
         assert replayed() - before > 12, "a sequence by itself whose tokens stand elsewhere"
         before = replayed()
+        decodes: list[int] = []
+        watch_plans(engine, lambda plan: decodes.append(plan.batch.decodes))
         handles = [
             each
             for i in range(3)
@@ -398,6 +400,7 @@ def test_captured_steps_get_the_positions_of_tokens(name: str, monkeypatch: pyte
         found = [answers(handle.result()) for handle in handles]
         assert (found[1::2], found[::2]) == expected
         assert replayed() - before > 12
+        assert max(decodes) == len(handles)
         engine.check()
 
 

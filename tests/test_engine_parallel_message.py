@@ -17,7 +17,7 @@ from hf_paged.blocks import COLUMNS, NO_NUMBERS
 from hf_paged.engine.multimodal.media import Media
 from hf_paged.engine.parallel.message import AdapterNews, StepDecoder, StepEncoder
 from hf_paged.engine.parallel.prompt_inputs import SharedInputs, on_device, on_host
-from hf_paged.engine.worker.forward_batch import ForwardBatch, LastTokens
+from hf_paged.engine.worker.forward_batch import ForwardBatch, LastTokens, ScoredRow
 from hf_paged.scheduling import ScheduledBatch
 
 
@@ -47,6 +47,7 @@ def test_a_batch_is_the_same_on_the_other_side(
         decoder = StepDecoder(engine.pools, LastTokens(6, engine.runner.eager.device))
         run = engine.runner.run
         decoding = []
+        scored: list[ScoredRow] = []
 
         def watched(batch: ForwardBatch) -> Any:
             step = len(decoding)
@@ -67,6 +68,9 @@ def test_a_batch_is_the_same_on_the_other_side(
             for each in ("row_ids", "starts", "counts", "longest", "tokens", "decodes"):
                 assert getattr(other, each) == getattr(rows, each), each
             assert found.batch.wanted == batch.wanted
+            assert found.batch.of_ids == batch.of_ids
+            assert [each[:3] for each in found.batch.scored] == [each[:3] for each in batch.scored]
+            scored.extend(batch.scored)
             decoding.append(rows.decodes)
             assert isinstance(rows, ScheduledBatch)
             for sequence, row in zip(rows.sequences, other.row_ids, strict=True):
@@ -81,8 +85,10 @@ def test_a_batch_is_the_same_on_the_other_side(
         requests = [
             engine.submit(PROMPTS[k % 4], max_new_tokens=9, seed=k, **kind) for k, kind in enumerate(KINDS)
         ]
+        requests.append(engine.submit(PROMPTS[3], max_new_tokens=2, prompt_logprobs=1))
         assert all(each.result().error is None for each in requests)
         assert max(decoding) > 1
+        assert scored
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_omni_moe_thinker", "llama", "t5"])
@@ -126,7 +132,6 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
                 own, there = batch.inputs.get(i), found.inputs.get(i)
                 if own is None or there is None:
                     continue
-                assert there.one_delta == own.one_delta
                 assert (there.source is None) == (own.source is None)
                 for one, other in ((own.embeds, there.embeds), (own.positions, there.positions)):
                     assert (one is None and other is None) or torch.equal(one, other)

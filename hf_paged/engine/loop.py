@@ -231,6 +231,7 @@ class StepLoop:
         answer = self.executor.run(forward)
         for media in shown:
             media.forget_spent()
+            fillers.renew(ROPE_DELTA.name)  # of the tokens behind it
         return answer
 
     def _apply(
@@ -365,6 +366,7 @@ class StepLoop:
     def _encode_media(self, batch: ScheduledBatch) -> list[Media]:
         """Encode the media of prompts in this step: those that are not needed after it."""
         done = []
+        fillers = self.runner.fillers
         for sequence, start, count, _ in batch.other_rows:
             params = self.with_inputs.get(sequence.group)
             media = None if params is None else params.media
@@ -375,8 +377,10 @@ class StepLoop:
             if media.due(start, count, sequence.begun):
                 self.executor.encode_media(media, sequence.group)
             if media.rope_deltas:
-                sequence.group.leave_decode_batch()
-                self.runner.fillers.fill(ROPE_DELTA.name, rope_delta_filler(self.with_inputs))
+                if media.one_by_one:
+                    sequence.group.leave_table()
+                if ROPE_DELTA.name not in fillers.by_name:
+                    fillers.fill(ROPE_DELTA.name, rope_delta_filler(self.with_inputs))
             if media.spent(start, count):
                 done.append(media)
         return done
@@ -404,9 +408,7 @@ class StepLoop:
             if isinstance(media, CrossMedia):
                 row = row._replace(ids=media.ids_of(start, sequence.tokens[start : start + count]))
             elif media is not None:
-                positions = media.where(start, count)
-                one_delta = positions is None or media.moved_by(start) is not None
-                row = row._replace(positions=positions, one_delta=one_delta)
+                row = row._replace(positions=media.where(start, count))
             inputs[i] = row
         return inputs
 

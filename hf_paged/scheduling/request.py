@@ -182,7 +182,7 @@ class SequenceGroup:
     def _new_tables(self) -> tuple[BlockTable, ...]:
         return tuple(BlockTable(each.pool, tenant=self.request.tenant) for each in self.kv_groups)
 
-    def leave_decode_batch(self) -> None:
+    def leave_table(self) -> None:
         """Its tokens turn out to have other positions than expected: its rows are planned one by one."""
         if self.request.batchable:
             self.request = replace(self.request, batchable=False)

@@ -96,10 +96,10 @@ class Media:
         self.forget()
 
     def where(self, start: int, count: int) -> torch.Tensor | None:
-        """[axes, count]: the RoPE positions of `count` tokens from `start` on; None if these are
-        consecutive.
+        """[axes, count]: the RoPE positions of `count` tokens from `start` on; None if these are consecutive,
+        but for a single number.
         """
-        if not self.rope_deltas or start + count <= self.place.start:
+        if not self.rope_deltas or start + count <= self.place.start or self.moved_by(start) is not None:
             return None
         deltas = torch.tensor(self.rope_deltas, device="cpu")[:, None]
         found = torch.arange(start, start + count, device="cpu") + deltas
@@ -115,6 +115,13 @@ class Media:
             return None
         delta = self.rope_deltas[-1]  # recordings may have positions between whole numbers
         return int(delta) if delta == int(delta) else None
+
+    @property
+    def one_by_one(self) -> bool:
+        """True if no single number moves the tokens behind it, so that their rows have positions of their
+        own.
+        """
+        return bool(self.rope_deltas) and self.moved_by(self.place.stop) is None
 
     def near(self, start: int, count: int) -> DecoderExtras | None:
         """The extra decoder inputs of `count` tokens from `start` on."""

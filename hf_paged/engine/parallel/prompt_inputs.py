@@ -110,7 +110,7 @@ class SentRow(NamedTuple):
         inputs = self.inputs
         if inputs.prompt is not None and not number:
             raise RuntimeError("other ranks do not have what a row is given; report this")
-        out.extend((number, inputs.one_delta))
+        out.append(number)
         positions = inputs.positions
         if positions is None:
             out.append(0)
@@ -131,7 +131,6 @@ class SentRow(NamedTuple):
     def read(cls, read: Iterator[int], given: Mapping[int, PromptInputs], start: int, count: int) -> SentRow:
         """The row as `write` wrote it, for `count` tokens from `start` on."""
         number = next(read)
-        one_delta = bool(next(read))
         axes = next(read)
         numbers = list(itertools.islice(read, abs(axes) * count))
         length = next(read)
@@ -144,5 +143,5 @@ class SentRow(NamedTuple):
         if axes:
             positions = torch.tensor(numbers, dtype=torch.int32, device="cpu").view(abs(axes), count)
             positions = positions.long() if axes > 0 else positions.view(torch.float32)
-        inputs = inputs._replace(positions=positions, one_delta=one_delta)
+        inputs = inputs._replace(positions=positions)
         return cls(inputs, length, blocks)

@@ -107,7 +107,7 @@ class RequestParams(SamplingParams):
         """True if its next token is sampled with the whole batch and has the expected position, and can only
         be the last one by its length, an end-of-sequence token or a stop string.
         """
-        moved = self.media is not None and self.media.rope_deltas
+        moved = self.media is not None and self.media.one_by_one
         return self.on_device and not self.criteria and not moved
 
     @property

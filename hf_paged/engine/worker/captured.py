@@ -330,7 +330,9 @@ class CapturedRunner:
     # ---- one step
 
     def _shape(self, batch: ForwardBatch) -> Size | None:
-        if self.eager.device.type not in RECORDERS or (batch.inputs and not batch.of_ids):
+        if self.eager.device.type not in RECORDERS:
+            return None
+        if (batch.inputs or batch.columns) and not batch.of_ids:
             return None
         groups = self.eager.pools.own.values()
         many = len(batch.rows.row_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -215,7 +215,7 @@ class EagerModel:
         """
         arguments: dict[str, Any] = {CACHE: self.cache, **inputs}
         arguments |= {"use_cache": True, "return_dict": True}
-        positions = batch.positions
+        positions = list(chain.from_iterable(batch.positions))
         moved = batch.rope_positions()
         count = len(positions)
         scored = batch.scored

@@ -7,12 +7,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from operator import add
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from ...blocks import NO_NUMBERS, SCORED, WANTED, Numbers, TableView
+from ...blocks import NO_NUMBERS, ROPE_DELTA, SCORED, WANTED, Numbers, TableView
 from ...blocks.columns import by_token, selected, with_numbers
 from ...kv.ordinary import ordinary_tensors
 from ...kv.upload import upload
@@ -80,9 +81,9 @@ class RowInputs(NamedTuple):
     source: EncoderInput | None = None
     """The input of its encoder, if the model has one."""
     positions: torch.Tensor | None = None
-    """[axes, tokens] on the host: the RoPE positions, if these are not consecutive."""
-    one_delta: bool = True
-    """True if its positions are consecutive but for one number, the column rope_delta."""
+    """[axes, tokens] on the host: the RoPE positions, if these are not consecutive from the row's start and
+    its number in the column ROPE_DELTA on.
+    """
     extras: DecoderExtras | None = None
     """Inputs of its decoder for some of its tokens, in addition to embeddings."""
     cross: CrossInputs | None = None
@@ -98,8 +99,8 @@ class RowInputs(NamedTuple):
 
     @property
     def of_ids(self) -> bool:
-        """True if a captured step can take it: ids only, and at most one delta."""
-        return self.embeds is None and self.source is None and self.cross is None and self.one_delta
+        """True if a captured step can take it: ids only, at consecutive positions."""
+        return self.embeds is None and self.source is None and self.cross is None and self.positions is None
 
 
 PLAIN = RowInputs()
@@ -221,25 +222,24 @@ class ForwardBatch(NamedTuple):
         ]
 
     @property
-    def positions(self) -> list[int]:
-        """The number in its sequence of every token."""
-        return [
-            position
-            for start, count in zip(self.rows.starts, self.rows.counts, strict=True)
-            for position in range(start, start + count)
-        ]
+    def positions(self) -> list[range]:
+        """The RoPE positions of each row's tokens, where it is given no others."""
+        rows = self.rows
+        deltas = self.columns.get(ROPE_DELTA.name) or [0] * len(rows)
+        firsts = map(add, rows.starts, deltas)
+        return [range(first, first + count) for first, count in zip(firsts, rows.counts, strict=True)]
 
     def rope_positions(self) -> torch.Tensor | None:
-        """[axes, 1, tokens] on the host: the RoPE positions of all tokens; None if they are consecutive."""
+        """[axes, 1, tokens] on the host: the RoPE positions of all tokens; None if none are given."""
         given = [row.positions for row in self.inputs.values() if row.positions is not None]
         if not given:
             return None
         axes = max(len(positions) for positions in given)
         found = []
-        for i, (start, count) in enumerate(zip(self.rows.starts, self.rows.counts, strict=True)):
+        for i, plain in enumerate(self.positions):
             own = self.inputs.get(i, PLAIN).positions
-            plain = torch.arange(start, start + count, device="cpu").expand(axes, -1)
-            found.append(plain if own is None else own)
+            consecutive = torch.arange(plain.start, plain.stop, device="cpu").expand(axes, -1)
+            found.append(consecutive if own is None else own)
         return torch.cat(found, 1)[:, None]
 
     @property
