@@ -249,7 +249,7 @@ def test_a_list_that_fails_leaves_nothing_behind(quiet: Engine) -> None:
     with pytest.raises(ValueError, match="empty"):
         run(quiet.agenerate([PROMPTS[0], []], **GREEDY))
     with pytest.raises(TypeError, match="a list of prompts"):
-        run(quiet.agenerate("one text"))
+        run(quiet.agenerate(5))
     quiet.stop()
     assert quiet.stats()["waiting"] + quiet.stats()["running"] == 0
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import peft
 import pytest
 import torch
+from adapters import lora
 from engine_answers import PROMPTS, alone, answers
+from families import BY_NAME, build
 from quantized_layers import EightBit
 
 import hf_paged
-from hf_paged.engine import Engine, EngineConfig, Unservable
-from hf_paged.model.registry import memory_of
+from hf_paged import demo
+from hf_paged.engine import Engine, EngineConfig, Output, Unservable
+from hf_paged.model.registry import memories, memory_of
 from hf_paged.scheduling import Infeasible
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -59,11 +64,85 @@ def test_numbers_of_numpy(engine: Engine) -> None:
         assert [type(token) for token in output.prompt_token_ids] == [int] * len(ids)
 
 
-@pytest.mark.parametrize("prompts", ["text", b"text", {"prompt": [5, 6]}, None, 5])
-def test_a_list_of_prompts_is_a_list(engine: Engine, prompts: Any) -> None:
-    """A text would be taken apart, and a dict be its keys."""
-    with pytest.raises(TypeError, match=f"takes a list of prompts, got {type(prompts).__name__}"):
+@pytest.mark.parametrize("prompts", [b"text", {"prompt": [5, 6]}, None, 5])
+def test_what_is_neither_a_prompt_nor_a_list_of_them(engine: Engine, prompts: Any) -> None:
+    """A dict would be its keys."""
+    with pytest.raises(TypeError, match=f"takes a prompt or a list .* got {type(prompts).__name__}"):
         engine.generate(prompts, **GREEDY)
+
+
+def test_one_prompt_in_one_output_out(engine: Engine) -> None:
+    """Token ids of one sequence in any form; a list of prompts is a list of outputs, however short."""
+    ids = PROMPTS[1]
+    expected = alone(engine.model, ids, **GREEDY)
+    for prompt in (ids, tuple(ids), torch.tensor(ids), np.array(ids)):
+        output = engine.generate(prompt, **GREEDY)
+        assert isinstance(output, Output)
+        assert answers(output) == expected
+    assert [answers(output) for output in engine.generate(torch.tensor([ids]), **GREEDY)] == [expected]
+    assert engine.generate([], **GREEDY) == []
+    assert answers(asyncio.run(engine.agenerate(ids, **GREEDY))) == expected
+    assert len(asyncio.run(engine.agenerate([ids], **GREEDY))) == 1
+    engine.stop()
+
+
+# ---- engines by the name of their model
+
+
+@pytest.fixture(scope="module")
+def poet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a LoRA adapter of the demo model."""
+    folder = tmp_path_factory.mktemp("adapters") / "poet"
+    torch.manual_seed(0)
+    peft.get_peft_model(demo.model(), lora(target_modules=["q_proj", "v_proj"])).save_pretrained(folder)
+    return folder
+
+
+def test_an_engine_by_name(poet: Path) -> None:
+    """The model with its tokenizer and adapters; options of the engine and of from_pretrained() beside each other."""
+    with Engine.from_pretrained(
+        "demo", adapters={"poet": poet}, dtype=torch.bfloat16, device_map="cpu", block_size=8, num_blocks=90
+    ) as engine:
+        assert engine.model.dtype == torch.bfloat16
+        assert (engine.config.block_size, engine.config.num_blocks) == (8, 90)
+        assert engine.config.fuse_projections  # the weights are its own
+        assert engine.adapters().keys() == {"poet"}
+        plain = engine.generate("The moon fell", **GREEDY)
+        assert plain.text == engine.tokenizer.decode(plain.sequences[0].token_ids, skip_special_tokens=True)
+        assert engine.generate("The moon fell", adapter="poet", **GREEDY).text != plain.text
+    assert demo.model().dtype == torch.float32
+
+
+def test_an_engine_by_a_folder(tmp_path: Path) -> None:
+    """The class that the config names, on the first device, with another tokenizer; as config=, options are
+    those alone.
+    """
+    build(BY_NAME["gemma2"]).save_pretrained(tmp_path)
+    config = EngineConfig(num_blocks=30)
+    with Engine.from_pretrained(tmp_path, tokenizer=demo.tokenizer(), config=config) as engine:
+        assert type(engine.model).__name__ == "Gemma2ForCausalLM"
+        assert engine.model.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+        assert engine.config is config
+        assert not engine.model.training
+        assert engine.tokenizer("The fox")["input_ids"]
+    with Engine.from_pretrained(tmp_path, tokenizer="demo", num_blocks=30) as engine:
+        assert engine.tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"num_block": 30}, "'num_block' is no option .*; did you mean 'num_blocks'"),
+        ({"num_blocks": 0}, "num_blocks=0 is not a pool"),
+        ({"num_blocks": 30, "adapters": {"poet": "/no/such/folder"}}, "/no/such/folder"),
+    ],
+)
+def test_an_engine_by_name_is_refused(options: dict[str, Any], error: str) -> None:
+    """Before anything is loaded, if the options are wrong; an adapter that is none leaves no engine."""
+    held = {id(each) for each in memories() if each.groups}
+    with pytest.raises((ValueError, OSError), match=error):
+        Engine.from_pretrained("demo", **options)
+    assert {id(each) for each in memories() if each.groups} <= held
 
 
 def test_an_engine_is_not_copied(engine: Engine) -> None:
@@ -113,7 +192,7 @@ def test_an_answer_that_ends_before_its_first_token_says_so(engine: Engine) -> N
             engine.step()
         handle.cancel()
         assert [(each.index, each.token_ids, each.text, each.finish_reason) for each in handle] == [
-            (i, [], None, "abort") for i in range(2)
+            (i, [], "", "abort") for i in range(2)
         ]
         assert list(handle) == []
 
@@ -145,8 +224,7 @@ def test_generate_keeps_the_order(engine: Engine, capsys: pytest.CaptureFixture[
         alone(engine.model, prompt, **GREEDY) for prompt in PROMPTS
     ]
     assert "6/6" in capsys.readouterr().err
-    assert engine.generate([], **GREEDY) == []
-    with pytest.raises(TypeError, match="a list of prompts"):
+    with pytest.raises(ValueError, match="the prompt is a text and needs a tokenizer"):
         engine.generate("one text")
 
 
@@ -338,11 +416,7 @@ def test_prompt_tuning_is_refused(model: Any) -> None:
 TOO_LONG = [5] * 250
 
 
-def test_the_ids_of_one_prompt_are_no_list_of_prompts(engine: Engine) -> None:
-    with pytest.raises(
-        TypeError, match=r"got token ids; for one prompt of them write engine.generate\(\[ids\]\)"
-    ):
-        engine.generate(PROMPTS[0], **GREEDY)
+def test_an_id_is_no_prompt(engine: Engine) -> None:
     with pytest.raises(TypeError, match="got int 5"):
         engine.submit(5)
 

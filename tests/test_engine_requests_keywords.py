@@ -32,7 +32,7 @@ from hf_paged.model.cache_name import CACHE
 from hf_paged.scheduling import ADMISSIONS, POLICIES
 
 PROMPT = [5, 6, 7, 8]
-METHODS = ("submit", "generate", "stream", "agenerate", "astream")
+METHODS = ("submit", "generate", "chat", "map", "stream", "agenerate", "astream")
 ROOT = Path(__file__).parent.parent
 
 EXAMPLES: dict[str, Any] = {
@@ -202,7 +202,7 @@ def test_every_named_keyword_is_described() -> None:
         for field, text in pairwise(node.body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                 described.add(ast.unparse(field.target))
-    assert described == RequestKeywords.__annotations__.keys() - UNNAMED
+    assert described == keywords.ChatKeywords.__annotations__.keys() - UNNAMED
     submit = inspect.getdoc(Engine.submit) or ""
     for name in RequestKeywords.__annotations__.keys() - GenerateKeywords.__annotations__.keys():
         assert re.search(rf"^ +{name}: ", submit, re.M), name
@@ -214,7 +214,7 @@ def test_annotations_resolve() -> None:
     """A type checker, or a notebook, finds the type of an answer."""
     for function, found in {
         Engine.submit: Handle,
-        Engine.generate: list[Output],
+        Engine.generate: Output | list[Output],
         Engine.stats: EngineStats,
         Handle.result: Output,
         Handle.read: list[Increment],
@@ -249,6 +249,9 @@ from hf_paged import Engine, EngineConfig, Handle, Increment, Output, SequenceOu
 engine = Engine(object(), block_size=16, policy="priority", run_ahead=None)
 Engine(object(), config=EngineConfig(num_blocks=100))
 outputs: list[Output] = engine.generate(["The fox"], max_new_tokens=4, do_sample=True, seed=1, progress=False)
+output: Output = engine.generate("The fox", strict=True)
+output = engine.chat([{"role": "user", "content": "Hello"}], tools=[], max_new_tokens=4)
+loaded: Engine = Engine.from_pretrained("demo", adapters={"poet": "poet"}, dtype="auto", num_blocks=100)
 handle: Handle = engine.submit("The owl", top_p=0.9, stop_strings=["."], logprobs=True, use_cache=True)
 sequence: SequenceOutput = handle.result(timeout=1.0).sequences[0]
 for increment in engine.stream("The moon", eos_token_id=[1, 2]):
@@ -259,6 +262,7 @@ held: int = engine.stats()["blocks"]["full"]["held"]
 
 async def main() -> None:
     several: list[Output] = await engine.agenerate(["The fox"], min_p=0.1)
+    one: Output = await engine.agenerate([5, 6], min_p=0.1)
     async for increment in engine.astream("The fox", salt="one"):
         piece: Increment = increment
 """
@@ -268,7 +272,7 @@ MISTAKES = {
     'engine.submit("a", max_new_token=4)': 'Unexpected keyword argument "max_new_token"',
     'engine.submit("a", max_new_tokens="4")': 'expected "int | None"',
     'engine.submit("a", use_cache=False)': "Literal[True]",
-    'engine.generate(["a"], temprature=0.5)': 'Unexpected keyword argument "temprature"',
+    'engine.generate(["a"], temprature=0.5)': "No overload variant",
     'engine.stream("a", beam_size=4)': 'Unexpected keyword argument "beam_size"',
     'engine.stream("a", priority="high")': 'expected "int"',
     'engine.astream("a", seeds=1)': 'Unexpected keyword argument "seeds"',

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_answers import alone
+from engine_answers import alone, answers
 from families import BY_NAME, build
 
 from hf_paged import demo
@@ -36,6 +36,71 @@ def test_text_chat_and_ids(stories: Engine) -> None:
         assert output.prompt_token_ids == list(ids)
         assert output.sequences[0].token_ids == alone(stories.model, list(ids), **GREEDY)[0]
         assert output.text == tokenizer.decode(output.sequences[0].token_ids, skip_special_tokens=True)
+
+
+MOON = [{"role": "user", "content": "Tell me about the moon."}]
+
+
+def test_a_chat(stories: Engine) -> None:
+    """One conversation, or a list of them, as its template writes it."""
+    ids = stories.tokenizer.apply_chat_template(MOON, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
+    expected = alone(stories.model, ids, **GREEDY)
+    for output in (
+        stories.chat(MOON, **GREEDY),
+        stories.chat(tuple(MOON), **GREEDY),
+        stories.generate(MOON, **GREEDY),
+    ):
+        assert answers(output) == expected
+    owl = [{"role": "user", "content": "Where is the owl?"}]
+    outputs = stories.chat([MOON, owl], **GREEDY)
+    assert answers(outputs[0]) == expected
+    assert answers(outputs[1]) == answers(stories.chat(owl, **GREEDY))
+    begun = [*owl, {"role": "assistant", "content": "The owl is"}]
+    assert (
+        stories.chat(begun, continue_final_message=True, **GREEDY).prompt_token_ids[-3:]
+        == (stories.tokenizer("The owl is", add_special_tokens=False)["input_ids"])
+    )
+
+
+TEMPLATE = "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}{{ tone }} {{ messages[0]['content'] }}"
+
+
+def test_a_chats_template_gets_tools_and_its_own_keywords(stories: Engine) -> None:
+    """Functions come as schemas; a template of the caller's takes the tokenizer's place."""
+
+    def fox(color: str) -> str:
+        """Find a fox.
+
+        Args:
+            color: of its fur
+        """
+        return color
+
+    schema = {"type": "function", "function": {"name": "owl", "parameters": {}}}
+    output = stories.chat(
+        MOON, tools=[fox, schema], chat_template=TEMPLATE, chat_template_kwargs={"tone": "kind"}, **GREEDY
+    )
+    ids = stories.tokenizer("fox owl kind Tell me about the moon.", add_special_tokens=False)["input_ids"]
+    assert output.prompt_token_ids == ids
+
+
+@pytest.mark.parametrize("messages", ["Hello", MOON[0], [], ["Hello"], [MOON, "Hello"], 5])
+def test_what_is_no_chat(stories: Engine, messages: Any) -> None:
+    with pytest.raises(TypeError, match=r"chat\(\) takes messages like .* got"):
+        stories.chat(messages)
+
+
+def test_a_failed_chat_names_the_callers_line(stories: Engine) -> None:
+    """The warning stands where the caller asked, however many functions of the engine lie between."""
+    with pytest.warns(UserWarning, match="1 of 1 requests have no complete answer") as caught:
+        stories.chat(MOON, max_new_tokens=8, stopping_criteria=[broken])
+    assert caught[0].filename == __file__
+
+
+def broken(ids: torch.Tensor, scores: torch.Tensor) -> bool:
+    raise RuntimeError("a criterion of the user's")
 
 
 @pytest.mark.parametrize("message", [{"text": "hi"}, {"role": "user"}, {"role": "user", "content": 3}])

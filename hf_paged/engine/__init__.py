@@ -7,10 +7,12 @@ from .handle import Handle
 from .outputs.output import Increment, Output, SequenceOutput, Timing, TokenLogprob
 from .parallel import RankError
 from .requests.keywords import RequestKeywords
+from .requests.prompts import Conversation
 from .stats import EngineStats
 from .worker.config import EngineConfig, EngineOptions
 
 __all__ = [
-    "Answers", "Engine", "EngineConfig", "EngineOptions", "EngineStats", "Handle", "Increment", "Output",
-    "RankError", "RequestKeywords", "SequenceOutput", "Timing", "TokenLogprob", "Unservable",
+    "Answers", "Conversation", "Engine", "EngineConfig", "EngineOptions", "EngineStats", "Handle",
+    "Increment", "Output", "RankError", "RequestKeywords", "SequenceOutput", "Timing", "TokenLogprob",
+    "Unservable",
 ]  # fmt: skip

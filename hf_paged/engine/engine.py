@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self, Unpack, overload
 
 import torch
 
@@ -14,6 +14,7 @@ from ..blocks import check_salt, extra_key
 from ..kv import in_forked_process
 from ..model.adapters.peft_changes import let_changes_wait
 from ..model.invariant.mode import batch_invariant, require_invariant
+from ..model.loading import load_with_words
 from ..model.methods import check_methods
 from ..model.patches import note_self_written
 from ..model.registry import base_model
@@ -34,15 +35,23 @@ from .parallel import RankError, executor_of
 from .preemption import Preemption
 from .recorder import Recorder, block_map
 from .requests.job import Job
-from .requests.keywords import GenerateKeywords, RequestKeywords, defaults_of, spell_out
+from .requests.keywords import (
+    AsyncBatchKeywords,
+    BatchKeywords,
+    ChatKeywords,
+    GenerateKeywords,
+    RequestKeywords,
+    defaults_of,
+    spell_out,
+)  # fmt: skip
 from .requests.options import Options
 from .requests.params import METHODS, check_model, read_request
-from .requests.prompts import words_of
+from .requests.prompts import OnePrompt, Prompts, conversations, words_of
 from .state import Phase, in_turn
 from .stats import EngineStats, stats_of
 from .weights import KeptBlocks, PauseMode
 from .worker.adapters import ACTIVE, AdapterInfo, EngineAdapters
-from .worker.config import EngineConfig, EngineOptions
+from .worker.config import EngineConfig, EngineOptions, options_among
 from .worker.model_check import ModelCheck
 from .worker.pools import Pools
 from .worker.runner import Runner
@@ -100,6 +109,43 @@ class Engine:
             self._make(arithmetic)
         weakref.finalize(self._books, self._executor.abandon).atexit = False
         _books.add(self._books)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        *,
+        adapters: Mapping[str, Any] | None = None,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        **keywords: Any,
+    ) -> Self:
+        """An engine on a model that transformers loads, with its tokenizer, or its processor if it takes
+        images.
+
+        Args:
+            name_or_path: a name on the Hub, a folder, or "demo". A folder of peft's is a model with its
+                adapter.
+            adapters: LoRA adapters by the names that requests give: folders as peft saves them.
+            tokenizer: another tokenizer or processor than the model's, or its name.
+            config: the engine's options at once; else they are among the keywords by their names.
+            **keywords: all others are from_pretrained()'s: dtype, device_map, revision, quantization_config,
+                trust_remote_code, ... Without device_map the model lies on the first CUDA device, else on
+                the CPU.
+        """
+        options = options_among(keywords)
+        if config is None:
+            options.setdefault("fuse_projections", True)  # nobody else has these weights
+        EngineConfig.of(config, options)  # what contradicts itself is refused before anything is loaded
+        model, words = load_with_words(name_or_path, tokenizer, keywords)
+        engine = cls(model, words, config, **options)
+        try:
+            for name, source in (adapters or {}).items():
+                engine.add_adapter(name, source)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
 
     def _make(self, arithmetic: Callable[[], AbstractContextManager[None]]) -> None:
         """Try the model out, and make the pools and all that computes. arithmetic: in what it computes."""
@@ -234,16 +280,25 @@ class Engine:
             job.close("refused", Infeasible(reason))
         return Handle(job, self.driver)
 
+    @overload
+    def generate(
+        self, prompts: OnePrompt, generation_config: Any = None, **keywords: Unpack[BatchKeywords]
+    ) -> Output: ...
+    @overload
+    def generate(
+        self, prompts: Iterable[Any], generation_config: Any = None, **keywords: Unpack[BatchKeywords]
+    ) -> list[Output]: ...
     def generate(
         self,
-        prompts: Iterable[Any],
+        prompts: Any,
         generation_config: Any = None,
         *,
         progress: Progress = None,
         strict: bool = False,
         **keywords: Unpack[RequestKeywords],
-    ) -> list[Output]:
-        """The outputs of all prompts under the same options, in their order.
+    ) -> Output | list[Output]:
+        """The outputs of all prompts under the same options, in their order; of a single prompt (a text, chat
+        messages, token ids) its output.
 
         progress: a bar shows after a while, with True at once and with False never. A function is called with
         the number of requests that have ended, and that of all.
@@ -251,9 +306,10 @@ class Engine:
         A warning counts the requests that were refused or failed. With `strict` the error of one is raised
         instead: of a refused one before anything is computed, of a failed one at the end.
         """
+        given = Prompts.of(prompts)
         handles: list[Handle] = []
         try:
-            for prompt in _each(prompts):
+            for prompt in given.prompts:
                 handles.append(self.submit(prompt, generation_config, **keywords))
                 _require_accepted(handles[-1], strict)
             with shown(progress, len(handles)) as ended:
@@ -270,7 +326,50 @@ class Engine:
         except BaseException:
             cancel_all(handles)
             raise
-        return with_errors_noticed([handle.result() for handle in handles], strict)
+        outputs = with_errors_noticed([handle.result() for handle in handles], strict)
+        return outputs[0] if given.single else outputs
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generation_config: Any = None,
+        **keywords: Unpack[ChatKeywords],
+    ) -> Output: ...
+    @overload
+    def chat(
+        self,
+        messages: Iterable[Sequence[Mapping[str, Any]]],
+        generation_config: Any = None,
+        **keywords: Unpack[ChatKeywords],
+    ) -> list[Output]: ...
+    def chat(
+        self,
+        messages: Any,
+        generation_config: Any = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **keywords: Unpack[BatchKeywords],
+    ) -> Output | list[Output]:
+        """The answer to the messages of a conversation, or the answers to a list of conversations.
+
+        Args:
+            messages: as in [{"role": "user", "content": "Hello"}], or several such lists.
+            tools: functions that the model may call: Python functions with docstrings, or JSON schemas.
+            chat_template: a template in Jinja instead of the tokenizer's.
+            continue_final_message: continue the last message instead of answering it.
+            chat_template_kwargs: options of the template: enable_thinking, documents, ...
+            **keywords: those of generate().
+        """
+        template = {"tools": tools, "chat_template": chat_template, **(chat_template_kwargs or {})}
+        if continue_final_message:
+            template |= {"continue_final_message": True, "add_generation_prompt": False}
+        prompts = conversations(messages, template)
+        found: Output | list[Output] = self.generate(prompts, generation_config, **keywords)
+        return found
 
     def map(
         self,
@@ -320,23 +419,33 @@ class Engine:
         finally:
             handle.cancel()
 
+    @overload
+    async def agenerate(
+        self, prompts: OnePrompt, generation_config: Any = None, **keywords: Unpack[AsyncBatchKeywords]
+    ) -> Output: ...
+    @overload
+    async def agenerate(
+        self, prompts: Iterable[Any], generation_config: Any = None, **keywords: Unpack[AsyncBatchKeywords]
+    ) -> list[Output]: ...
     async def agenerate(
         self,
-        prompts: Iterable[Any],
+        prompts: Any,
         generation_config: Any = None,
         *,
         strict: bool = False,
         **keywords: Unpack[RequestKeywords],
-    ) -> list[Output]:
+    ) -> Output | list[Output]:
         """`generate` for coroutines: the event loop continues meanwhile, and a task that is cancelled ends
         its requests.
         """
+        given = Prompts.of(prompts)
         handles: list[Handle] = []
         try:
-            for prompt in _each(prompts):
+            for prompt in given.prompts:
                 handles.append(self.submit(prompt, generation_config, **keywords))
                 _require_accepted(handles[-1], strict)
-            return with_errors_noticed([await handle for handle in handles], strict)
+            outputs = with_errors_noticed([await handle for handle in handles], strict)
+            return outputs[0] if given.single else outputs
         except BaseException:
             cancel_all(handles)
             raise
@@ -605,24 +714,10 @@ def _require_accepted(handle: Handle, strict: bool) -> None:
         raise output.error
 
 
-for _method in (Engine.submit, Engine.generate, Engine.map, Engine.stream, Engine.agenerate, Engine.astream):
+for _method in (
+    Engine.submit, Engine.generate, Engine.chat, Engine.map, Engine.stream, Engine.agenerate, Engine.astream,
+):  # fmt: skip
     spell_out(_method, RequestKeywords, {"priority": 0, "adapter": ACTIVE})
-
-
-def _each(prompts: Iterable[Any]) -> list[Any]:
-    """The prompts as a list; raises for a single one, whose characters or ids would be prompts."""
-    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
-        raise TypeError(
-            f"generate() takes a list of prompts, got {type(prompts).__name__}; for one of them write "
-            "engine.generate([prompt])"
-        )
-    listed = list(prompts)
-    if listed and all(isinstance(each, int) for each in listed):
-        raise TypeError(
-            "generate() takes a list of prompts, got token ids; for one prompt of them write "
-            "engine.generate([ids])"
-        )
-    return listed
 
 
 _books: weakref.WeakSet[Books] = weakref.WeakSet()

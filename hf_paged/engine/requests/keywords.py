@@ -10,6 +10,8 @@ from typing import Any, Literal, TypedDict
 import torch
 from transformers import LogitsProcessor, StoppingCriteria, WatermarkingConfig
 
+from ..outputs.progress import Progress
+
 
 class GenerationOptions(TypedDict, total=False):
     """The options of a GenerationConfig that change an answer; None leaves one to the model's own."""
@@ -211,6 +213,33 @@ class RequestKeywords(GenerateKeywords, total=False):
     """For whose share of the blocks this request's count, under `cache_shares`."""
     adapter: str | Sequence[str] | None
     """Name of a LoRA adapter, or of several added up; None for the model alone. Default: the active one."""
+
+
+class AsyncBatchKeywords(RequestKeywords, total=False):
+    """The keywords of `agenerate()`."""
+
+    strict: bool
+    """Raise the error of a request that was refused or failed, instead of a warning."""
+
+
+class BatchKeywords(AsyncBatchKeywords, total=False):
+    """The keywords of `generate()`."""
+
+    progress: Progress
+    """True for a bar, False for none, None for one after a while; or a function of how many have ended."""
+
+
+class ChatKeywords(BatchKeywords, total=False):
+    """The keywords of `chat()`."""
+
+    tools: Sequence[Any] | None
+    """Functions that the model may call: Python functions with docstrings, or JSON schemas."""
+    chat_template: str | None
+    """A template in Jinja instead of the tokenizer's."""
+    continue_final_message: bool
+    """Continue the last message instead of answering it."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Options of the template."""
 
 
 UNNAMED = frozenset(Unnamed.__annotations__)

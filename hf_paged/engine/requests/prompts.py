@@ -4,8 +4,9 @@ recordings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,55 @@ RAW = ("images", "videos", "audio")
 """A processor's inputs in addition to a text."""
 SAID = ("text", "refusal")
 """Parts of chat messages that are words."""
+
+
+OnePrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A text, token ids, or the messages of a chat."""
+
+
+class Conversation(NamedTuple):
+    """Chat messages, and keywords of their template beside them: tools, documents, others of its own."""
+
+    messages: Sequence[Mapping[str, Any]]
+    template: Mapping[str, Any] = MappingProxyType({})
+
+
+class Prompts(NamedTuple):
+    """The prompts of a call. single: true if it was given one instead of a list."""
+
+    prompts: list[Any]
+    single: bool
+
+    @classmethod
+    def of(cls, given: Any) -> Prompts:
+        """A text, the messages of a chat and the token ids of one sequence are one prompt."""
+        if isinstance(given, (str, Conversation)) or is_chat(given):
+            return cls([given], True)
+        if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
+            raise TypeError(
+                f"generate() takes a prompt or a list of prompts, got {short(given)}; a prompt is a text, "
+                "chat messages or token ids"
+            )
+        array: Any = given
+        found = array.tolist() if getattr(array, "ndim", None) == 1 else list(array)
+        return cls([found], True) if found and _ids_of(found) is not None else cls(found, False)
+
+
+def conversations(messages: Any, template: Mapping[str, Any]) -> Any:
+    """The messages of a chat as a prompt, or those of several as a list of prompts. template: keywords of the
+    chat template; None leaves one out.
+    """
+    given = {name: value for name, value in template.items() if value is not None}
+    listed = isinstance(messages, Iterable) and not isinstance(messages, (str, bytes, Mapping))
+    several = list(messages) if listed else []
+    if is_chat(several):
+        return Conversation(several, given)
+    if not several or not all(map(is_chat, several)):
+        raise TypeError(
+            f"chat() takes messages like [{{'role': 'user', 'content': 'Hello'}}], or a list of such lists, "
+            f"got {short(messages)}"
+        )
+    return [Conversation(each, given) for each in several]
 
 
 class TokenizedPrompt(NamedTuple):
@@ -45,9 +95,9 @@ def tokenize_prompt(model: Any, tokenizer: Any, prompt: Any, keywords: dict[str,
             )
     raw = {name: keywords.pop(name) for name in RAW if keywords.get(name) is not None}
     text = isinstance(prompt, str)
-    chat = _is_chat(prompt)
+    chat = _conversation(prompt)
     if not isinstance(tokenizer, ProcessorMixin):
-        if raw or (chat and _shows(prompt)):
+        if raw or (chat and _shows(chat.messages)):
             what = sorted(raw) or "messages with pictures or recordings"
             raise ValueError(
                 f"{what} are for the model's processor; make the engine with it, Engine(model, processor)"
@@ -58,32 +108,32 @@ def tokenize_prompt(model: Any, tokenizer: Any, prompt: Any, keywords: dict[str,
             f"{sorted(raw)} belong to a text prompt, got {short(prompt)}; put those of chat "
             "messages into them"
         )
-    if not text and not chat:
+    if chat is None and not text:
         return TokenizedPrompt(prompt, {})
-    if text:
+    if chat is None:
         made = tokenizer(text=[prompt], **raw, return_tensors="pt")
     else:
-        made = _rendered(tokenizer, prompt, return_tensors="pt")
+        made = _rendered(tokenizer, chat, return_tensors="pt")
     shown = {
         name: _as_computed(model, value)
         for name, value in made.items()
         if name not in ("input_ids", "attention_mask")
     }
-    return TokenizedPrompt(made["input_ids"], shown if raw or (chat and _shows(prompt)) else {})
+    return TokenizedPrompt(made["input_ids"], shown if raw or (chat and _shows(chat.messages)) else {})
 
 
 def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
     """The token ids of a text, of chat messages, or of ids in a list or tensor."""
-    if isinstance(prompt, str) or _is_chat(prompt):
+    chat = _conversation(prompt)
+    if isinstance(prompt, str) or chat is not None:
         if tokenizer is None:
+            what = "a text" if chat is None else "chat messages"
             raise ValueError(
-                f"a prompt of {type(prompt).__name__} needs a tokenizer; give one to Engine(model, "
-                "tokenizer), or pass token ids"
+                f"the prompt is {what} and needs a tokenizer; give one to Engine(model, tokenizer), or pass "
+                "token ids"
             )
-        if isinstance(prompt, str):
-            ids = tokenizer(prompt)["input_ids"]
-        else:
-            ids = _rendered(tokenizer, prompt)["input_ids"]
+        made = tokenizer(prompt) if chat is None else _rendered(tokenizer, chat)
+        ids = made["input_ids"]
     elif hasattr(prompt, "tolist"):  # a tensor, or numpy's array
         ids = prompt.tolist()
     else:
@@ -133,22 +183,29 @@ def short(value: object) -> str:
     return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"
 
 
-def _rendered(tokenizer: Any, messages: Any, **options: Any) -> Any:
+def _rendered(tokenizer: Any, chat: Conversation, **options: Any) -> Any:
     """Messages as a chat template renders them."""
+    options |= {"add_generation_prompt": True, **chat.template}
     try:
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, **options
-        )
+        return tokenizer.apply_chat_template(list(chat.messages), tokenize=True, return_dict=True, **options)
     except ValueError:
         raise
     except Exception as error:  # the template's, which names no message
         raise ValueError(
-            f"the chat template cannot render {short(messages)} ({error}); messages are like "
+            f"the chat template cannot render {short(chat.messages)} ({error}); messages are like "
             "{'role': 'user', 'content': 'Hello'}"
         ) from error
 
 
-def _is_chat(prompt: Any) -> bool:
+def _conversation(prompt: Any) -> Conversation | None:
+    """A prompt of chat messages; None if it is something else."""
+    if isinstance(prompt, Conversation):
+        return prompt
+    return Conversation(prompt) if is_chat(prompt) else None
+
+
+def is_chat(prompt: Any) -> bool:
+    """True for the messages of a chat."""
     return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 

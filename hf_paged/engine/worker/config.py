@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 from ...blocks.options import check_flag, check_int, check_number, is_number
 from ...kv.config import CacheConfig, check_keep_pools
@@ -19,6 +19,8 @@ FLAGS = (
     "lm_head_fp32",
 )  # fmt: skip
 """Options that are True or False."""
+NEARLY = 0.85
+"""How alike a name must be to that of an option to be taken for a mistake."""
 MODELS_OWN = "type, device and ranks are those of the loaded model"
 Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
@@ -237,3 +239,15 @@ class EngineOptions(TypedDict, total=False):
     cache_shares: Mapping[str, float]
     batch_invariant: bool
     lm_head_fp32: bool
+
+
+def options_among(keywords: dict[str, Any]) -> EngineOptions:
+    """Take the engine's options out of from_pretrained()'s keywords; raises for a name that is nearly one."""
+    known = list(EngineOptions.__annotations__)
+    for name in keywords.keys() - set(known):
+        close = difflib.get_close_matches(name, known, 1, NEARLY)
+        if close:
+            raise ValueError(
+                f"{name!r} is no option of the engine, nor of from_pretrained(); did you mean {close[0]!r}?"
+            )
+    return cast(EngineOptions, {name: keywords.pop(name) for name in known if name in keywords})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 import sys
 import warnings
 from collections.abc import Iterator
@@ -13,15 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GenerationMixin
 from transformers.utils import logging as progress
-from transformers.utils.peft_utils import find_adapter_config_file
 
-log = logging.getLogger("hf_paged.serve")
-DEMO = ("demo", "hf_paged.demo")
-"""Names of the model that comes with hf_paged."""
+from ...model.loading import DEMO, Checkpoint, first_device
+
 LOCAL = ("/", "./", "../", "~")
 """How a path begins that is no name on the Hub."""
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -68,38 +62,26 @@ class Source:
         """The model's name for clients unless the operator chooses another."""
         return "demo" if self.model in DEMO else self.model
 
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Its files."""
+        files = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+        return Checkpoint.of(self.model, files)
+
     def load(self, quiet: bool = False) -> Any:
-        """The model, ready to generate. quiet: without a bar while weights are read, as there is none without
-        a terminal.
+        """The model, ready to generate; of ranks this one's part. quiet: without a bar while weights are
+        read, as there is none without a terminal.
         """
+        place = _divided() if self.tensor_parallel_size > 1 else {"device_map": self._place()}
         with _without_bars() if quiet or not sys.stderr.isatty() else nullcontext():
-            return self._load()
-
-    def _load(self) -> Any:
-        if self.tensor_parallel_size > 1:
-            return self._load_part()
-        if self.model in DEMO:
-            from ... import demo
-
-            place = self._place()
-            made: Any = demo.model()
-            dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
-            return made.to(device=_device() if place in MAPS else place, dtype=dtype).eval()
-        loaded: Any = self._class().from_pretrained(
-            self.model,
-            revision=self.revision,
-            dtype=self.dtype,
-            device_map=self._place(),
-            trust_remote_code=self.trust_remote_code,
-        )
-        return loaded.eval()
+            return self.checkpoint.load(dtype=self.dtype, **place)
 
     def _place(self) -> str:
         """The device or the device map, once this machine is known to have it."""
         if self.device_map in MAPS:
             return self.device_map
         flag = "--device-map" if self.device_map else "--device"
-        place = self.device_map or self.device or _device()
+        place = self.device_map or self.device or first_device()
         try:
             torch.empty(0, dtype=torch.uint8, device=place)
         except (RuntimeError, AssertionError) as error:
@@ -110,71 +92,17 @@ class Source:
             ) from error
         return place
 
-    def _load_part(self) -> Any:
-        """This rank's part of the model."""
-        from ... import demo
-
-        ours = self.model in DEMO
-        loaded: Any = self._class().from_pretrained(
-            Path(demo.__file__).parent / "data" if ours else self.model,
-            revision=self.revision,
-            dtype="float32" if ours and self.dtype == "auto" else self.dtype,
-            trust_remote_code=self.trust_remote_code,
-            **_divided(),
-        )
-        return loaded.eval()
-
     def load_processor(self) -> Any:
         """The processor of a model that takes images, else its tokenizer."""
-        if self.model in DEMO or not takes_images(self._class()):
-            return self.load_tokenizer()
-        try:
-            return AutoProcessor.from_pretrained(
-                self.tokenizer or self.model, revision=self.revision, trust_remote_code=self.trust_remote_code
-            )
-        except Exception as error:  # whatever its code raises, texts can be served
-            log.warning("images are not served, the processor of %s cannot be loaded: %s", self.model, error)
-            return self.load_tokenizer()
+        return self.checkpoint.load_processor(self.tokenizer)
 
     def load_tokenizer(self) -> Any:
         """The tokenizer."""
-        if self.tokenizer is None and self.model in DEMO:
-            from ... import demo
-
-            return demo.tokenizer()
-        return AutoTokenizer.from_pretrained(
-            self.tokenizer or self.model, revision=self.revision, trust_remote_code=self.trust_remote_code
-        )
+        return self.checkpoint.load_tokenizer(self.tokenizer)
 
     def outline(self) -> Any:
         """The model without weights: its modules on the meta device."""
-        if self.model in DEMO:
-            from ... import demo
-
-            with _without_bars():
-                held: Any = demo.model()
-            return held.to("meta")
-        config = self._config()
-        kind = self._class()
-        with torch.device("meta"):
-            make = getattr(kind, "_from_config", None) or kind.from_config
-            return make(config).eval()
-
-    def _config(self) -> Any:
-        return AutoConfig.from_pretrained(
-            self.model, revision=self.revision, trust_remote_code=self.trust_remote_code
-        )
-
-    def _class(self) -> Any:
-        """The class that the checkpoint names, if it generates; else what transformers takes for it."""
-        if self.model in DEMO:
-            return AutoModelForCausalLM
-        if find_adapter_config_file(self.model, revision=self.revision) is not None:
-            return AutoModelForCausalLM
-        names = getattr(self._config(), "architectures", None) or ()
-        found = [getattr(transformers, name, None) for name in names]
-        own = [kind for kind in found if isinstance(kind, type) and issubclass(kind, GenerationMixin)]
-        return own[0] if own else AutoModelForCausalLM
+        return self.checkpoint.outline(None if self.dtype == "auto" else getattr(torch, self.dtype))
 
 
 @contextmanager
@@ -195,11 +123,6 @@ def _without_bars() -> Iterator[None]:
             (enable_progress_bars if downloads else disable_progress_bars)()
 
 
-def takes_images(kind: Any) -> bool:
-    """True if the forward of a model, or of a class of models, takes images."""
-    return any(name.startswith("pixel_values") for name in inspect.signature(kind.forward).parameters)
-
-
 def _divided() -> dict[str, Any]:
     """The keywords with which from_pretrained gives each rank its part."""
     try:
@@ -213,7 +136,3 @@ def _divided() -> dict[str, Any]:
 def _devices() -> str:
     """The devices of this machine, for an error."""
     return ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
-
-
-def _device() -> str:
-    return "cuda:0" if torch.cuda.is_available() else "cpu"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...engine import Engine
-from .loading import takes_images
+from ...model.loading import takes_images
 
 
 class ModelFacts(NamedTuple):

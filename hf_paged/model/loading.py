@@ -1,0 +1,127 @@
+"""Models by name: what transformers loads, as the class it was trained with, and the tokenizer with it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GenerationMixin
+from transformers.utils.peft_utils import find_adapter_config_file
+
+logger = logging.getLogger("hf_paged")
+
+DEMO = ("demo", "hf_paged.demo")
+"""Names of the model that comes with hf_paged."""
+FILES = Path(__file__).resolve().parent.parent / "demo" / "data"
+"""The files of that model."""
+OF_FILES = (
+    "revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder",
+    "trust_remote_code",
+)  # fmt: skip
+"""Keywords of from_pretrained() that say where files come from: config and tokenizer take them, too."""
+OF_DIVISION = ("device_map", "tp_plan", "distributed_config")
+"""Those that place a model."""
+
+
+class Checkpoint(NamedTuple):
+    """A name on the Hub, a folder, or "demo", and the keywords by which its files are found."""
+
+    name: str
+    files: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, name: str | os.PathLike[str], keywords: Mapping[str, Any]) -> Checkpoint:
+        """Take the keywords about files out of those of from_pretrained(); others are left."""
+        found = {key: keywords[key] for key in OF_FILES if keywords.get(key) is not None}
+        return cls(_located(name), found)
+
+    @property
+    def is_demo(self) -> bool:
+        """True for the model that comes with hf_paged."""
+        return self.name == os.fspath(FILES)
+
+    @property
+    def config(self) -> Any:
+        """The model's config."""
+        return AutoConfig.from_pretrained(self.name, **self.files)
+
+    @property
+    def model_class(self) -> Any:
+        """The class that the checkpoint names, if it generates; else what transformers takes for it."""
+        if find_adapter_config_file(self.name, **_without(self.files, "trust_remote_code")) is not None:
+            return AutoModelForCausalLM
+        names = getattr(self.config, "architectures", None) or ()
+        found = [getattr(transformers, name, None) for name in names]
+        own = [kind for kind in found if isinstance(kind, type) and issubclass(kind, GenerationMixin)]
+        return own[0] if own else AutoModelForCausalLM
+
+    def load(self, **keywords: Any) -> Any:
+        """The model, ready to generate. keywords: from_pretrained()'s, beside those about files."""
+        if self.is_demo and keywords.get("dtype") in (None, "auto"):
+            keywords["dtype"] = torch.float32  # its weights are kept in half of that
+        return self.model_class.from_pretrained(self.name, **self.files, **keywords).eval()
+
+    def load_processor(self, source: str | None = None) -> Any:
+        """The processor of a model that takes images, else its tokenizer. source: where it lies, if apart."""
+        if not takes_images(self.model_class):
+            return self.load_tokenizer(source)
+        try:
+            return AutoProcessor.from_pretrained(_located(source or self.name), **self.files)
+        except Exception as error:  # whatever its code raises, texts can be served
+            logger.warning(
+                "images are not served, the processor of %s cannot be loaded: %s", self.name, error
+            )
+            return self.load_tokenizer(source)
+
+    def load_tokenizer(self, source: str | None = None) -> Any:
+        """The tokenizer."""
+        return AutoTokenizer.from_pretrained(_located(source or self.name), **self.files)
+
+    def outline(self, dtype: torch.dtype | None = None) -> Any:
+        """The model without weights: its modules on the meta device. dtype: else the config's."""
+        config, kind = self.config, self.model_class
+        if dtype is None and self.is_demo:
+            dtype = torch.float32
+        with torch.device("meta"):
+            make = getattr(kind, "_from_config", None) or kind.from_config
+            return make(config, **({} if dtype is None else {"dtype": dtype})).eval()
+
+
+def load_with_words(
+    name: str | os.PathLike[str], tokenizer: Any, keywords: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """A model, and its processor or tokenizer. tokenizer: another one, or the name of one. keywords:
+    from_pretrained()'s; where none places the model it is on the first device.
+    """
+    found = Checkpoint.of(name, keywords)
+    if tokenizer is None or isinstance(tokenizer, (str, os.PathLike)):
+        tokenizer = found.load_processor(None if tokenizer is None else os.fspath(tokenizer))
+    others = {key: value for key, value in keywords.items() if key not in found.files}
+    if not any(key in others for key in OF_DIVISION):
+        others["device_map"] = first_device()
+    return found.load(**others), tokenizer
+
+
+def takes_images(kind: Any) -> bool:
+    """True if the forward of a model, or of a class of models, takes images."""
+    return any(name.startswith("pixel_values") for name in inspect.signature(kind.forward).parameters)
+
+
+def _located(name: str | os.PathLike[str]) -> str:
+    """A name on the Hub or a folder; that of the demo model instead of its name."""
+    return os.fspath(FILES if name in DEMO else name)
+
+
+def first_device() -> str:
+    """The first CUDA device, or the CPU."""
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def _without(keywords: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in keywords.items() if key != name}
