@@ -7,7 +7,6 @@ import pickle
 import random
 
 import pytest
-from states import State
 
 from hf_paged.blocks import (
     NEVER_FULL,
@@ -19,6 +18,7 @@ from hf_paged.blocks import (
     PartialBlockIndex,
     PrefixLookup,
     Prompt,
+    State,
     Window,
     adopt,
     append,

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling_requests import one_request
 from simulated import Simulated
-from states import State
 
-from hf_paged.blocks import Full, LayerKind, Window
+from hf_paged.blocks import Full, LayerKind, State, Window
 from hf_paged.scheduling import Infeasible, Limits, Request, Status
 
 LIMITS = Limits(64, 8, 0.0)

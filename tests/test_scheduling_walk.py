@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling_requests import one_request
 from simulated import Simulated
-from states import State
 
-from hf_paged.blocks import Full, Window
+from hf_paged.blocks import Full, State, Window
 from hf_paged.scheduling import Infeasible, Limits, Status
 
 KINDS = [

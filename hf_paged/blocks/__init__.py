@@ -11,6 +11,8 @@ from .columns import (
     NO_NUMBERS,
     ROPE_DELTA,
     SCORED,
+    STATE_READ,
+    STATE_WRITTEN,
     WANTED,
     Column,
     ColumnFillers,
@@ -19,7 +21,7 @@ from .columns import (
 from .copies import distinct, move
 from .evictor import Evictor
 from .hashing import ROOT, chain, check_salt, extra_key, parent_key
-from .kinds import Cross, Full, LayerKind, Window
+from .kinds import Cross, Full, LayerKind, State, Window
 from .partial_index import PartialBlockIndex
 from .pool import NEVER_FULL, BlockPool, OutOfBlocks
 from .prefix import Match, Partial, adopt, commit, commit_tail
@@ -29,9 +31,9 @@ from .table import BlockTable, Copy, TableView, append, blocks_needed, check_sou
 
 __all__ = [
     "ADAPTER_SLOT", "COLUMNS", "LOGIT_PLACE", "NEVER_FULL", "NO_NUMBERS", "ROOT", "ROPE_DELTA", "SCORED",
-    "WANTED", "BlockPool", "BlockTable", "BlockTableArray", "Column", "ColumnFillers", "Copy", "Cross",
-    "Evictor", "Full", "LayerKind", "Match", "Numbers", "OutOfBlocks", "Partial", "PartialBlockIndex",
-    "PrefixLookup", "Prompt", "PromptScores", "TableView", "Window", "adopt", "append", "blocks_needed",
-    "chain", "check_salt", "check_sources", "commit", "commit_tail", "detach", "distinct", "extra_key",
-    "move", "parent_key", "reach_in_all", "reorder",
+    "STATE_READ", "STATE_WRITTEN", "WANTED", "BlockPool", "BlockTable", "BlockTableArray", "Column",
+    "ColumnFillers", "Copy", "Cross", "Evictor", "Full", "LayerKind", "Match", "Numbers", "OutOfBlocks",
+    "Partial", "PartialBlockIndex", "PrefixLookup", "Prompt", "PromptScores", "State", "TableView", "Window",
+    "adopt", "append", "blocks_needed", "chain", "check_salt", "check_sources", "commit", "commit_tail",
+    "detach", "distinct", "extra_key", "move", "parent_key", "reach_in_all", "reorder",
 ]  # fmt: skip

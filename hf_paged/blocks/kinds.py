@@ -146,4 +146,12 @@ class Cross(LayerKind):
         return source - held
 
 
+class State(LayerKind):
+    """Every token updates what all before it have come to: one block for a sequence of any length."""
+
+    __slots__ = ()
+    name = "state"
+    fills = False
+
+
 _kinds: dict[tuple[type[LayerKind], int | None], LayerKind] = {}

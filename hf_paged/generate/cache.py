@@ -21,6 +21,7 @@ from ..model.lazy import Path
 from ..model.offloaded import input_device
 from ..model.registry import base_model, memory_of
 from ..model.slots import CROSS, NO_CONTENT, Slot, beside, slots_of
+from ..model.state_layers import KeepsStates, RowStates
 from ..model.state_slots import rows_at, states_of
 from .picture import block_map
 from .prefix_reuse import Reuse
@@ -87,7 +88,7 @@ class PagedCache(DynamicCache):
 
     def _open(self, model: nn.Module, config: CacheConfig, cross: bool, known: Any = None) -> None:
         slots: list[Slot] = known or slots_of(model, cross)
-        counts = Counter(slot.kind for slot in slots if slot.kind is not None)
+        counts = Counter(kind for slot in slots for kind in slot.kinds)
         memory = memory_of(model)
         total = sum(counts.values())
         arithmetic = Arithmetic.of(model, input_device(model))
@@ -137,6 +138,11 @@ class PagedCache(DynamicCache):
         """True once the running call has read its attention mask on the host."""
         self.prompt_in_chunks = False
         """True if the running call feeds its prompt in several forwards."""
+        if sequences.states is not None:
+            states = RowStates(sequences)
+            for layer in layers:
+                if isinstance(layer, KeepsStates) and layer.complete:
+                    layer.keep_in_slots(states)
         self.states = states_of(layers)
         """The recurrent states that layers keep in slots; None if none does."""
         self.torn = False
@@ -272,6 +278,12 @@ class PagedCache(DynamicCache):
         if self.cross is not None:
             self.cross.spread()
 
+    def activate_past_recording(self) -> None:
+        """Keep what a crop needs: windows keep their past, and recurrent layers the inputs of a step."""
+        super().activate_past_recording()  # type: ignore[no-untyped-call]
+        self.states = states_of(layer for layer in self.layers if getattr(layer, "complete", False))
+        self._has_beside = not self.complete
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last |tokens_to_remove| tokens; a positive number is the length to keep, as it once was.
 
@@ -375,7 +387,7 @@ class PagedCache(DynamicCache):
         """
         if self.states is None:
             return True
-        return self.states.slots_of(rows_at(self.sequences.columns, rows, new)).repeatable
+        return self.states.may_repeat(rows_at(self.sequences.columns, rows, new))
 
     def begin_at(self, columns: int) -> None:
         """Notify the layers that their rows begin with `columns` cached columns."""

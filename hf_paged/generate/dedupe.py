@@ -17,6 +17,7 @@ from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
+from ..blocks import STATE_READ, STATE_WRITTEN
 from ..model.adapters.apply import PEFT_KEYWORDS
 from ..model.cache_name import CACHE
 from ..model.offloaded import input_device
@@ -149,7 +150,8 @@ def _comparable(
         return None
     given: list[Sequence[int]] = [] if adapters is None else [adapters]
     if cache.sequences.sources is None:  # else rows stand for others, of equal numbers
-        given += cache.sequences.numbers.values()
+        numbers = cache.sequences.numbers.items()
+        given += [each for name, each in numbers if name not in (STATE_READ.name, STATE_WRITTEN.name)]
     return [*tensors, *(torch.tensor(each, device=tensors[0].device) for each in given)]
 
 

@@ -230,6 +230,9 @@ def _paged(
             running.set(Forward(parts[0], dense and not captured))
             plain = captured or "peft" not in sys.modules
             answer = original(**given) if plain else _with_adapters(model, original, given, parts)
+            for part in parts:
+                if part.states is not None:
+                    part.states.end()
         finally:
             running.set(outer)
         if not captured:

@@ -26,7 +26,7 @@ _verdicts: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDic
 
 def computes_rows_apart(model: nn.Module, cache: PagedCache) -> bool:
     """Test whether equal rows must be computed one by one: the state of one cannot become that of several."""
-    if cache.complete and getattr(model, "_is_stateful", False):
+    if cache.complete and cache.states is None and getattr(model, "_is_stateful", False):
         _conclude(model, "it keeps a state outside its cache")
     if _verdicts.get(model) is not None:
         return True

@@ -22,6 +22,7 @@ class CacheConfig:
     block_size: tokens in a block, a power of two from 1 to 256.
     num_blocks: blocks of every layer group, fixed. Without it the pool is sized by the call's need and grows.
     memory_fraction: instead of num_blocks, the share of the device's free memory that the pools get, fixed.
+    state_slots: slots for recurrent states, fixed. A row of a step takes two. Without it their number grows.
     kernels: what reads the pages: "torch"; "triton"; "native", the C++ op of CPUs, built if it is missing
         (both are an error where they cannot run); or "auto": Triton in captured steps where it can run, the
         C++ op where it is built, else torch.
@@ -39,6 +40,7 @@ class CacheConfig:
     block_size: int = 16
     num_blocks: int | None = None
     memory_fraction: float | None = None
+    state_slots: int | None = field(default=None, kw_only=True)
     kernels: str = "auto"
     graphs: bool = True
     prefix_caching: bool = field(default=False, compare=False)
@@ -61,12 +63,13 @@ class CacheConfig:
                 f"num_blocks={self.num_blocks} and memory_fraction={self.memory_fraction} both size the "
                 "pool; give one of them"
             )
-        if self.num_blocks is not None:
-            check_int("num_blocks", self.num_blocks)
-            if self.num_blocks < 1:
-                raise ValueError(
-                    f"num_blocks={self.num_blocks} is not a pool; give 1 or more, or leave it out"
-                )
+        for name in ("num_blocks", "state_slots"):
+            size = getattr(self, name)
+            if size is None:
+                continue
+            check_int(name, size)
+            if size < 1:
+                raise ValueError(f"{name}={size} is not a pool; give 1 or more, or leave it out")
         if self.memory_fraction is not None:
             check_number("memory_fraction", self.memory_fraction)
             if not 0 < self.memory_fraction <= 1:

@@ -7,7 +7,7 @@ import logging
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,8 +17,9 @@ from .budget import free_bytes, require_room_for_books
 from .config import CacheConfig
 from .forks import fork_safe_lock
 from .host import HostBlocks
-from .layout import Layout
+from .layout import Layout, StateLayout
 from .ops_torch import Ops
+from .state_store import StateStore
 from .store import Store
 from .training import TrainingMemory
 
@@ -59,6 +60,10 @@ class Arithmetic(NamedTuple):
         return cls(model.dtype, device, torch.get_autocast_dtype(device.type) if rounds else None)
 
 
+AnyLayout = Any
+"""A Layout, or a StateLayout where layers keep recurrent states."""
+AnyStore = Any
+"""A Store or a StateStore."""
 GroupKey = tuple[LayerKind, CacheConfig, object | None]  # the last one is the owner, or an `Arithmetic`
 
 
@@ -72,13 +77,15 @@ class LayerGroup:
         self.config = config = key[1]
         self.share = share
         size = self.kind.block_size(config.block_size)
-        self.pool = BlockPool(require_room_for_books(config.num_blocks or 0), size)
+        self.fixed_blocks = config.num_blocks if self.kind.fills else config.state_slots
+        """The size of a pool that does not grow."""
+        self.pool = BlockPool(require_room_for_books(self.fixed_blocks or 0), size)
         self._expected_layers = layers
-        self._place: dict[int, tuple[Layout, int]] = {}
-        self._count: Counter[Layout] = Counter()
-        self.stores: dict[Layout, Store] = {}
+        self._place: dict[Hashable, tuple[AnyLayout, int]] = {}
+        self._count: Counter[AnyLayout] = Counter()
+        self.stores: dict[AnyLayout, AnyStore] = {}
         """The current stores, by layout."""
-        self._found: dict[int, tuple[Store, int]] = {}
+        self._found: dict[Hashable, tuple[AnyStore, int]] = {}
         """Answers of `store`, until a store is made or freed, or a layer's place changes."""
         self.devices: frozenset[torch.device] = frozenset()
         """The devices of the stores."""
@@ -100,8 +107,10 @@ class LayerGroup:
         if known is None or not self.pool.held or not known[0].describes(keys, values):
             self.place(layer, Layout.of(keys, values))
 
-    def place(self, layer: int, layout: Layout) -> None:
-        """Note the layout of layer number `layer`, before its first token or when it has changed."""
+    def place(self, layer: Hashable, layout: AnyLayout) -> None:
+        """Note the layout of layer number `layer`, before its first token or when it has changed. Recurrent
+        layers have a number for each of their states.
+        """
         known = self._place.get(layer)
         if known is not None and known[0] == layout and (self.pool.held or self.pool.cached):
             return
@@ -128,7 +137,12 @@ class LayerGroup:
         self._place.clear()
         self._count.clear()
 
-    def store(self, layer: int) -> tuple[Store, int]:
+    def layout(self, layer: Hashable) -> AnyLayout | None:
+        """The layout of layer number `layer`; None before its first token."""
+        known = self._place.get(layer)
+        return None if known is None else known[0]
+
+    def store(self, layer: Hashable) -> tuple[AnyStore, int]:
         """The store that layer number `layer` lives in, allocated when first needed, and its place there."""
         found = self._found.get(layer)
         if found is None:
@@ -139,23 +153,28 @@ class LayerGroup:
             found = self._found[layer] = store, index
         return found
 
-    def _make_store(self, layout: Layout, old: Store | None) -> Store:
+    def _make_store(self, layout: AnyLayout, old: AnyStore | None) -> AnyStore:
         # The first layer speaks for all until others show another layout.
-        layers = max(self._count[layout], self._expected_layers if len(self._count) == 1 else 0)
+        speaks = len(self._count) == 1 or not self.kind.fills
+        layers = max(self._count[layout], self._expected_layers if speaks else 0)
         if old is not None:
             layers = max(layers, min(2 * old.layers, self._expected_layers))
         try:
             blocks = self.pool.total if self.reserved is None else self.reserved
-            store = Store(layout, layers, blocks, self.pool.block_size, self.config.kernels)
+            store = self._open(layout, layers, blocks)
         except (MemoryError, RuntimeError) as error:
             raise self._translate(error) from error
         if old is not None:
-            store.keys[: old.layers] = old.keys
-            store.values[: old.layers] = old.values
+            store.take_layers(old)
             self.memory.moved(self)
         self.stores[layout] = store
         self._note_stores()
         return store
+
+    def _open(self, layout: AnyLayout, layers: int, blocks: int) -> AnyStore:
+        if isinstance(layout, StateLayout):
+            return StateStore(layout, layers, blocks, self.config.kernels)
+        return Store(layout, layers, blocks, self.pool.block_size, self.config.kernels)
 
     def _note_stores(self) -> None:
         self._found.clear()
@@ -164,30 +183,37 @@ class LayerGroup:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of the group, as far as they are known."""
+        size = self.pool.block_size
+        if not self.kind.fills:
+            layers = self._expected_layers
+            bytes_of = {each: each.block_bytes(size) for each in self._count}
+            whole: int = sum(bytes_of[each] * max(layers, count) for each, count in self._count.items())
+            return whole
         unseen = max(0, self._expected_layers - sum(self._count.values()))
-        tokens = sum(layout.token_bytes * count for layout, count in self._count.items())
-        tokens += unseen * next((layout.token_bytes for layout in self._count), 0)
-        return tokens * self.pool.block_size
+        known: int = sum(layout.block_bytes(size) * count for layout, count in self._count.items())
+        return known + unseen * next((layout.block_bytes(size) for layout in self._count), 0)
 
     @property
-    def layouts(self) -> dict[Layout, int]:
+    def layouts(self) -> dict[AnyLayout, int]:
         """The known layouts of the layers, and how many layers have each."""
         return dict(self._count)
 
     @property
     def device(self) -> torch.device:
         """Where the stores lie, if that is one device."""
-        return next(iter(self.stores)).device
+        found: torch.device = next(iter(self.stores)).device
+        return found
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of the stores."""
-        return [data for store in self.stores.values() for data in (store.keys, store.values)]
+        return [data for store in self.stores.values() for data in store.tensors]
 
     @property
     def captured_ops(self) -> Ops:
         """The ops of captured steps, the same for all layers."""
-        return next(iter(self.stores.values())).captured
+        ops: Ops = next(iter(self.stores.values())).captured
+        return ops
 
     @property
     def bytes(self) -> int:
@@ -213,9 +239,9 @@ class LayerGroup:
         """Raise at once if a fixed pool cannot hold even one sequence of `tokens` tokens, which takes
         `blocks` (C11).
         """
-        if self.config.memory_fraction is not None and not self.pool.total:
+        if self.fixed and not self.pool.total:
             self._grow_to(self._fraction_blocks())
-        if self.config.fixed and blocks > self.pool.total:
+        if self.fixed and blocks > self.pool.total:
             raise OutOfBlocks(
                 f"{self._sized} cannot hold one sequence of {tokens} tokens (the {self.kind.name} layers "
                 f"need {blocks} blocks of "
@@ -223,9 +249,16 @@ class LayerGroup:
             )
 
     @property
+    def fixed(self) -> bool:
+        """True if the pool keeps its size whatever a call needs."""
+        return self.config.fixed if self.kind.fills else self.fixed_blocks is not None
+
+    @property
     def _sized(self) -> str:
         """The option that fixed the pool's size, as the user gave it."""
         config = self.config
+        if not self.kind.fills:
+            return f"state_slots={config.state_slots}"
         return (
             f"num_blocks={config.num_blocks}"
             if config.num_blocks
@@ -235,7 +268,7 @@ class LayerGroup:
     def make_room(self, need: int, hint: int) -> None:
         """Make `need` blocks available; `hint` is what a call that begins may come to need."""
         pool = self.pool
-        fixed = self.config.fixed
+        fixed = self.fixed
         if not fixed and hint > pool.free:
             self._grow_ahead(need, hint)
         if need <= pool.available:
@@ -354,6 +387,8 @@ class LayerGroup:
 
     def _affordable(self, share: float = AFFORDABLE) -> int:
         """The blocks that may be allocated ahead of need."""
+        if not self._count:
+            return self.pool.total  # nobody knows yet what a block takes
         device = next(iter(self._count)).device
         return self.pool.total + int(share * self.share * free_bytes(device)) // self.block_bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -48,3 +49,24 @@ class Layout(NamedTuple):
     def token_bytes(self) -> int:
         """Bytes of one token in one layer."""
         return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block in one layer."""
+        return self.token_bytes * block_size
+
+
+class StateLayout(NamedTuple):
+    """The layout of a recurrent state of one sequence."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, states: torch.Tensor) -> StateLayout:
+        """That of states [rows, ...]."""
+        return cls(states.device, states.dtype, tuple(states.shape[1:]))
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one slot: a state is as large behind any number of tokens."""
+        return prod(self.shape) * self.dtype.itemsize

@@ -349,6 +349,11 @@ def choose(wanted: str, layout: Layout, captured: bool) -> Ops:
     return Ops()
 
 
+def choose_for(wanted: str, device: torch.device, dtype: torch.dtype) -> Ops:
+    """The ops of captured steps over other content than pages."""
+    return Ops() if triton_package(wanted, device, dtype) is None else TritonOps()
+
+
 def _native(layout: Layout) -> Ops:
     import hf_paged_native
 

@@ -458,7 +458,7 @@ class Rows:
         with self.group.memory.lock:
             self.require_whole()
             self._room = 0
-            twin = Rows(self.group)
+            twin = type(self)(self.group)
             suspect = self.group.memory.suspect
             self.group.memory.suspect = True
             twin._tables = [table.fork() for table in self.tables]

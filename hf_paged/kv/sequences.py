@@ -13,6 +13,7 @@ from .batch import Batch
 from .group import LayerGroup, Memory
 from .history import TokenHistory
 from .rows import Rows
+from .state_rows import StateRows
 from .static import StaticBatch
 from .upload import upload
 
@@ -28,7 +29,7 @@ class Sequences:
 
     def __init__(self, memory: Memory, groups: Mapping[LayerKind, LayerGroup]) -> None:
         self.memory = memory
-        self.rows = {kind: Rows(group) for kind, group in groups.items()}
+        self.rows = {kind: Rows(group) if kind.fills else StateRows(group) for kind, group in groups.items()}
         self.copies = 0
         """Rows into which the running call expanded each prompt; 0 if equal rows are not searched."""
         self.sources: list[int] | None = None
@@ -65,12 +66,12 @@ class Sequences:
 
     @property
     def starts(self) -> list[int] | None:
-        return next((rows.starts for rows in self.rows.values()), None)
+        return next((rows.starts for kind, rows in self.rows.items() if kind.fills), None)
 
     @property
     def lengths(self) -> list[int]:
         """The tokens of each row."""
-        return next((rows.lengths for rows in self.rows.values()), [])
+        return next((rows.lengths for kind, rows in self.rows.items() if kind.fills), [])
 
     @property
     def count(self) -> int:
@@ -93,6 +94,11 @@ class Sequences:
         """Set the number of rows once equal ones are forked."""
         for rows in self.rows.values():
             rows.expected_rows = count
+
+    @property
+    def states(self) -> StateRows | None:
+        """The rows of recurrent states; None if no layer keeps any."""
+        return next((rows for rows in self.rows.values() if isinstance(rows, StateRows)), None)
 
     @property
     def expected(self) -> int:

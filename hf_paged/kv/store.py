@@ -78,6 +78,15 @@ class Store:
         return found[place], found[self.layers + place]
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.keys, self.values
+
+    def take_layers(self, old: Store) -> None:
+        """Take over the content of a store of fewer layers."""
+        self.keys[: old.layers] = old.keys
+        self.values[: old.layers] = old.values
+
+    @property
     def blocks(self) -> int:
         return self.keys.shape[1] // self.block_size
 

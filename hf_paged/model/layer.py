@@ -113,9 +113,9 @@ class PagedLayer(DynamicLayer):
         rows = self.sequences.rows[self.kind]
         static = self.sequences.static
         store, place = rows.group.store(self.number)
-        if static is not None:
-            return store.pages(place, static[self.kind], captured=True)
-        return store.pages(place, rows.batch)
+        batch = rows.batch if static is None else static[self.kind]
+        pages: Pages = store.pages(place, batch, captured=static is not None)
+        return pages
 
     def _pair(
         self, pages: Pages, keys: torch.Tensor, values: torch.Tensor
@@ -225,12 +225,7 @@ class PagedLayer(DynamicLayer):
         self._require_all("batch_select_indices")
 
     def _require_all(self, method: str) -> None:
-        """Raise unless the cache changes all layers: one layer has no rows of its own to change."""
-        if not self.sequences.changes_all:
-            raise RuntimeError(
-                f"layers[{self.number}].{method}() cannot change one layer of a paged cache, whose layers "
-                f"share their rows; call {method}() of the cache"
-            )
+        require_all(self.sequences, self.number, method)
 
     def follow(self) -> None:
         """Note what the rows have done without this layer, if it keeps anything."""
@@ -272,6 +267,15 @@ class WindowLayer(PagedLayer, DynamicSlidingWindowLayer):
     @record_past.setter
     def record_past(self, value: bool) -> None:
         self.rows.keep_past = value
+
+
+def require_all(sequences: Sequences, number: int, method: str) -> None:
+    """Raise unless the cache changes all layers: layer `number` has no rows of its own to change."""
+    if not sequences.changes_all:
+        raise RuntimeError(
+            f"layers[{number}].{method}() cannot change one layer of a paged cache, whose layers share their "
+            f"rows; call {method}() of the cache"
+        )
 
 
 def _only_none(value: object) -> None:

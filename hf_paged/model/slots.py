@@ -15,13 +15,15 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..blocks import Cross, Full, LayerKind, Window
+from ..blocks import Cross, Full, LayerKind, State, Window
 from ..kv import Sequences
 from .layer import PagedLayer, WindowLayer
+from .state_layers import IN_SLOTS, KeepsStates, StateLayer
 
 STATE: Any = LinearAttentionLayer
 FULL = Full()
 CROSS = Cross()
+STATES = State()
 STATE_AND_FULL = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 STATE_AND_WINDOW = getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", None)
 NO_CONTENT = frozenset({getattr(cache_utils, "DummyLayer", None)})
@@ -33,12 +35,18 @@ KEPT_FROM_STOCK = ("update", "get_seq_length", "get_mask_sizes", "lazy_initializ
 
 
 class Slot(NamedTuple):
-    """A layer's place in a cache: its pages, the class of the layer on them, and what else it keeps."""
+    """A layer's place in a cache: its kind, the class of the layer there, and what else it keeps."""
 
     kind: LayerKind | None
     paged: Any
     source: Any
-    """A layer whose other content is taken over; without pages, the layer itself."""
+    """A layer whose other content is taken over; without a kind, the layer itself."""
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """The kinds of all that the layer keeps in pools."""
+        beside = self.kind not in (None, STATES) and issubclass(self.paged, KeepsStates)
+        return [kind for kind in (self.kind, STATES if beside else None) if kind is not None]
 
     def open(self, number: int, sequences: Sequences) -> Any:
         """The layer for this place."""
@@ -52,6 +60,8 @@ class Slot(NamedTuple):
     def of(cls, layer: Any, cross: bool) -> Slot:
         """The place for a layer that stock would make."""
         stock: Any = type(layer)
+        if stock is STATE and not cross:
+            return cls(STATES, StateLayer, layer)
         paged = PagedLayer if cross and isinstance(layer, DynamicLayer) else paged_class(stock)
         if paged is None:
             return cls(None, None, layer)
@@ -65,7 +75,7 @@ class Slot(NamedTuple):
         """The place for a copy of a cache's layer."""
         return (
             cls(layer.kind, type(layer), layer)
-            if isinstance(layer, PagedLayer)
+            if isinstance(layer, (PagedLayer, StateLayer))
             else cls(None, None, deepcopy(layer, memo))
         )
 
@@ -88,14 +98,11 @@ def slots_of(model: Any, cross: bool) -> list[Slot]:
     return [Slot.of(layer, cross or i in own_cross) for i, layer in enumerate(stock)]
 
 
-class StatefulLayer(PagedLayer):
-    """Attention in pages and a recurrent state in stock's tensors, side by side in one layer (Zamba,
-    Falcon-H1, ...).
+class StatefulLayer(PagedLayer, KeepsStates):
+    """Attention in pages and a recurrent state in slots, side by side in one layer (Zamba, Falcon-H1, ...).
 
     The other base is stock's layer, which comes after this one.
     """
-
-    complete = False
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Stock names what it has: a state. Keys and values come without names."""
@@ -114,19 +121,23 @@ class StatefulLayer(PagedLayer):
 
     def activate_past_recording(self) -> None:
         PagedLayer.activate_past_recording(self)
+        self.keep_apart()
         STATE.activate_past_recording(self)
 
     def crop(self, tokens_to_remove: int) -> None:
         PagedLayer.crop(self, tokens_to_remove)
-        STATE.crop(self, tokens_to_remove)
+        if not self.complete:
+            STATE.crop(self, tokens_to_remove)
 
     def reset(self) -> None:
         PagedLayer.reset(self)
-        STATE.reset(self)
+        if not self.complete:
+            STATE.reset(self)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         PagedLayer.reorder_cache(self, beam_idx)
-        STATE.reorder_cache(self, beam_idx)
+        if not self.complete:
+            STATE.reorder_cache(self, beam_idx)
 
 
 class BesideLayer(PagedLayer):
@@ -187,7 +198,11 @@ def take_over(layer: PagedLayer, source: Any) -> None:
     """Copy the state that `source` keeps in addition to keys and values."""
     if type(layer) in (PagedLayer, WindowLayer):
         return
-    own = vars(layer).keys() | IN_PAGES
+    own: set[str] = vars(layer).keys() | IN_PAGES
+    if isinstance(layer, KeepsStates):
+        own = own if isinstance(layer, PagedLayer) else {"number", "kind", "sequences"}
+        if getattr(source, "complete", False):
+            own = own | IN_SLOTS
     further = {name: deepcopy(value) for name, value in vars(source).items() if name not in own}
     vars(layer).update(further)
     if isinstance(layer, BesideLayer) and not isinstance(source, BesideLayer):

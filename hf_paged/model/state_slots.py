@@ -82,6 +82,13 @@ class SlotStates(ABC):
         for row, slot in zip(rows, slots.written, strict=True):
             self.tokens[slot] = row.start + row.count
 
+    def may_repeat(self, rows: Sequence[StateRow]) -> bool:
+        """True if a step of these rows, before it has run, may run twice."""
+        return self.slots_of(rows).repeatable
+
+    def end(self) -> None:  # noqa: B027 - layers that write to their slots themselves need no end
+        """End a run."""
+
     def may_run(self, rows: Sequence[StateRow]) -> bool:
         """True if the states that rows read are those before their step: it has not run, or may run again."""
         return all(map(self._holds, self.slots_of(rows).read, rows))

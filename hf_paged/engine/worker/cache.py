@@ -105,9 +105,10 @@ class StepLayer(PagedLayer):
 
     def _pages(self) -> Pages:
         store, place = self.step.pools.groups[self.kind].store(self.number)
-        if self.sequences.static is not None:
-            return store.pages(place, self.sequences.static[self.kind], captured=True)
-        return store.pages(place, self.step.batches[self.kind])
+        static = self.sequences.static
+        batch = self.step.batches[self.kind] if static is None else static[self.kind]
+        pages: Pages = store.pages(place, batch, captured=static is not None)
+        return pages
 
     def _stored(self, which: Any) -> torch.Tensor | None:
         """The past of the one sequence of the step, of which only the shape is known; models read

@@ -150,6 +150,9 @@ class Graph(CapturedStep):
 
     def advance(self, step: ReplayableStep) -> None:
         """Let the rows take the step."""
+        for part in step.parts:
+            if part.states is not None:
+                part.states.slots_of(rows_at(part.sequences.columns, step.rows, step.new))
         for part, batches in zip(step.parts, self.batches, strict=True):
             for kind, batch in batches.items():
                 rows = part.sequences.rows[kind]
@@ -292,7 +295,9 @@ def has_fixed_rows(step: ReplayableStep) -> bool:
 
 def groups_of(step: ReplayableStep) -> list[LayerGroup]:
     """The layers that a step reads."""
-    return [rows.group for part in step.parts for _, rows in kinds_read(part)]
+    pages = [rows.group for part in step.parts for _, rows in kinds_read(part)]
+    states = [part.sequences.states for part in step.parts]
+    return [*pages, *(rows.group for rows in states if rows is not None and rows.columns)]
 
 
 def shapes(part: CapturedCache, new: int) -> Hashable:
@@ -318,7 +323,7 @@ def too_wide(part: CapturedCache, new: int) -> bool:
 
 def kinds_read(part: CapturedCache) -> list[tuple[LayerKind, Rows]]:
     """The kinds of layers that a step reads; cross-attention holds nothing where no picture was given."""
-    return [(kind, rows) for kind, rows in part.sequences.rows.items() if rows.columns]
+    return [(kind, rows) for kind, rows in part.sequences.rows.items() if rows.columns and kind.fills]
 
 
 def _fixed(kind: LayerKind, columns: int) -> int:

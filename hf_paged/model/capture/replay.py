@@ -197,7 +197,7 @@ class _GenerateSource(StepSource[Graph]):
     @property
     def may_repeat(self) -> bool:
         """True if the step, before it has run, may run twice: no row advances a state where it reads it."""
-        return all(states.slots_of(rows).repeatable for states, rows in self._states)
+        return all(states.may_repeat(rows) for states, rows in self._states)
 
     @property
     def repeatable(self) -> bool:

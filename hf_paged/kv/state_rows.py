@@ -1,0 +1,127 @@
+"""Rows of recurrent states: the slot that each reads in a step, and the slot that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..blocks import BlockTable, append
+from .group import LayerGroup
+from .rows import Rows
+
+NO_SLOT = -1
+"""The slot of a row without a past, which reads no state."""
+
+
+class StateRows(Rows):
+    """One slot per row. A step writes elsewhere than it reads, so that it may run again: the slots that were
+    read are held until the rows change once more. Where a pool of fixed size has no room for that, rows that
+    share no slot write where they read.
+    """
+
+    def __init__(self, group: LayerGroup) -> None:
+        super().__init__(group)
+        self._before: list[BlockTable] = []
+        """The tables before the last step, if it may run again."""
+        self.begun = -1
+        """The columns before the last step; -1 if rows have changed since."""
+        self.read: tuple[int, ...] = ()
+        """The slots that the last step reads."""
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The slots that hold the rows' states."""
+        return tuple(table.blocks[0] for table in self._tables)
+
+    def take(self, rows: int, new: int) -> None:
+        """Take a step of `new` columns: choose its slots. On failure nothing has changed."""
+        with self.group.memory.lock:
+            self._forget_last()
+            first_step = not self.columns
+            if first_step:
+                self._open(rows)
+            elif rows != self.count:
+                raise ValueError(
+                    f"this cache holds {self.count} rows and was given {rows}; use a new cache for another "
+                    "batch"
+                )
+            apart = self._make_slots(max(rows, self.expected_rows) if first_step else rows)
+            with self._whole():
+                begun = self.columns
+                if apart:
+                    self._before = [table.fork() for table in self._tables]
+                self.read = tuple(table.blocks[0] if table.blocks else NO_SLOT for table in self._tables)
+                append(self._tables, [new] * len(self._tables))
+                self.columns = begun + new
+                self.begun = begun
+                self._changed(new)
+
+    def _make_slots(self, rows: int) -> bool:
+        """Make room for a step of so many rows; true if each may write elsewhere than it reads."""
+        group = self.group
+        first_step = not self.columns
+        if not group.fixed or group.pool.available >= rows:
+            group.make_room(rows * (2 if first_step and not group.fixed else 1), 0)
+            return not first_step
+        alone = all(table.blocks and group.pool.references(table.blocks[0]) == 1 for table in self._tables)
+        if not alone:
+            group.make_room(rows, 0)  # raises, with the numbers
+        return False
+
+    def _forget_last(self) -> None:
+        """Give back what the last step has read: it does not run again."""
+        self.begun = -1
+        if self._before:
+            before, self._before = self._before, []
+            for table in before:
+                table.free()
+
+    def _undo(self) -> None:
+        """Be where the rows were before the last step."""
+        with self._whole():
+            for table in self._tables:
+                table.free()
+            if self._before:
+                self._tables, self._before = self._before, []
+            self.columns = self.begun
+            self.begun = -1
+            self._changed()
+
+    # ---- rows come, go and change places
+
+    def begin_at(self, starts: list[int] | None) -> None:
+        """Padding is computed as the model's masks say, and a state covers it like any other column."""
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        with self.group.memory.lock:
+            self._forget_last()
+            super().reorder(sources)
+
+    def return_to(self, columns: int, starts: list[int] | None) -> None:
+        with self.group.memory.lock:
+            if columns == self.columns:
+                return
+            self.check_past(self.columns - columns)
+            if columns and columns == self.begun:
+                self._undo()
+                return
+            self._forget_last()
+            super().return_to(columns, None)
+
+    def check_past(self, columns: int) -> None:
+        """Raise unless rows are to go back to nothing, or to before a step whose states are still there."""
+        left = self.columns - columns
+        if columns and left and not (left == self.begun and self._before):
+            raise RuntimeError(
+                f"cannot go back {columns} tokens: a recurrent state covers all {self.columns}; use a new "
+                "cache, or a copy.deepcopy of this one from before"
+            )
+
+    def fork(self) -> StateRows:
+        twin = super().fork()
+        assert isinstance(twin, StateRows)
+        return twin
+
+    def free(self) -> None:
+        with self.group.memory.lock:
+            self._forget_last()
+            super().free()

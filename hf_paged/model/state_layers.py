@@ -1,0 +1,263 @@
+"""Layers that keep recurrent states, and the slots of a model's pools in which they keep them.
+
+Stock's layers compute with tensors of their own, which they change in place. Here those tensors exist within
+a forward only: they are read from the slots that its rows name, and written to slots when it ends. So any
+model computes as with stock's cache, and its steps are captured, run again and taken back by the choice of
+slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from ..blocks import STATE_READ, STATE_WRITTEN, LayerKind
+from ..kv import Sequences
+from ..kv.layout import StateLayout
+from ..kv.state_rows import StateRows
+from ..kv.upload import upload
+from .layer import require_all
+from .state_slots import SlotStates, StateRow, StatesAdvanced, StateSlots
+
+StateName = tuple[int, str, int]
+"""A layer's number, "conv" or "recurrent", and the number of the state in the layer."""
+
+
+class RowStates(SlotStates):
+    """The recurrent states of a cache of generate()."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        super().__init__()
+        self.sequences = sequences
+        self.running = False
+        """True within a forward."""
+        self.in_forward: dict[StateName, torch.Tensor] = {}
+        """The states [rows, ...] that the running forward has read or made."""
+        self.begun: set[tuple[int, int]] = set()
+        """Layers and numbers of the states that the running forward has begun."""
+
+    @property
+    def kept(self) -> StateRows:
+        """The rows of the states' kind."""
+        rows = self.sequences.states
+        assert rows is not None
+        return rows
+
+    # ---- a run
+
+    def may_repeat(self, rows: Sequence[StateRow]) -> bool:
+        """True if a step of these rows, before it has run, may run twice."""
+        group = self.kept.group
+        return not group.fixed or not self.kept.columns or group.pool.available >= len(rows)
+
+    def slots_of(self, rows: Sequence[StateRow]) -> StateSlots:
+        kept = self.kept
+        start = rows[0].start if rows else kept.columns
+        if start == kept.begun and len(rows) != kept.count:
+            kept.return_to(start, None)  # other rows are computed now
+        if start == kept.begun:
+            return StateSlots(kept.read, kept.written)
+        if not rows or not rows[0].count:
+            return StateSlots(kept.written, kept.written)
+        if start != kept.columns:
+            raise StatesAdvanced(
+                f"a run behind {start} tokens would read recurrent states behind {kept.columns}; compute the "
+                "sequences again from their first token"
+            )
+        kept.take(len(rows), rows[0].count)
+        return StateSlots(kept.read, kept.written)
+
+    def may_run(self, rows: Sequence[StateRow]) -> bool:
+        start = rows[0].start if rows else self.kept.columns
+        return start in (self.kept.begun, self.kept.columns) and super().may_run(rows)
+
+    def begin(self, rows: Sequence[StateRow] = ()) -> None:
+        self.in_forward.clear()
+        self.begun.clear()
+        super().begin(rows)
+        self.running = True
+        self.sequences.put(STATE_READ.name, self.slots.read)
+        self.sequences.put(STATE_WRITTEN.name, self.slots.written)
+
+    def end(self) -> None:
+        """End a run: write the states to their slots."""
+        self.running = False
+        group = self.kept.group
+        for name, states in self.in_forward.items():
+            if states.requires_grad:
+                raise RuntimeError(
+                    "a paged cache keeps no gradients; call the model under torch.no_grad(), or train "
+                    "without a cache"
+                )
+            group.place(name, StateLayout.of(states))
+            store, place = group.store(name)
+            store.write(place, self._slots(STATE_WRITTEN.name, states.device), states)
+        self.in_forward.clear()
+        self.begun.clear()
+
+    def _slots(self, name: str, device: torch.device) -> torch.Tensor:
+        slots = self.sequences.column(name, device)
+        assert slots is not None
+        return slots
+
+    # ---- one state
+
+    def has_past(self) -> bool:
+        """True if the rows of the running forward, or the rows as they are, have tokens behind them."""
+        return bool(self.rows and self.rows[0].start) if self.running else bool(self.kept.columns)
+
+    def get(self, name: StateName) -> torch.Tensor | None:
+        """The states [rows, ...] of that name, within a forward those that it has come to; None before a
+        first token.
+        """
+        found = self.in_forward.get(name)
+        if found is not None:
+            return found
+        layout: StateLayout | None = self.kept.group.layout(name)
+        if layout is None:
+            return None
+        if not self.running:
+            return self._read_now(name, layout)
+        if self.has_past():
+            store, place = self.kept.group.store(name)
+            found = store.read(place, self._slots(STATE_READ.name, layout.device))
+        else:
+            found = torch.zeros((len(self.rows), *layout.shape), dtype=layout.dtype, device=layout.device)
+        self.in_forward[name] = found
+        return found
+
+    def _read_now(self, name: StateName, layout: StateLayout) -> torch.Tensor | None:
+        """A copy of the states outside a forward."""
+        self.sequences.flush()
+        if not self.kept.columns:
+            return None
+        store, place = self.kept.group.store(name)
+        states: torch.Tensor = store.read(place, upload(list(self.kept.written), layout.device))
+        return states
+
+
+class KeptStates(MutableMapping[int, Any]):
+    """The states of one layer that stock's code knows as `conv_states` or `recurrent_states`, by number."""
+
+    def __init__(self, layer: KeepsStates, which: str) -> None:
+        self.layer = layer
+        self.which = which
+
+    def __getitem__(self, number: int) -> torch.Tensor | None:
+        if not 0 <= number < len(self):
+            raise KeyError(number)
+        return self.layer.states.get((self.layer.number, self.which, number))
+
+    def __setitem__(self, number: int, states: torch.Tensor) -> None:
+        if not self.layer.states.running:
+            raise RuntimeError(
+                f"{self.which} states are set by a forward; outside of one the cache has only copies"
+            )
+        self.layer.states.in_forward[self.layer.number, self.which, number] = states
+
+    def __delitem__(self, number: int) -> None:
+        raise TypeError("states cannot be deleted; reset() the cache")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        return self.layer.number_of_states
+
+
+class PastFlags(MutableMapping[int, bool]):
+    """Stock's `has_previous_state`: for each state of a layer, whether tokens are behind it."""
+
+    def __init__(self, layer: KeepsStates) -> None:
+        self.layer = layer
+
+    def __getitem__(self, number: int) -> bool:
+        states = self.layer.states
+        return states.has_past() or (self.layer.number, number) in states.begun
+
+    def __setitem__(self, number: int, value: bool) -> None:
+        if value and self.layer.states.running:
+            self.layer.states.begun.add((self.layer.number, number))
+
+    def __delitem__(self, number: int) -> None:
+        raise TypeError("the rows know whether they have a past")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        return self.layer.number_of_states
+
+
+IN_SLOTS = frozenset({"conv_states", "recurrent_states", "has_previous_state", "states"})
+"""Names that stock's layers have for what lies in slots here."""
+
+
+class KeepsStates:
+    """Beside stock's layer of recurrent states: the states lie in slots. Its arithmetic is stock's."""
+
+    complete = True
+    number: int
+    number_of_states: int
+    sequences: Sequences
+    states: RowStates
+
+    def keep_in_slots(self, states: RowStates) -> None:
+        """Keep the states in these slots from now on."""
+        self.states = states
+        self.conv_states: Any = KeptStates(self, "conv")
+        self.recurrent_states: Any = KeptStates(self, "recurrent")
+        self.has_previous_state: Any = PastFlags(self)
+
+    def keep_apart(self) -> None:
+        """Keep the states in tensors of the layer's own from now on, as stock does: a step may be cropped
+        that has left its inputs there.
+        """
+        if not self.complete:
+            return
+        self.complete = False
+        for name in ("conv_states", "recurrent_states", "has_previous_state"):
+            setattr(self, name, dict(getattr(self, name)))
+
+
+class StateLayer(KeepsStates, LinearAttentionLayer):
+    """A layer that keeps recurrent states and nothing else."""
+
+    def __init__(self, number: int, kind: LayerKind, sequences: Sequences) -> None:
+        LinearAttentionLayer.__init__(self)
+        self.number = number
+        self.kind = kind
+        self.sequences = sequences
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.kind.name})"
+
+    # ---- the cache does these for all layers at once
+
+    def reset(self) -> None:
+        if self._is_moved("reset"):
+            super().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self._is_moved("crop"):
+            super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        if self._is_moved("reorder_cache"):
+            super().reorder_cache(beam_idx)
+
+    def _is_moved(self, method: str) -> bool:
+        """True if the layer's own tensors are to be changed; slots follow their rows."""
+        require_all(self.sequences, self.number, method)
+        return not self.complete
+
+    def activate_past_recording(self) -> None:
+        self.keep_apart()
+        super().activate_past_recording()  # type: ignore[no-untyped-call]
+
+    def offload(self) -> None: ...
+
+    def prefetch(self) -> None: ...
