@@ -178,6 +178,16 @@ def calling(name: str, *arguments: Any) -> Ask:
     return lambda owner: getattr(owner, name)(*arguments)
 
 
+def states(name: str) -> Ask:
+    """The states of a layer that say anything: behind a reset stock has zeros, and a slot is given back."""
+
+    def ask(owner: Any) -> dict[int, torch.Tensor]:
+        kept = getattr(owner, name).items()
+        return {number: each for number, each in kept if each is not None and each.any()}
+
+    return ask
+
+
 CACHE_QUESTIONS: dict[str, list[Ask]] = {
     "__iter__": [list],
     "__len__": [len],
@@ -210,7 +220,7 @@ CACHE_QUESTIONS: dict[str, list[Ask]] = {
 
 LAYER_QUESTIONS: dict[str, list[Ask]] = {
     "conv_kernel_size": [reading("conv_kernel_size")],
-    "conv_states": [reading("conv_states")],
+    "conv_states": [states("conv_states")],
     "cumulative_length": [reading("cumulative_length")],
     "device": [reading("device")],
     "dtype": [reading("dtype")] if layers_say_dtype() else [],
@@ -233,7 +243,7 @@ LAYER_QUESTIONS: dict[str, list[Ask]] = {
     "keys": [reading("keys")],
     "number_of_states": [reading("number_of_states")],
     "record_past": [lambda layer: getattr(layer, "record_past", False)],
-    "recurrent_states": [reading("recurrent_states")],
+    "recurrent_states": [states("recurrent_states")],
     "sliding_window": [reading("sliding_window")],
     "supports_early_init": [reading("supports_early_init")],
     "values": [reading("values")],

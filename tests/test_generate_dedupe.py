@@ -16,7 +16,7 @@ from releases import CUTS_AXES
 from tiny import build as build_tiny
 from tiny import config_class, mappings
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import DynamicCache
 
 from hf_paged import FallbackWarning, PagedCache
 from hf_paged.generate import dedupe, forward
@@ -358,17 +358,17 @@ def test_a_state_in_the_modules_keeps_rows_apart(caplog: pytest.LogCaptureFixtur
     ] == [True]
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "jamba"])
-def test_a_layer_that_leaves_its_states_keeps_rows_apart(
-    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_layer_that_leaves_what_it_keeps_keeps_rows_apart(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The abilities of stock's layers are tried, not read from their classes."""
-    monkeypatch.setattr(LinearAttentionLayer, "reorder_cache", lambda self, beam_idx: None)
-    model = build_tiny("causal", config_class("causal", family))
+    model = build_tiny("causal", config_class("causal", "deepseek_v32"))
+    stock = type(DynamicCache(config=model.config).layers[0])
+    monkeypatch.setattr(stock, "reorder_cache", lambda self, index: super(stock, self).reorder_cache(index))
     assert rows_of_a_prompt(model, **HYBRID_MODES["samples"]) == [2, 6]
     assert rows_of_a_prompt(model, **HYBRID_MODES["rows"]) == [4]
     own = [each.message for each in caplog.records if each.name == "hf_paged"]  # transformers has words, once
-    assert ["recurrent_states" in message for message in own] == [True]
+    assert ["indexer_keys" in message for message in own] == [True]
 
 
 class Binds(torch.nn.Module):

@@ -69,10 +69,10 @@ def test_what_an_indexer_keeps_is_cropped() -> None:
 
 @pytest.mark.parametrize(
     ("family", "complete"),
-    [("falcon_h1", False), ("deepseek_v32", False), ("qwen3_next", False), ("gemma4_text", True)],
+    [("falcon_h1", True), ("deepseek_v32", False), ("qwen3_next", True), ("gemma4_text", True)],
 )
 def test_what_pages_hold(family: str, complete: bool) -> None:
-    """Only a cache whose layers keep nothing else may be rebuilt, or replayed, from its pages."""
+    """Only a cache whose layers keep nothing beside pages and slots may be replayed."""
     model = build("causal", config_class("causal", family))
     cache = hf_paged.PagedCache(model)
     assert cache.complete is complete
@@ -119,12 +119,12 @@ def test_places_are_looked_up_once_a_call(monkeypatch: pytest.MonkeyPatch, ids: 
 
 
 def test_kinds_of_places() -> None:
-    """Full, window, cross, a state without pages, and a layer that reads another's pages."""
+    """Full, window, cross, states, and a layer that reads another's pages."""
     kinds = {
         name: [slot.kind for slot in slots_of(build("causal", config_class("causal", name)), False)]
         for name in ("jamba", "gemma4_text")
     }
-    assert [kind and kind.name for kind in kinds["jamba"]] == [None, "full", None, "full"]
+    assert [kind and kind.name for kind in kinds["jamba"]] == ["state", "full", "state", "full"]
     assert kinds["gemma4_text"][:2] == [Window(6), Full()]
     bart = build("seq2seq", config_class("seq2seq", "bart"))
     assert {slot.kind for slot in slots_of(bart, True)} == {Cross()}

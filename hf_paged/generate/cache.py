@@ -19,7 +19,7 @@ from ..kv.config import CacheConfig
 from ..model.layer import DIFFER, PagedLayer
 from ..model.lazy import Path
 from ..model.offloaded import input_device
-from ..model.registry import base_model, memory_of
+from ..model.registry import base_model, end_forwards, memory_of
 from ..model.slots import CROSS, NO_CONTENT, Slot, beside, slots_of
 from ..model.state_layers import KeepsStates, RowStates
 from ..model.state_slots import rows_at, states_of
@@ -140,6 +140,9 @@ class PagedCache(DynamicCache):
         """True if the running call feeds its prompt in several forwards."""
         if sequences.states is not None:
             states = RowStates(sequences)
+            known_model = model()
+            if known_model is not None:
+                end_forwards(known_model)
             for layer in layers:
                 if isinstance(layer, KeepsStates) and layer.complete:
                     layer.keep_in_slots(states)
@@ -211,7 +214,7 @@ class PagedCache(DynamicCache):
         For loops of your own in which rows advance by different numbers of tokens. The attention_mask of a
         row is 1 for the last `lengths[i] + counts[i]` columns.
         """
-        if not self.complete:
+        if not self.complete or self.states is not None:
             raise ValueError(
                 "layers of this cache keep more than keys and values, which every column changes; give each "
                 "row a cache of its own"

@@ -93,6 +93,8 @@ class LayerGroup:
         """The blocks in the host's memory, if blocks are swapped."""
         self.reserved: int | None = None
         """The first blocks of the pool, which have memory; None if all have."""
+        self.tokens_behind: dict[int, int] = {}
+        """Where blocks never fill: the tokens behind the state in each slot."""
         self.times_given_back = 0
         self.on_ranks = False
         """True if only rank 0 of several knows what is cached there."""

@@ -30,7 +30,7 @@ class StateRows(Rows):
     @property
     def written(self) -> tuple[int, ...]:
         """The slots that hold the rows' states."""
-        return tuple(table.blocks[0] for table in self._tables)
+        return tuple(map(_slot, self._tables))
 
     def take(self, rows: int, new: int) -> None:
         """Take a step of `new` columns: choose its slots. On failure nothing has changed."""
@@ -49,7 +49,7 @@ class StateRows(Rows):
                 begun = self.columns
                 if apart:
                     self._before = [table.fork() for table in self._tables]
-                self.read = tuple(table.blocks[0] if table.blocks else NO_SLOT for table in self._tables)
+                self.read = self.written
                 append(self._tables, [new] * len(self._tables))
                 self.columns = begun + new
                 self.begun = begun
@@ -113,7 +113,8 @@ class StateRows(Rows):
         if columns and left and not (left == self.begun and self._before):
             raise RuntimeError(
                 f"cannot go back {columns} tokens: a recurrent state covers all {self.columns}; use a new "
-                "cache, or a copy.deepcopy of this one from before"
+                "cache, or a copy.deepcopy of this one from before (layers that only convolve go back after "
+                "activate_past_recording())"
             )
 
     def fork(self) -> StateRows:
@@ -125,3 +126,7 @@ class StateRows(Rows):
         with self.group.memory.lock:
             self._forget_last()
             super().free()
+
+
+def _slot(table: BlockTable) -> int:
+    return table.blocks[0] if table.blocks else NO_SLOT

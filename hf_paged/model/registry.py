@@ -10,6 +10,7 @@ from torch import nn
 
 from ..kv import Memory, fork_safe_lock, in_forked_process
 from .cache_name import cache_in
+from .state_slots import SlotStates
 
 _memories: weakref.WeakKeyDictionary[nn.Module, Memory] = weakref.WeakKeyDictionary()
 _lock = fork_safe_lock()
@@ -42,11 +43,21 @@ def memory_of(model: nn.Module) -> Memory:
 
 def _remove_earlier_hooks(model: nn.Module) -> None:
     """Remove the hooks that this module registered before it was reloaded, or imported a second time."""
-    for key, hook in list(model._forward_pre_hooks.items()):
-        name = getattr(hook, "__module__", None), getattr(hook, "__name__", None)
-        if name == (__name__, before_forward.__name__):
-            del model._forward_pre_hooks[key]
-            model._forward_pre_hooks_with_kwargs.pop(key, None)
+    before = model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs
+    after = model._forward_hooks, model._forward_hooks_with_kwargs
+    for hooks, with_kwargs in (before, after):
+        for key, hook in list(hooks.items()):
+            name = getattr(hook, "__module__", None), getattr(hook, "__name__", None)
+            if name in {(__name__, each.__name__) for each in (before_forward, after_forward)}:
+                del hooks[key]
+                with_kwargs.pop(key, None)
+
+
+def end_forwards(model: nn.Module) -> None:
+    """Have plain forwards of the model write recurrent states to their slots when they end."""
+    with _lock:
+        if after_forward not in model._forward_hooks.values():
+            model.register_forward_hook(after_forward, with_kwargs=True)
 
 
 def known_memory(model: nn.Module) -> Memory | None:
@@ -107,3 +118,19 @@ def before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         raise ValueError(
             "this cache holds rows of different lengths; pass the attention_mask that it was begun with"
         )
+    states = getattr(cache_in(kwargs), "states", None)
+    if isinstance(states, SlotStates):
+        rows = next((each for each in (*kwargs.values(), *args) if _has_tokens(each)), None)
+        states.expect((0, 0) if rows is None else rows.shape[:2])
+
+
+def _has_tokens(given: Any) -> bool:
+    """True for ids [rows, new] or embeddings [rows, new, hidden]."""
+    return isinstance(given, torch.Tensor) and given.ndim > 1
+
+
+def after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], answer: Any) -> None:
+    """A plain forward has computed the states of its cache. A hook, as `before_forward` is."""
+    states = getattr(cache_in(kwargs), "states", None)
+    if isinstance(states, SlotStates):
+        states.end()

@@ -200,7 +200,7 @@ def take_over(layer: PagedLayer, source: Any) -> None:
         return
     own: set[str] = vars(layer).keys() | IN_PAGES
     if isinstance(layer, KeepsStates):
-        own = own if isinstance(layer, PagedLayer) else {"number", "kind", "sequences"}
+        own = {*(own if isinstance(layer, PagedLayer) else ("number", "kind", "sequences")), "states"}
         if getattr(source, "complete", False):
             own = own | IN_SLOTS
     further = {name: deepcopy(value) for name, value in vars(source).items() if name not in own}

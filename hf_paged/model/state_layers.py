@@ -8,7 +8,8 @@ slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..kv.layout import StateLayout
 from ..kv.state_rows import StateRows
 from ..kv.upload import upload
 from .layer import require_all
-from .state_slots import SlotStates, StateRow, StatesAdvanced, StateSlots
+from .state_slots import SlotStates, StateRow, StatesAdvanced, StateSlots, rows_at
 
 StateName = tuple[int, str, int]
 """A layer's number, "conv" or "recurrent", and the number of the state in the layer."""
@@ -32,8 +33,11 @@ class RowStates(SlotStates):
     def __init__(self, sequences: Sequences) -> None:
         super().__init__()
         self.sequences = sequences
+        self.tokens = self.kept.group.tokens_behind  # with the slots, which copies of a cache share
         self.running = False
         """True within a forward."""
+        self._expected: tuple[int, int] | None = None
+        """Rows and new tokens of a plain forward, which begins when a layer asks for its state."""
         self.in_forward: dict[StateName, torch.Tensor] = {}
         """The states [rows, ...] that the running forward has read or made."""
         self.begun: set[tuple[int, int]] = set()
@@ -77,13 +81,27 @@ class RowStates(SlotStates):
     def begin(self, rows: Sequence[StateRow] = ()) -> None:
         self.in_forward.clear()
         self.begun.clear()
+        self._expected = None
         super().begin(rows)
         self.running = True
         self.sequences.put(STATE_READ.name, self.slots.read)
         self.sequences.put(STATE_WRITTEN.name, self.slots.written)
 
+    def expect(self, shape: Sequence[int]) -> None:
+        rows, new = shape
+        self._expected = (rows, new) if rows and new else None
+
+    def _begin_plain(self) -> None:
+        """Begin a plain forward, if one runs."""
+        if not self.running and self._expected is not None:
+            rows, new = self._expected
+            self.begin(rows_at(self.kept.columns, rows, new))
+
     def end(self) -> None:
         """End a run: write the states to their slots."""
+        self._expected = None
+        if not self.running:
+            return
         self.running = False
         group = self.kept.group
         for name, states in self.in_forward.items():
@@ -107,12 +125,14 @@ class RowStates(SlotStates):
 
     def has_past(self) -> bool:
         """True if the rows of the running forward, or the rows as they are, have tokens behind them."""
+        self._begin_plain()
         return bool(self.rows and self.rows[0].start) if self.running else bool(self.kept.columns)
 
     def get(self, name: StateName) -> torch.Tensor | None:
         """The states [rows, ...] of that name, within a forward those that it has come to; None before a
         first token.
         """
+        self._begin_plain()
         found = self.in_forward.get(name)
         if found is not None:
             return found
@@ -154,7 +174,8 @@ class KeptStates(MutableMapping[int, Any]):
     def __setitem__(self, number: int, states: torch.Tensor) -> None:
         if not self.layer.states.running:
             raise RuntimeError(
-                f"{self.which} states are set by a forward; outside of one the cache has only copies"
+                f"{self.which} states are set by forwards of the model that the cache was made for; outside "
+                "of one the cache has only copies"
             )
         self.layer.states.in_forward[self.layer.number, self.which, number] = states
 
@@ -168,22 +189,26 @@ class KeptStates(MutableMapping[int, Any]):
         return self.layer.number_of_states
 
 
-class PastFlags(MutableMapping[int, bool]):
-    """Stock's `has_previous_state`: for each state of a layer, whether tokens are behind it."""
+class Flags(MutableMapping[int, bool]):
+    """Flags of a layer's states, by number, as stock's code reads and sets them."""
 
-    def __init__(self, layer: KeepsStates) -> None:
+    def __init__(
+        self, layer: KeepsStates, flag: Callable[[int], bool], note: Callable[[int], object]
+    ) -> None:
         self.layer = layer
+        self.flag = flag
+        self.note = note
+        """Called with the number of a flag that is set."""
 
     def __getitem__(self, number: int) -> bool:
-        states = self.layer.states
-        return states.has_past() or (self.layer.number, number) in states.begun
+        return self.flag(number)
 
     def __setitem__(self, number: int, value: bool) -> None:
-        if value and self.layer.states.running:
-            self.layer.states.begun.add((self.layer.number, number))
+        if value:
+            self.note(number)
 
     def __delitem__(self, number: int) -> None:
-        raise TypeError("the rows know whether they have a past")
+        raise TypeError("flags of states cannot be deleted; reset() the cache")
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(len(self)))
@@ -192,7 +217,8 @@ class PastFlags(MutableMapping[int, bool]):
         return self.layer.number_of_states
 
 
-IN_SLOTS = frozenset({"conv_states", "recurrent_states", "has_previous_state", "states"})
+FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
+IN_SLOTS = frozenset({"conv_states", "recurrent_states", "states", *FLAGS})
 """Names that stock's layers have for what lies in slots here."""
 
 
@@ -210,7 +236,29 @@ class KeepsStates:
         self.states = states
         self.conv_states: Any = KeptStates(self, "conv")
         self.recurrent_states: Any = KeptStates(self, "recurrent")
-        self.has_previous_state: Any = PastFlags(self)
+        self.shown: set[StateName] = getattr(self, "shown", set())
+        """The states whose shape the layer has seen."""
+        for which in ("conv", "recurrent"):
+            flags = Flags(self, partial(self._is_known, which), partial(self._show, which))
+            setattr(self, f"is_{which}_states_initialized", flags)
+        self.has_previous_state: Any = Flags(self, self._has_past, self._begin)
+
+    def _is_known(self, which: str, number: int) -> bool:
+        name = self.number, which, number
+        states = self.states
+        return name in self.shown and (
+            name in states.in_forward or states.kept.group.layout(name) is not None
+        )
+
+    def _show(self, which: str, number: int) -> None:
+        self.shown.add((self.number, which, number))
+
+    def _has_past(self, number: int) -> bool:
+        return self.states.has_past() or (self.number, number) in self.states.begun
+
+    def _begin(self, number: int) -> None:
+        if self.states.running:
+            self.states.begun.add((self.number, number))
 
     def keep_apart(self) -> None:
         """Keep the states in tensors of the layer's own from now on, as stock does: a step may be cropped
@@ -219,7 +267,7 @@ class KeepsStates:
         if not self.complete:
             return
         self.complete = False
-        for name in ("conv_states", "recurrent_states", "has_previous_state"):
+        for name in ("conv_states", "recurrent_states", *FLAGS):
             setattr(self, name, dict(getattr(self, name)))
 
 

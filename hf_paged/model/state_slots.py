@@ -86,6 +86,9 @@ class SlotStates(ABC):
         """True if a step of these rows, before it has run, may run twice."""
         return self.slots_of(rows).repeatable
 
+    def expect(self, shape: Sequence[int]) -> None:  # noqa: B027 - states that only we run need none
+        """A plain forward of tokens [rows, new] is about to run."""
+
     def end(self) -> None:  # noqa: B027 - layers that write to their slots themselves need no end
         """End a run."""
 
