@@ -1,5 +1,5 @@
 """Kinds of layers side by side under one scheduler: blocks of different sizes, and a kind whose one block is never
-full, written in tests/support/states.py as a stranger would.
+full.
 
 Held here: C7, C9, C14, C18, C21, C22, C28 to C30, C34, for pools of one to sixteen tokens a block.
 """

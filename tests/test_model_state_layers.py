@@ -1,0 +1,89 @@
+"""Recurrent states in slots: answers of generate(), captured and taken back, equal stock's (C4, C7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from captures import counts, policy, reasons
+from tape import record
+from tiny import build, config_class
+
+from hf_paged import PagedCache
+from hf_paged.model.registry import memory_of
+from hf_paged.model.rehearsal import RECORDERS
+from hf_paged.model.state_layers import RowStates
+
+FAMILIES = ["falcon_h1", "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text", "zamba2", "zaya"]
+MODES: dict[str, dict[str, Any]] = {"greedy": {}, "beams": {"num_beams": 3}}
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that no row holds are not read: they have no numbers."""
+    original = RowStates.begin
+
+    def begin(self: RowStates, rows: Any = ()) -> None:
+        group = self.kept.group
+        free = [slot for slot in range(group.pool.total) if not group.pool.references(slot)]
+        for store in group.stores.values():
+            store.data[:, free] = float("nan") if store.data.is_floating_point() else 0
+        original(self, rows)
+
+    monkeypatch.setattr(RowStates, "begin", begin)
+
+
+def padded_prompts() -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 60, (3, 11), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_steps_answer_as_stock(family: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    policy(monkeypatch, least_steps=4)
+    model = build("causal", config_class("causal", family))
+    given = {
+        **padded_prompts(),
+        "max_new_tokens": 14,
+        "min_new_tokens": 14,
+        "do_sample": False,
+        **MODES[mode],
+    }
+    stock = model.generate(**given)
+    assert torch.equal(model.generate(cache_implementation="paged", **given), stock)
+    assert counts(model)["replayed"] >= 8, reasons(model)
+    memory_of(model).check()
+
+
+def test_a_fixed_number_of_slots_is_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one slot for each row, steps run once and are not captured; the answer is the same."""
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    policy(monkeypatch, least_steps=4)
+    model = build("causal", config_class("causal", "qwen3_5_text"))
+    given = {**padded_prompts(), "max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
+    options = {"cache_implementation": "paged", "cache_config": {"state_slots": 3}}
+    assert torch.equal(model.generate(**given, **options), model.generate(**given))
+    assert not counts(model)["replayed"]
+    memory_of(model).check()
+
+
+def test_states_are_read_outside_a_forward_and_set_within_one() -> None:
+    model = build("causal", config_class("causal", "qwen3_5_text"))
+    cache = PagedCache(model)
+    with torch.no_grad():
+        model(padded_prompts()["input_ids"], past_key_values=cache)
+    layer = next(layer for layer in cache.layers if hasattr(layer, "conv_states"))
+    assert layer.conv_states[0].shape[0] == 3
+    assert layer.has_previous_state[0]
+    with pytest.raises(RuntimeError, match="are set by forwards of the model"):
+        layer.conv_states[0] = torch.zeros(3)
+    with pytest.raises(KeyError):
+        layer.conv_states[1]
+    cache.reset()
+    assert layer.conv_states[0] is None
