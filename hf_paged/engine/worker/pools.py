@@ -19,7 +19,7 @@ from ...kv.budget import free_bytes
 from ...kv.config import CacheConfig
 from ...model.registry import memory_of
 from ...model.servable import Unservable
-from ...model.slots import CROSS, slots_of
+from ...model.slots import CROSS, STATES, slots_of
 from ...scheduling import KVCacheGroup, StepPlan, Swaps
 from ...scheduling import SequenceGroup as Requests
 from ...trace import Kind as TracedKind
@@ -46,7 +46,9 @@ class Pools:
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         slots = slots_of(model, cross=False)
         others = {
-            type(slot.source).__name__ for slot in slots if slot.kind is None or not slot.paged.complete
+            type(slot.source).__name__
+            for slot in slots
+            if slot.kind is None or STATES in slot.kinds or not slot.paged.complete
         }
         if others:
             raise Unservable(
