@@ -1,0 +1,83 @@
+"""A step of a hybrid (Qwen3.5's shape of 8B, random weights, bf16) in stock and paged generate().
+
+python benchmarks/hybrid.py [--rows 1 8 64] [--layers 32] [--stock]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+import transformers
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+import hf_paged
+from hf_paged.model.capture.replay import captures_of
+
+CONTEXT = 384
+SHORT, LONG = 32, 96
+SHAPE = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+    "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "vocab_size": 151936,
+}  # fmt: skip
+
+
+def seconds(model: torch.nn.Module, ids: torch.Tensor, new: int, paged: bool) -> float:
+    """Seconds of one call."""
+    options = {"cache_implementation": "paged"} if paged else {}
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, **options)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def step(model: torch.nn.Module, ids: torch.Tensor, paged: bool, runs: int = 3) -> float:
+    """Milliseconds of a decoding step: the difference of two lengths, a median."""
+    seconds(model, ids, LONG, paged)
+    found = []
+    for _ in range(runs):
+        found.append((seconds(model, ids, LONG, paged) - seconds(model, ids, SHORT, paged)) / (LONG - SHORT))
+    return 1e3 * statistics.median(found)
+
+
+def bandwidth() -> float:
+    """Bytes a second of reading alone."""
+    data = torch.ones(2**30, dtype=torch.float32, device="cuda")
+    data.sum()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(5):
+        data.sum()
+    torch.cuda.synchronize()
+    return 5 * data.nbytes / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--stock", action="store_true", help="measure stock too")
+    given = parser.parse_args()
+    config = Qwen3_5TextConfig(**SHAPE, num_hidden_layers=given.layers, pad_token_id=0, eos_token_id=None)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = Qwen3_5ForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "transformers", transformers.__version__)
+    print(f"read-only bandwidth {bandwidth() / 1e12:.2f} TB/s")
+    for rows in given.rows:
+        ids = torch.randint(10, 150000, (rows, CONTEXT), device="cuda")
+        print(f"{rows:4} rows: paged {step(model, ids, paged=True):6.2f} ms", end="", flush=True)
+        print(f", stock {step(model, ids, paged=False, runs=1):6.2f} ms" if given.stock else "", flush=True)
+        pool = captures_of(model).pool
+        print("    ", {**pool.stats()}, list(pool.reasons.values())[:2], flush=True)
+        hf_paged.release(model)
+
+
+if __name__ == "__main__":
+    main()
