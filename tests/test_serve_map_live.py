@@ -155,6 +155,7 @@ def test_changes_add_up_to_the_whole_map(tmp_path: Path) -> None:
         seen = settled(served, first, tmp_path)
         with watching(served) as late:
             assert shown(late.state(tmp_path)) == shown(seen)
+            assert late.lines[0]["served"] == "demo"
         pool = block_pools(served.engine)[0]
         assert seen.names[0] == {block: digest.hex()[:8] for block, digest in pool.names.digests().items()}
         assert len(seen.cached[0]) == pool.cached
@@ -371,7 +372,7 @@ def test_a_viewer_that_stops_reading_holds_up_nothing() -> None:
         engine = Engine(demo.model(), block_size=4, num_blocks=200).start()
         client = connected(engine, demo.tokenizer())
         await client.open()
-        live = LiveMap(client, Metrics("demo"), 2)
+        live = LiveMap(client, Metrics("demo"), 2, "demo")
         slow = live.enter(ALL)
         slow_events = live.events(slow)
         assert (await anext(slow_events)).startswith(b":")

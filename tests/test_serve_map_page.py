@@ -17,6 +17,7 @@ from serving import serving
 
 from hf_paged import Engine, demo, trace
 from hf_paged.serve.map.html import page
+from hf_paged.trace.picture import shown_blocks
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: apt-get install chromium")
 LONG = {"prompt": "The fox and the owl", "max_tokens": 400, "ignore_eos": True}
@@ -117,6 +118,10 @@ def test_keys_and_the_table_mirror_the_canvas(browser: Browser) -> None:
         browser.key("ArrowRight")
         browser.until("document.querySelector('#hover').textContent.startsWith('Block 1 ')")
         browser.key("End")
+        browser.until("document.querySelector('#hover').textContent.startsWith('Block 127 free')")
+        assert browser.value("document.querySelector('.rest').innerText").startswith("+472 free")
+        browser.value("document.querySelector('.rest button').click()")
+        browser.key("End")
         browser.until("document.querySelector('#hover').textContent.startsWith('Block 599 free')")
         browser.value("document.querySelector('#mirror').open = true")
         browser.until("document.querySelectorAll('#mirror-body td').length > 0")
@@ -151,12 +156,41 @@ def test_twenty_thousand_blocks_are_smooth(browser: Browser) -> None:
         )
         thread.start()
         browser.until(f"{HELD} > 100")
+        assert browser.value("hfPagedMap.grids[0].plane.total") < 1000
+        browser.value("document.querySelector('.rest button').click()")
+        browser.until("hfPagedMap.grids[0].plane.total === 20000")
         browser.value("hfPagedMap.work = []; hfPagedMap.measure = true")
         browser.until("hfPagedMap.work.length > 60")
         work = sorted(browser.value("hfPagedMap.work"))
         thread.join(LIMIT)
         assert work[len(work) // 2] < 16, work
         assert browser.value("document.querySelector('#pools canvas').clientHeight") < 700
+
+
+def test_on_a_phone(tmp_path: Path) -> None:
+    """No wider than 390 points; it says what it shows, large squares of the blocks in use; events scroll by keys."""
+    with (
+        Browser(tmp_path / "profile", 390, 800) as browser,
+        serving({"num_blocks": 20_000}, names=("my-model",)) as served,
+    ):
+        browser.open(served.url)
+        browser.until("document.querySelector('#status').textContent === 'live'")
+        while browser.value("document.querySelectorAll('#events li').length") < 14:
+            served.complete("The fox " * 9, max_tokens=30, n=6, temperature=1, ignore_eos=True)
+        assert browser.value("document.querySelector('#model').textContent") == "my-model (LlamaForCausalLM)"
+        said = browser.value("document.querySelector('#block').textContent")
+        assert said == "A square is a block: the keys and values of 8 tokens."
+        assert browser.value("document.documentElement.scrollWidth") == 390
+        shown = browser.value("hfPagedMap.grids[0].plane.total")
+        used = browser.value(f"{STATE}.pools[0].device.cached.lastIndexOf(1)")
+        assert shown == shown_blocks(used + 1, 20_000)
+        assert browser.value("hfPagedMap.grids[0].cell") >= 10
+        browser.value("document.querySelector('#events').focus()")
+        browser.key("ArrowDown")
+        browser.until("document.querySelector('#events').scrollTop > 0")
+        assert browser.value("document.querySelector('#events').ariaLabel")
+        assert browser.errors == []
+        assert browser.value("hfPagedMap.errors") == []
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -16,6 +16,7 @@ from processes import LIMIT
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 GUARD = LIMIT
+CODES = {"Tab": 9, "ArrowUp": 38, "ArrowDown": 40}
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run",
     "--disable-dev-shm-usage", "--disable-extensions", "--disable-background-networking", "--hide-scrollbars",
@@ -102,9 +103,10 @@ class Browser:
             self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def key(self, name: str) -> None:
-        """Press a key."""
+        """Press a key; those of CODES do what the browser does by itself, too."""
+        code = {"windowsVirtualKeyCode": CODES[name]} if name in CODES else {}
         for kind in ("keyDown", "keyUp"):
-            self._call("Input.dispatchKeyEvent", type=kind, key=name, code=name)
+            self._call("Input.dispatchKeyEvent", type=kind, key=name, code=name, **code)
 
     def theme(self, name: str) -> None:
         """The colour scheme that the user prefers: dark or light."""

@@ -65,7 +65,8 @@ class LiveMap:
     What the engine reports is entered in the state, and made an event for each tenant that watches.
     """
 
-    def __init__(self, engine: EngineClient, metrics: Metrics, most: int) -> None:
+    def __init__(self, engine: EngineClient, metrics: Metrics, most: int, name: str) -> None:
+        """most: viewers at once. name: by which the model is served."""
         self.owners = Owners()
         self.seconds = 0.0
         """Time of the event loop for viewers, beside sending."""
@@ -73,6 +74,7 @@ class LiveMap:
         self._engine = engine
         self._metrics = metrics
         self._most = most
+        self._name = name
         self.viewers: set[Viewer] = set()
         self._sights: dict[str, Sight] = {}
         self._steps: deque[Step] = deque()
@@ -163,7 +165,7 @@ class LiveMap:
             return
         try:
             self._state = MapState(kinds)
-            self._header = event(header)
+            self._header = event({**header, "served": self._name})
             await self._hand_on()
         finally:
             self._last = None

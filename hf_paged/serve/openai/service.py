@@ -88,7 +88,7 @@ class Service:
             Keys(options.api_keys, options.share_prefixes, options.admin_api_keys),
             Turns(EVENTS),
             Turns(BODIES),
-            LiveMap(engine, metrics, limits.viewers),
+            LiveMap(engine, metrics, limits.viewers, options.names[0]),
             Adapters(engine, options.names, limits.adapters),
             StructuredOutput(engine, limits),
             Replies(response_template or facts.response_template),

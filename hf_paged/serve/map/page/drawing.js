@@ -1,11 +1,7 @@
 "use strict";
 // Canvases of the blocks. What a block is can be read from its form alone: held blocks are filled, cached ones are
 // hollow, those on the host are triangles, an eviction is a cross. Colour is the request, strength how many hold it.
-
-const LEVELS = [1, 2, 3, 5, 9]; // holders from which on a block is drawn stronger
-const DARK = [0.57, 0.66, 0.75, 0.84, 0.93];
-const LIGHT = [0.77, 0.67, 0.58, 0.48, 0.38];
-const CHROMA = [0.13, 0.15, 0.15, 0.14, 0.11];
+// DRAWING, the content of signs.json, has the forms, colours and words: static pictures are drawn by it, too.
 
 let theme = {};
 
@@ -19,7 +15,7 @@ function readTheme() {
 
 function levelOf(count) {
   let level = 0;
-  while (level + 1 < LEVELS.length && count >= LEVELS[level + 1]) level += 1;
+  while (level + 1 < DRAWING.holders.length && count >= DRAWING.holders[level + 1]) level += 1;
   return level;
 }
 
@@ -29,73 +25,55 @@ function colourOf(number, count = 1) {
   const key = number * 8 + level;
   let colour = theme.colours.get(key);
   if (!colour) {
-    const hue = (number * 137.508 + 255) % 360;
-    colour = `oklch(${(theme.dark ? DARK : LIGHT)[level]} ${CHROMA[level]} ${hue.toFixed(1)})`;
+    const [turn, first] = DRAWING.hue;
+    const lightness = DRAWING.lightness[theme.dark ? "dark" : "light"][level];
+    colour = `oklch(${lightness} ${DRAWING.chroma[level]} ${((number * turn + first) % 360).toFixed(1)})`;
     theme.colours.set(key, colour);
   }
   return colour;
 }
 
-// One block in a square of `size` from (x, y).
-const forms = {
-  free(context, x, y, size) {
-    context.fillStyle = theme.free;
-    context.fillRect(x, y, size, size);
-  },
-  held(context, x, y, size, holders, numbered = false) {
-    context.fillStyle = colourOf(holders[0].number, holders.length);
-    context.fillRect(x, y, size, size);
-    if (holders.some((each) => each.number !== holders[0].number)) {
-      const inner = Math.max(1, Math.round(size / (numbered ? 5 : 3)));
-      const inset = numbered ? 1.5 : (size - inner) / 2; // in the corner, if a number is in the middle
-      context.fillStyle = theme.panel;
-      context.fillRect(x + inset, y + inset, inner, inner);
+const paths = new Map();
+
+function pathOf(text) {
+  if (!paths.has(text)) paths.set(text, new Path2D(text));
+  return paths.get(text);
+}
+
+// A sign in a square of `size` from (x, y). A line lies within its square.
+function sign(context, name, x, y, size, own) {
+  for (const [colour, path, stroke] of DRAWING.signs[name]) {
+    const line = stroke ? Math.min(2, Math.max(1, stroke * size)) : 0;
+    const value = colour === "own" ? own : theme[colour];
+    context.save();
+    context.translate(x + line / 2, y + line / 2);
+    context.scale(size - line, size - line);
+    if (stroke) {
+      context.strokeStyle = value;
+      context.lineWidth = line / (size - line);
+      context.stroke(pathOf(path));
+    } else {
+      context.fillStyle = value;
+      context.fill(pathOf(path));
     }
-  },
-  cached(context, x, y, size) {
-    const width = size >= 9 ? 1.5 : 1;
-    forms.free(context, x, y, size);
-    context.strokeStyle = theme.cached;
-    context.lineWidth = width;
-    context.strokeRect(x + width / 2, y + width / 2, size - width, size - width);
-  },
-  others(context, x, y, size) {
-    context.fillStyle = theme.other;
-    context.fillRect(x, y, size, size);
-    if (size < 6) return;
-    context.strokeStyle = theme.panel;
-    context.lineWidth = 1;
-    context.beginPath();
-    context.moveTo(x, y + size);
-    context.lineTo(x + size, y);
-    context.stroke();
-  },
-  host(context, x, y, size, colour) {
-    forms.free(context, x, y, size);
-    context.fillStyle = colour;
-    context.beginPath();
-    context.moveTo(x, y);
-    context.lineTo(x, y + size);
-    context.lineTo(x + size, y + size);
-    context.fill();
-  },
-  evicted(context, x, y, size) {
-    context.strokeStyle = theme.warn;
-    context.lineWidth = size >= 9 ? 1.5 : 1;
-    const inset = size >= 9 ? 3 : 0.5;
-    context.beginPath();
-    context.moveTo(x + inset, y + inset);
-    context.lineTo(x + size - inset, y + size - inset);
-    context.moveTo(x + size - inset, y + inset);
-    context.lineTo(x + inset, y + size - inset);
-    context.stroke();
-  },
-  copied(context, x, y, size) {
-    context.strokeStyle = theme.ink;
-    context.lineWidth = 2;
-    context.strokeRect(x + 1, y + 1, size - 2, size - 2);
-  },
-};
+    context.restore();
+  }
+}
+
+// A held block: a mark says that several requests hold it, in the corner if a number is in the middle.
+function held(context, x, y, size, holders, numbered = false) {
+  sign(context, "held", x, y, size, colourOf(holders[0].number, holders.length));
+  if (!holders.some((each) => each.number !== holders[0].number)) return;
+  sign(context, numbered ? "corner" : "several", x, y, size);
+}
+
+// How many blocks a map shows if none from number `top` on is in use: whole rows with a margin, or all of a pool
+// that has little more. As shown_blocks() of picture.py.
+function shownBlocks(top, total) {
+  const { row, least, margin } = DRAWING.shown;
+  const shown = Math.max(least, Math.ceil((top + margin) / row) * row);
+  return shown + row > total ? total : shown;
+}
 
 // The grid of one pool, or of its part in the host's memory.
 class Grid {
@@ -192,12 +170,12 @@ class Grid {
     context.fillStyle = theme.panel;
     context.fillRect(x, y, cell, cell);
     context.globalAlpha = this.lit === null || mine ? 1 : theme.dark ? 0.32 : 0.4;
-    if (holders && this.onHost) forms.host(context, x, y, size, colourOf(holders[0].number, 3));
-    else if (holders) forms.held(context, x, y, size, mine ? front(holders, mine) : holders, mine && size >= 15);
-    else if (plane.others[block] && this.onHost) forms.host(context, x, y, size, theme.other);
-    else if (plane.others[block]) forms.others(context, x, y, size);
-    else if (plane.cached[block]) forms.cached(context, x, y, size);
-    else forms.free(context, x, y, size);
+    if (holders && this.onHost) sign(context, "host", x, y, size, colourOf(holders[0].number, 3));
+    else if (holders) held(context, x, y, size, mine ? front(holders, mine) : holders, mine && size >= 15);
+    else if (plane.others[block] && this.onHost) sign(context, "host", x, y, size, theme.other);
+    else if (plane.others[block]) sign(context, "others", x, y, size);
+    else if (plane.cached[block]) sign(context, "cached", x, y, size);
+    else sign(context, "free", x, y, size);
     context.globalAlpha = 1;
     if (mine && size >= 15) this.number(x, y, size, mine.place, levelOf(holders.length));
     this.marks(plane, block, x, y, size, now, this.lit === null || mine ? 1 : 0.3);
@@ -217,7 +195,7 @@ class Grid {
     if (since !== undefined && now - since < FLASH && now >= since) {
       const copy = plane.copies.get(block);
       this.context.globalAlpha = strength * (1 - (now - since) / FLASH);
-      forms[copy && copy.at === since ? "copied" : "evicted"](this.context, x, y, size);
+      sign(this.context, copy && copy.at === since ? "copied" : "evicted", x, y, size);
       this.context.globalAlpha = 1;
       this.flashing.add(block);
     } else if (this.flashing.delete(block) || since !== undefined) {
@@ -238,27 +216,18 @@ function front(holders, mine) {
 // The signs of the legend, drawn by what draws the blocks.
 function drawSign(canvas, name) {
   const ratio = window.devicePixelRatio || 1;
-  const count = name === "shared" ? LEVELS.length : 1;
-  const width = 15 * count;
+  const counts = name === "shared" ? DRAWING.holders : [1];
+  const width = 15 * counts.length;
   canvas.width = width * ratio;
   canvas.height = 14 * ratio;
   canvas.style.width = `${width}px`;
   const context = canvas.getContext("2d");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  const holder = { number: 0 };
-  for (let i = 0; i < count; i += 1) {
-    if (name === "held") forms.held(context, 0, 1, 12, [holder]);
-    else if (name === "shared") forms.held(context, i * 15, 1, 12, new Array(LEVELS[i]).fill(holder));
-    else if (name === "several") forms.held(context, 0, 1, 12, [holder, { number: 1 }]);
-    else if (name === "host") forms.host(context, 0, 1, 12, colourOf(0, 3));
-    else if (name === "evicted") {
-      forms.cached(context, 0, 1, 12);
-      forms.evicted(context, 0, 1, 12);
-    } else if (name === "copied") {
-      forms.held(context, 0, 1, 12, [holder]);
-      forms.copied(context, 0, 1, 12);
-    } else forms[name](context, 0, 1, 12);
-  }
+  const below = { shared: null, held: null, several: "held", evicted: "cached", copied: "held" }[name];
+  counts.forEach((count, i) => {
+    if (below) sign(context, below, 15 * i, 1, 12, colourOf(0, count));
+    sign(context, name === "shared" ? "held" : name, 15 * i, 1, 12, colourOf(0, name === "host" ? 3 : count));
+  });
 }
 
 // Tokens a second of the last minute, a bar each second.

@@ -1,9 +1,7 @@
 "use strict";
 // The page: where its lines come from (a server, or a trace in it), and what a user does with it.
 
-const LEGEND = [["free", "free"], ["held", "held; colour = request"], ["shared", "by 1, 2, 3, 5, 9 sequences"],
-  ["several", "by several requests"], ["cached", "cached"], ["host", "on the host"], ["evicted", "evicted"],
-  ["copied", "copied on write"], ["others", "of others"]];
+const LEGEND = ["free", "held", "shared", "several", "cached", "host", "evicted", "copied", "others"];
 const base = location.pathname.replace(/\/?$/, "/");
 
 const view = {
@@ -41,10 +39,10 @@ function redraw() {
 }
 
 function startTheme() {
-  $("legend").replaceChildren(...LEGEND.map(([sign, text]) => {
+  $("legend").replaceChildren(...LEGEND.map((name) => {
     const canvas = element("canvas", { "aria-hidden": "true" });
-    canvas.dataset.sign = sign;
-    return element("li", {}, canvas, text);
+    canvas.dataset.sign = name;
+    return element("li", {}, canvas, DRAWING.words[name]);
   }));
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const forced = new URLSearchParams(location.search).get("theme");
@@ -58,7 +56,10 @@ function startTheme() {
 function begin(state) {
   const other = !view.state || JSON.stringify(view.state.header) !== JSON.stringify(state.header);
   view.state = state;
-  $("model").textContent = state.header.model;
+  const { served, model, block_size: tokens } = state.header;
+  $("model").textContent = served ? `${served} (${model})` : model;
+  document.title = `${served || model}: the map of the blocks`;
+  $("block").textContent = DRAWING.words.block.replace("{tokens}", tokens);
   redraw();
   if (other) buildPools(state);
 }
@@ -86,12 +87,17 @@ function buildPools(state) {
     const host = element("canvas", { "aria-label": `${pool.name} blocks on the host`, role: "application" });
     const hostGrid = new Grid(host, true, callbacks);
     const hostTitle = element("header", { hidden: true }, element("h3", { textContent: "on the host" }), element("small"));
-    Object.assign(grid, { index, counts });
+    const rest = element("p", { className: "rest", hidden: true }, element("span"), element("button", { type: "button" }));
+    rest.lastChild.addEventListener("click", () => {
+      grid.whole = !grid.whole;
+      drawGrids();
+    });
+    Object.assign(grid, { index, counts, rest });
     Object.assign(hostGrid, { index, counts: hostTitle.lastChild, title: hostTitle });
     host.hidden = true;
     view.grids.push(grid, hostGrid);
     return element("section", { className: "pool" },
-      element("header", {}, element("h3", { textContent: titleOf(state, pool) }), counts), canvas, hostTitle, host);
+      element("header", {}, element("h3", { textContent: titleOf(state, pool) }), counts), canvas, rest, hostTitle, host);
   }));
 }
 
@@ -108,21 +114,31 @@ function drawGrids() {
     } else {
       grid.counts.textContent = `${whole(held)} held, ${whole(shared)} shared, ${whole(cached)} cached, ${whole(free)} free`;
     }
-    if (!grid.canvas.hidden) grid.draw(hostPlane(grid, pool), clock(), lit);
+    if (grid.canvas.hidden) continue;
+    const plane = shownPlane(grid, grid.onHost ? pool.host : pool.device);
+    grid.draw(plane, clock(), lit);
+    if (grid.rest) showRest(grid, plane.total, pool.device.total);
   }
 }
 
-// Of the host's blocks only as many are drawn as were ever in use: there may be room for very many.
-function hostPlane(grid, pool) {
-  if (!grid.onHost) return pool.device;
-  const plane = pool.host;
-  const used = (block) => plane.holders[block] || plane.others[block];
+// What a grid leaves out, and how to see it.
+function showRest(grid, shown, total) {
+  const [note, button] = grid.rest.children;
+  grid.rest.hidden = shown === total && !(grid.whole && shownBlocks(grid.top, total) < total);
+  note.textContent = shown < total ? `+${whole(total - shown)} free` : "";
+  button.textContent = grid.whole ? "Show those in use" : "Show all";
+}
+
+// Of a pool only as much is drawn as was ever in use, and a margin: there may be room for very many blocks.
+function shownPlane(grid, plane) {
+  const used = (block) => plane.holders[block] || plane.others[block] || plane.cached[block];
   const looked = grid.shown && grid.shown.source === plane ? plane.dirty : plane.holders.keys();
-  let top = Math.min(64, plane.total);
-  for (const block of looked) if (used(block)) top = Math.max(top, block + 1);
-  grid.top = Math.max(grid.top || 0, Math.min(plane.total, Math.ceil(top / 64) * 64));
-  if (!grid.shown || grid.shown.source !== plane || grid.shown.total !== grid.top) {
-    grid.shown = { ...plane, total: grid.top, source: plane, redraw: true };
+  let top = grid.top || 0;
+  for (const block of looked) if (block >= top && used(block)) top = block + 1;
+  grid.top = top;
+  const total = grid.whole ? plane.total : shownBlocks(top, plane.total);
+  if (!grid.shown || grid.shown.source !== plane || grid.shown.total !== total) {
+    grid.shown = { ...plane, total, source: plane, redraw: true };
   }
   grid.shown.redraw ||= plane.redraw;
   plane.redraw = false;

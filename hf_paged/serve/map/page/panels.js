@@ -358,9 +358,12 @@ function showEvents(state) {
   const last = state.events[state.events.length - 1] || null;
   if (last === lastEvent) return;
   lastEvent = last;
-  $("events").replaceChildren(...state.events.slice(-60).reverse().map((each) =>
+  const list = $("events");
+  const below = list.scrollTop > 0 ? list.scrollHeight - list.scrollTop : 0; // who has scrolled reads on
+  list.replaceChildren(...state.events.slice(-60).reverse().map((each) =>
     element("li", {}, element("time", { textContent: `${each.at.toFixed(1)} s` }),
       element("span", { textContent: each.number === undefined ? each.text : `#${each.number} ${each.text}` }))));
+  if (below) list.scrollTop = list.scrollHeight - below;
 }
 
 function showMirror(state) {
