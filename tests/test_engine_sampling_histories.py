@@ -27,7 +27,7 @@ def test_ids_without_a_score_cost_nothing() -> None:
     """Each token of a row is penalised once, however often it is there; UNKNOWN fills up shorter rows."""
     scores = torch.ones(3, 12)
     ids = torch.tensor([[3, 5, 3], [-1, 1, 99], [-1, -1, -1]])
-    found = penalised(scores, ids, [2.0, 4.0, 2.0])
+    found = penalised(scores, ids, torch.tensor([[2.0], [4.0], [2.0]]))
     assert [(row != 1).nonzero()[:, 0].tolist() for row in found] == [[3, 5], [1], []]
     assert found[0, 3] == 0.5
     assert found[1, 1] == 0.25

@@ -20,41 +20,57 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
+from hf_paged.blocks import Column
+from hf_paged.engine.sampling import parameters
+from hf_paged.engine.sampling.parameters import (
+    CUTS,
+    FREQUENCY,
+    NO_WARP,
+    PENALTIES,
+    PRESENCE,
+    REPETITION,
+    Parameter,
+    Warp,
+    Warps,
+    warp_of,
+)
 from hf_paged.engine.sampling.penalties import AnswerPenalties, with_counts_off
 from hf_paged.engine.sampling.random_numbers import gumbel, row_numbers, row_states, uniform
-from hf_paged.engine.sampling.warp import Warp, cut, draw, greedy_tokens, mend, penalised, scaled, warp_of
+from hf_paged.engine.sampling.warp import cut, draw, greedy_tokens, mend, penalised, scaled
 from hf_paged.scheduling import UNKNOWN
 
 VOCABULARY = 40
 PROMPT = 4
 """Ids of a row that are no answer."""
-warps = st.builds(
-    Warp,
-    repetition=st.sampled_from([1.0, 1.3, 0.8]),
-    presence=st.sampled_from([0.0, 0.5, -1.5]),
-    frequency=st.sampled_from([0.0, 0.25, -0.5]),
-    temperature=st.sampled_from([1.0, 0.7, 2.5]),
-    top_k=st.sampled_from([0, 1, 5, 39, 400]),
-    top_p=st.sampled_from([1.0, 0.9, 0.3, 1e-4]),
-    min_p=st.sampled_from([0.0, 0.05, 0.9]),
+NUMBERS: dict[str, list[float]] = {
+    "repetition": [1.3, 0.8],
+    "presence": [0.5, -1.5],
+    "frequency": [0.25, -0.5],
+    "temperature": [0.7, 2.5],
+    "top_k": [1, 5, 39, 400],
+    "top_p": [0.9, 0.3, 1e-4, 1 - 1e-9],
+    "min_p": [0.05, 0.9],
+}
+warps = st.fixed_dictionaries(
+    {}, optional={name: st.sampled_from(numbers) for name, numbers in NUMBERS.items()}
 )
 
 
 def stock(wanted: Warp) -> LogitsProcessorList:
     """The same by transformers, as generate() makes them."""
     made = LogitsProcessorList()
-    if wanted.repetition != 1:
-        made.append(RepetitionPenaltyLogitsProcessor(wanted.repetition))
-    if wanted.counts:
-        made.append(AnswerPenalties(PROMPT, wanted.presence, wanted.frequency))
-    if wanted.temperature != 1:
-        made.append(TemperatureLogitsWarper(wanted.temperature))
-    if wanted.top_k:
-        made.append(TopKLogitsWarper(wanted.top_k))
-    if wanted.top_p < 1:
-        made.append(TopPLogitsWarper(wanted.top_p))
-    if wanted.min_p:
-        made.append(MinPLogitsWarper(wanted.min_p))
+    if "repetition" in wanted:
+        made.append(RepetitionPenaltyLogitsProcessor(wanted["repetition"]))
+    if "presence" in wanted or "frequency" in wanted:
+        made.append(AnswerPenalties(PROMPT, wanted.get("presence", 0), wanted.get("frequency", 0)))
+    if "temperature" in wanted:
+        made.append(TemperatureLogitsWarper(wanted["temperature"]))
+    if "top_k" in wanted:
+        made.append(TopKLogitsWarper(int(wanted["top_k"])))
+    if "top_p" in wanted:
+        made.append(TopPLogitsWarper(wanted["top_p"]))
+    if "min_p" in wanted:
+        made.append(MinPLogitsWarper(wanted["min_p"]))
     return made
 
 
@@ -68,11 +84,12 @@ def test_rows_are_cut_as_transformers_cuts_them(rows: list[Warp], seed: int) -> 
     scores = torch.randn(len(rows), VOCABULARY) * 3
     scores[:, 7] = scores[:, 3]  # a tie
     ids = torch.randint(0, VOCABULARY, (len(rows), 9))
-    together = penalised(scores, ids, [row.repetition for row in rows])
+    numbers = Warps.of(rows, scores.device)
+    together = penalised(scores, ids, numbers.number(REPETITION))
     answers = ids[:, PROMPT:]
-    numbers = torch.tensor([[row.presence, row.frequency] for row in rows]).T[:, :, None]
-    together = with_counts_off(together, answers, torch.ones_like(answers, dtype=torch.bool), *numbers)
-    together = cut(scaled(together, rows), rows)
+    there = torch.ones_like(answers, dtype=torch.bool)
+    together = with_counts_off(together, answers, there, *map(numbers.number, (PRESENCE, FREQUENCY)))
+    together = cut(scaled(together, numbers), numbers)
     for i, row in enumerate(rows):
         processors = stock(row)
         assert warp_of(processors, sampled=True) == row
@@ -81,8 +98,9 @@ def test_rows_are_cut_as_transformers_cuts_them(rows: list[Warp], seed: int) -> 
 
 def test_other_processors_are_not_cuts() -> None:
     """Warps leave all else to the processors themselves."""
-    assert warp_of([], sampled=True) == warp_of([], sampled=False) == Warp()
-    assert warp_of([RepetitionPenaltyLogitsProcessor(1.2)], sampled=False) == Warp(repetition=1.2)
+    assert warp_of([], sampled=True) == warp_of([], sampled=False) == NO_WARP
+    assert warp_of([RepetitionPenaltyLogitsProcessor(1.2)], sampled=False) == {"repetition": 1.2}
+    assert warp_of([RepetitionPenaltyLogitsProcessor(1.0)], sampled=True) == NO_WARP
     assert warp_of([RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3)], sampled=False) is None
     assert warp_of([TemperatureLogitsWarper(2.0)], sampled=False) is None
     others: list[list[Any]] = [
@@ -94,6 +112,25 @@ def test_other_processors_are_not_cuts() -> None:
         [TemperatureLogitsWarper(2.0), TemperatureLogitsWarper(2.0)],
     ]
     assert [warp_of(each, sampled=True) for each in others] == [None] * len(others)
+
+
+def test_a_parameter_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processor is read, and rows are laid out with it, without an edit in between."""
+
+    class Bonus:
+        amount = 2.5
+
+    own = Parameter(Column("bonus", "float64", empty=-1, sent=False, captured=False), Bonus, "amount")
+    monkeypatch.setattr(parameters, "CUTS", (*CUTS, own))
+    warp = warp_of([TemperatureLogitsWarper(2.0), Bonus()], sampled=True)
+    assert warp == {"temperature": 2.0, "bonus": 2.5}
+    rows = Warps.of([warp, NO_WARP, {"top_k": 3}], torch.device("cpu"))
+    assert rows.numbers == {"temperature": (2.0, 1, 1), "top_k": (0, 0, 3), "bonus": (2.5, -1, -1)}
+    found = rows.part(slice(0, 2)).number(own)
+    assert isinstance(found, torch.Tensor)
+    assert (found.dtype, found.tolist()) == (torch.float64, [[2.5], [-1.0]])
+    assert not rows.numbers.keys() & {each.name for each in PENALTIES}
+    assert rows.number(PRESENCE) == 0
 
 
 def test_draws_follow_the_scores() -> None:

@@ -23,7 +23,7 @@ class Column(NamedTuple):
     """The entries of its tensors in the engine, where the tokens of all rows lie in one: one for each row, or
     its row's number for each token. In generate() there is one for each row.
     """
-    empty: int = 0
+    empty: float = 0
     """The number of rows that have none."""
     sent: bool = True
     """True if other ranks get it from rank 0. Else it is empty there, unless the code that runs a step fills

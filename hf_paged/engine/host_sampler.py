@@ -18,6 +18,7 @@ from .sampling.beams import BeamCandidates, BeamSearch, BeamStep, Continuations,
 from .sampling.candidates import BeamScorer, top_continuations
 from .sampling.grammar import masked, next_token_bitmasks, unfollowed
 from .sampling.histories import Histories
+from .sampling.parameters import TEMPERATURE
 from .sampling.random_numbers import row_states
 from .sampling.scores import chosen_numbers_of
 from .sampling.warp import draw
@@ -44,11 +45,9 @@ def no_token(job: Job) -> Exception:
         if job.params.has_rules
         else ", and leave no token"
     )
-    warp = job.params.warp
-    if job.params.sampled and warp is not None and warp.temperature != 1:
-        return NoToken(
-            f"the model's logits over temperature={warp.temperature} are NaN, inf or all -inf{ruled}"
-        )
+    temperature = (job.params.warp or {}).get(TEMPERATURE.name)
+    if job.params.sampled and temperature is not None:
+        return NoToken(f"the model's logits over temperature={temperature} are NaN, inf or all -inf{ruled}")
     return NoToken(f"the model's logits are NaN or all -inf{ruled}")
 
 

@@ -11,11 +11,12 @@ import torch
 from ...kv.upload import upload
 from ...scheduling import UNKNOWN, TokenSequence
 from .histories import Histories, Owner
+from .parameters import CUTS, FREQUENCY, NO_WARP, PENALTIES, PRESENCE, REPETITION, Warps, has_any
 from .params import SamplingParams
 from .penalties import with_counts_off
 from .random_numbers import row_states
 from .rules import ProcessorPlan, ProcessorRule, processed
-from .warp import Warp, cut, draw, greedy_tokens_now, mend, penalised, scaled
+from .warp import cut, draw, greedy_tokens_now, mend, penalised, scaled
 
 MOST_IDS = 1 << 22
 """Ids that penalties read at once, padding included: 32 MB, and as much again for each operation on them."""
@@ -44,16 +45,13 @@ def _in_parts(
 class PenalisedRows(NamedTuple):
     """The rows with penalties, and what of them is the same in every step.
 
-    rows: their places, on the device. begins: where their answers begin. repetition: the penalty of each;
-    empty if none has one. counts: the presence and the frequency penalty of each, [2, rows, 1]; None if none
-    has one.
+    rows: their places, on the device. begins: where their answers begin. warps: their parameters.
     """
 
     places: list[int]
     rows: torch.Tensor
     begins: list[int]
-    repetition: list[float]
-    counts: torch.Tensor | None
+    warps: Warps
 
 
 class SamplingColumns:
@@ -75,15 +73,17 @@ class SamplingColumns:
         self._histories = histories
         self._fail = fail
         self._drawn = [place for place, each in enumerate(params) if each.sampled]
-        warps = [each.warp or Warp() for each in params]
-        self._penalties = {place: warp for place, warp in enumerate(warps) if warp.penalises}
+        warps = [each.warp or NO_WARP for each in params]
+        self._penalties = {place: warp for place, warp in enumerate(warps) if has_any(warp, PENALTIES)}
         self._penalised_rows: PenalisedRows | None = None
         """Made in the first step that penalises."""
         seeds = [params[place].seed for place in self._drawn]
         self._states = row_states(seeds, [sequences[place].index for place in self._drawn])
-        self._warps = [warps[place] for place in self._drawn]
-        self._warped = any(each.warps for each in self._warps)
+        self._drawn_warps = [warps[place] for place in self._drawn]
+        self._warped = any(has_any(each, CUTS) for each in self._drawn_warps)
         """True if drawn rows are scaled or cut."""
+        self._warps: tuple[torch.device, Warps] | None = None
+        """Their parameters, and the device where they are, once a step draws."""
         self._processor_plans: list[ProcessorPlan] = []
         if any(each.has_rules for each in params):
             self._processor_plans = [each.processor_plan or ProcessorPlan() for each in params]
@@ -100,7 +100,7 @@ class SamplingColumns:
         """
         self.uncut: torch.Tensor | None = None
         """The same before cuts; None if nothing was cut."""
-        changes = self._processor_plans or self._penalties or any(each != Warp() for each in self._warps)
+        changes = self._processor_plans or self._penalties or self._warped
         self._keeps_scores = bool(changes) and any(each.top_logprobs is not None for each in params)
 
     def choose(
@@ -142,27 +142,28 @@ class SamplingColumns:
             same = self._penalised_rows = self._rows_with_penalties(scores, positions)
         owners, lengths = self._seen(same.places, positions)
         own = scores[same.rows]
-        if same.repetition:
-            repeated = [
-                length * (penalty != 1) for penalty, length in zip(same.repetition, lengths, strict=True)
-            ]
+        if REPETITION.name in same.warps.numbers:
+            penalties = same.warps.numbers[REPETITION.name]
+            repeated = [length * (by != 1) for by, length in zip(penalties, lengths, strict=True)]
             own = _in_parts(
                 own,
                 repeated,
                 lambda some, part: penalised(
                     some,
                     self._histories.whole(owners[part], repeated[part], UNKNOWN),
-                    same.repetition[part],
+                    same.warps.part(part).number(REPETITION),
                 ),
             )
-        counts, begins = same.counts, same.begins
+        begins = same.begins
         counted = [length - begin for begin, length in zip(begins, lengths, strict=True)]
-        if counts is not None and any(counted):
+        if has_any(same.warps.numbers, (PRESENCE, FREQUENCY)) and any(counted):
             own = _in_parts(
                 own,
                 counted,
                 lambda some, part: with_counts_off(
-                    some, *self._histories.spans(owners[part], begins[part], lengths[part]), *counts[:, part]
+                    some,
+                    *self._histories.spans(owners[part], begins[part], lengths[part]),
+                    *map(same.warps.part(part).number, (PRESENCE, FREQUENCY)),
                 ),
             )
         return same.rows, own
@@ -170,15 +171,11 @@ class SamplingColumns:
     def _rows_with_penalties(self, scores: torch.Tensor, positions: Sequence[int]) -> PenalisedRows:
         """In the order of their lengths, so that few ids are padded."""
         places = sorted(self._penalties, key=lambda place: positions[place] + self._offsets[place])
-        warps = [self._penalties[place] for place in places]
-        repetition = [warp.repetition for warp in warps]
-        numbers = [[warp.presence for warp in warps], [warp.frequency for warp in warps]]
         return PenalisedRows(
             places,
             upload(places, scores.device),
             [len(self._owners[place][0].ids) for place in places],
-            repetition if any(each != 1 for each in repetition) else [],
-            upload(numbers, scores.device, scores.dtype)[:, :, None] if any(map(any, numbers)) else None,
+            Warps.of([self._penalties[place] for place in places], scores.device),
         )
 
     def _seen(self, places: Sequence[int], positions: Sequence[int]) -> tuple[list[Owner], list[int]]:
@@ -205,8 +202,9 @@ class SamplingColumns:
         places = None if every else upload(self._drawn, scores.device)
         own = whole = scores if places is None else scores[places]
         if self._warped:
-            whole = scaled(own, self._warps)
-            own = cut(whole, self._warps)
+            warps = self._warps_on(scores.device)
+            whole = scaled(own, warps)
+            own = cut(whole, warps)
         where = [positions[place] for place in self._drawn]
         if self._processor_plans:
             rules = [self._processor_plans[place].after for place in self._drawn]
@@ -217,6 +215,12 @@ class SamplingColumns:
                 self.uncut = whole if places is None else scores.index_copy(0, places, whole)
         chosen[0, slice(None) if places is None else places] = draw(own, self._states, where)
         return mend(chosen, scores.shape[1])
+
+    def _warps_on(self, device: torch.device) -> Warps:
+        """The parameters of the rows that are drawn, on a device."""
+        if self._warps is None or self._warps[0] != device:
+            self._warps = device, Warps.of(self._drawn_warps, device)
+        return self._warps[1]
 
     def _processed(
         self,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .parameters import Warp
 from .rules import ProcessorPlan
-from .warp import Warp
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from transformers.generation import logits_process as stock
 
 from ...kv.upload import upload
-from .warp import CUTS, PENALTIES, Warp, warp_of
+from .parameters import CUTS, NO_WARP, PENALTIES, Warp, is_of, warp_of
 
 Phase = Callable[[int], Hashable]
 Read = tuple[Hashable, Phase] | tuple[Hashable, Phase, Callable[[int], int]]
@@ -43,7 +43,7 @@ class ProcessorPlan(NamedTuple):
     Penalties run between `before` and `between`, the rest of the warp between that and `after`.
     """
 
-    warp: Warp = Warp()
+    warp: Warp = NO_WARP
     before: tuple[ProcessorRule, ...] = ()
     between: tuple[ProcessorRule, ...] = ()
     after: tuple[ProcessorRule, ...] = ()
@@ -149,15 +149,15 @@ def processor_rule_of(processor: Any) -> ProcessorRule | None:
 
 def processor_plan_of(processors: Sequence[Any], sampled: bool) -> tuple[ProcessorPlan | None, list[str]]:
     """The processors as a plan, or None; and the names of those that prevent one."""
-    begin = next((place for place, own in enumerate(processors) if _is_penalty(own)), 0)
+    begin = next((place for place, own in enumerate(processors) if is_of(own, PENALTIES)), 0)
     behind = begin
     while behind < len(processors) and warp_of(processors[begin : behind + 1], sampled=False) is not None:
         behind += 1
     penalties, rest = list(processors[begin:behind]), list(processors[behind:])
     # Cuts in transformers' order have operations that take other numbers for every row.
-    first = next((place for place, own in enumerate(rest) if sampled and _is_cut(own)), len(rest))
+    first = next((place for place, own in enumerate(rest) if sampled and is_of(own, CUTS)), len(rest))
     end = first
-    while end < len(rest) and _is_cut(rest[end]) and warp_of(rest[first : end + 1], sampled) is not None:
+    while end < len(rest) and is_of(rest[end], CUTS) and warp_of(rest[first : end + 1], sampled) is not None:
         end += 1
     warp = warp_of([*penalties, *rest[first:end]], sampled)
     parts = [processors[:begin], rest[:first], rest[end:]]
@@ -166,14 +166,6 @@ def processor_plan_of(processors: Sequence[Any], sampled: bool) -> tuple[Process
     if slow or warp is None:
         return None, slow
     return ProcessorPlan(warp, *[tuple([rule for _, rule in part if rule is not None]) for part in rules]), []
-
-
-def _is_penalty(processor: Any) -> bool:
-    return type(processor) in PENALTIES
-
-
-def _is_cut(processor: Any) -> bool:
-    return type(processor) in CUTS
 
 
 def processed(

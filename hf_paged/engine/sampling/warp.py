@@ -3,96 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from ...kv.ops import on, triton_package
 from ...kv.upload import upload
 from ...scheduling import UNKNOWN
-from .penalties import AnswerPenalties
+from .parameters import MIN_P, TEMPERATURE, TOP_K, TOP_P, Warps
 from .random_numbers import row_numbers
 
 
-class Warp(NamedTuple):
-    """How a row's scores are penalised, scaled and cut before a choice, in the order of the processors."""
-
-    repetition: float = 1.0
-    presence: float = 0.0
-    frequency: float = 0.0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    @property
-    def penalises(self) -> bool:
-        """True if tokens that a row has already have other scores."""
-        return self.repetition != 1 or self.counts
-
-    @property
-    def counts(self) -> bool:
-        """True if the tokens of answers are counted."""
-        return bool(self.presence or self.frequency)
-
-    @property
-    def warps(self) -> bool:
-        """True if scores are scaled or cut."""
-        return self._replace(repetition=1.0, presence=0.0, frequency=0.0) != Warp()
-
-
-_FIELDS_OF = {
-    RepetitionPenaltyLogitsProcessor: {"repetition": "penalty"},
-    AnswerPenalties: {"presence": "presence", "frequency": "frequency"},
-    TemperatureLogitsWarper: {"temperature": "temperature"},
-    TopKLogitsWarper: {"top_k": "top_k"},
-    TopPLogitsWarper: {"top_p": "top_p"},
-    MinPLogitsWarper: {"min_p": "min_p"},
-}
-"""The fields of each processor's numbers, and what the processor calls them."""
-PENALTIES = (RepetitionPenaltyLogitsProcessor, AnswerPenalties)
-CUTS = frozenset(_FIELDS_OF) - set(PENALTIES)
-
-
-def warp_of(processors: Sequence[Any], sampled: bool) -> Warp | None:
-    """These processors as a warp, if they are known ones in their order; else None. Cuts apply only to
-    sampling.
-    """
-    kinds = [type(processor) for processor in processors]
-    known: list[type] = list(_FIELDS_OF) if sampled else list(PENALTIES)
-    if any(kind not in known for kind in kinds) or kinds != sorted(set(kinds), key=known.index):
-        return None
-    for processor in processors:
-        if (
-            getattr(processor, "filter_value", -torch.inf) != -torch.inf
-            or getattr(processor, "min_tokens_to_keep", 1) != 1
-        ):
-            return None
-        if getattr(processor, "prompt_ignore_length", None) is not None:
-            return None
-    return Warp(
-        **{
-            field: getattr(processor, name)
-            for processor in processors
-            for field, name in _FIELDS_OF[type(processor)].items()
-        }
-    )
-
-
-def penalised(scores: torch.Tensor, ids: torch.Tensor, penalties: Sequence[float]) -> torch.Tensor:
+def penalised(scores: torch.Tensor, ids: torch.Tensor, by: torch.Tensor | float) -> torch.Tensor:
     """Scores [rows, vocabulary] with each row's repetition penalty on its tokens `ids` [rows, n], each once.
 
-    Ids without a score cannot be repeated.
+    Ids without a score cannot be repeated. by: the penalties [rows, 1].
     """
-    by = upload(penalties, scores.device, scores.dtype)[:, None]
     vocabulary = scores.shape[1]
     wide = torch.nn.functional.pad(scores, (0, 1))
     ids = ids.masked_fill((ids < 0) | (ids >= vocabulary), vocabulary)
@@ -120,35 +46,30 @@ def greedy_tokens_now(scores: torch.Tensor) -> torch.Tensor:
     return upload([tokens, host], scores.device)
 
 
-def scaled(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
+def scaled(scores: torch.Tensor, rows: Warps) -> torch.Tensor:
     """The scores [rows, vocabulary] under each row's temperature."""
-    if all(each.temperature == 1 for each in warps):
-        return scores
-    return scores / upload([each.temperature for each in warps], scores.device, torch.float32)[:, None]
+    return scores / rows.number(TEMPERATURE) if TEMPERATURE.name in rows.numbers else scores
 
 
-def cut(scores: torch.Tensor, warps: Sequence[Warp]) -> torch.Tensor:
+def cut(scores: torch.Tensor, rows: Warps) -> torch.Tensor:
     """The scores [rows, vocabulary], with -inf for what each row's cuts leave out."""
-
-    def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return upload(values, scores.device, dtype)[:, None]
-
-    most = max(each.top_k for each in warps)
-    vocabulary = scores.shape[1]
-    if most:
-        largest = scores.topk(min(most, vocabulary)).values
-        places = column([min(each.top_k or most, vocabulary) - 1 for each in warps], torch.long)
-        least = largest.gather(1, places).masked_fill(column([each.top_k for each in warps]) == 0, -torch.inf)
+    top_k = rows.tensors.get(TOP_K.name)
+    if top_k is not None:
+        most = min(int(max(rows.numbers[TOP_K.name])), scores.shape[1])
+        places = (top_k.clamp(max=most) - 1).clamp(min=0)
+        least = scores.topk(most).values.gather(1, places).masked_fill(top_k == 0, -torch.inf)
         scores = scores.masked_fill(scores < least, -torch.inf)
-    if any(each.top_p < 1 for each in warps):
+    top_p = rows.tensors.get(TOP_P.name)
+    if top_p is not None:
         ascending, order = scores.sort()
-        below = ascending.softmax(-1).cumsum(-1) <= column([1 - each.top_p for each in warps])
-        below &= column([each.top_p for each in warps]) < 1
+        below = ascending.softmax(-1).cumsum(-1) <= (1 - top_p).to(scores.dtype)
+        below &= top_p < 1
         below[:, -1] = False
         scores = scores.masked_fill(below.scatter(1, order, below), -torch.inf)
-    if any(each.min_p > 0 for each in warps):
+    min_p = rows.tensors.get(MIN_P.name)
+    if min_p is not None:
         chances = scores.softmax(-1)
-        lowest = column([each.min_p for each in warps]) * chances.amax(-1, keepdim=True)
+        lowest = min_p * chances.amax(-1, keepdim=True)
         scores = scores.masked_fill(chances < lowest, -torch.inf)
     return scores
 
