@@ -6,8 +6,10 @@ captured in a CUDA graph.
 """
 
 from .advance import advance
+from .conv_step import conv_step
 from .copy import copy
 from .decode import Plan, decode
+from .delta_step import delta_step
 from .digest import GOLDEN, digest
 from .gather import gather
 from .invariant import Invariant, NoFixedOrder
@@ -20,6 +22,7 @@ from .reduce_norm import reduce_add_rms_norm
 from .rotary import rotary, rotary_write
 from .rows import mapped, rows
 from .sampling import draw, logsumexp
+from .ssm_step import ssm_step
 from .swiglu import swiglu
 from .write import write
 
@@ -35,8 +38,10 @@ __all__ = [
     "Spans",
     "add_rms_norm",
     "advance",
+    "conv_step",
     "copy",
     "decode",
+    "delta_step",
     "digest",
     "draw",
     "find_driver",
@@ -54,6 +59,7 @@ __all__ = [
     "rotary",
     "rotary_write",
     "rows",
+    "ssm_step",
     "swiglu",
     "write",
 ]

@@ -98,6 +98,16 @@ def silu(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def softplus(x, EXACT: tl.constexpr):
+    """log(1 + e^x), and x above 20, as torch has it."""
+    if EXACT:
+        y = libdevice.log1p(libdevice.exp(x))
+    else:
+        y = tl.log(1.0 + tl.exp(x))
+    return tl.where(x > 20.0, x, y)
+
+
+@triton.jit
 def gelu_tanh(x, EXACT: tl.constexpr):
     """Torch's gelu with approximate="tanh"."""
     return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x)), EXACT))

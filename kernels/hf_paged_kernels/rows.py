@@ -179,11 +179,7 @@ def _mapped(X, OUT, count, parameter, KIND: tl.constexpr, TILE: tl.constexpr, EX
     elif KIND == 9:
         y = tl.erf(x)
     elif KIND == 10:
-        if EXACT:
-            y = libdevice.log1p(libdevice.exp(x))
-        else:
-            y = tl.log(1.0 + tl.exp(x))
-        y = tl.where(x > 20.0, x, y)
+        y = exact.softplus(x, EXACT)
     elif KIND == 11:
         if EXACT:
             y = libdevice.pow(x, parameter)

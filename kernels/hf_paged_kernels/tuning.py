@@ -81,6 +81,22 @@ def prefill_tiling(token_bytes: int, queries: int, exact: bool) -> Tiling:
     return shrink_to_fit(choice, token_bytes, choice.block_m * token_bytes // 2)
 
 
+STATE_TILE = 4096
+"""Numbers of a state that one program of a step of one token holds, 32 a thread."""
+STATE_PROGRAMS = 256
+"""Fewer programs leave multiprocessors idle: each then takes less of a state."""
+
+
+def state_tiling(states: int, dims: int, width: int) -> tuple[int, int]:
+    """How many of `width` columns of a state a program takes, each of `dims` numbers, and its warps; states:
+    those of all rows and heads. Not measured yet.
+    """
+    tile = max(1, min(width, STATE_TILE // dims))
+    while states * (width // tile) < STATE_PROGRAMS and tile > 8:
+        tile //= 2
+    return tile, max(1, min(4, tile * dims // 512))
+
+
 def shrink_to_fit(choice: Tiling, token_bytes: int, query_bytes: int = 0) -> Tiling:
     """Halve the tile until its buffers fit in shared memory together with the queries."""
     block_n = choice.block_n

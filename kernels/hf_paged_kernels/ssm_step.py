@@ -1,0 +1,112 @@
+"""One token of Mamba-2's selective scan, by slots of its state."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import exact
+from .launching import launch
+from .slots import check_last, check_slots, read_state, write_state
+from .tuning import state_tiling
+
+
+def ssm_step(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    states: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    softplus: bool = False,
+) -> torch.Tensor:
+    """S' = S * exp(t * A) + (t * B) x, and the answer S' C + x * D, with t = dt + dt_bias, or
+    softplus(dt + dt_bias). Rounded as transformers rounds: t and both products to dt's, B's and x's dtypes,
+    S' to C's for the answer.
+
+    x [rows, heads, P], B and C [rows, groups, N], each with the last stride 1; groups divide heads, and
+    consecutive heads share one; dt [rows, heads]; A, D and dt_bias [heads], D and dt_bias or None; states
+    [slots, heads, P, N], each without gaps; source and target [rows], int64: the slot that a row reads, -1
+    for no past (zeros), and the slot that it writes, -1 for none. No row may write what another row reads.
+    The answer is [rows, heads, P] in x's dtype.
+    """
+    rows, heads, width = x.shape
+    groups, dim = B.shape[1:]
+    if B.shape != (rows, groups, dim) or C.shape != B.shape or heads % groups:
+        raise ValueError(
+            f"Invalid shape of B or C: expected [{rows}, groups, N] for {heads} heads, got {list(B.shape)} "
+            f"and {list(C.shape)}"
+        )
+    if dt.shape != (rows, heads) or any(
+        each.shape != (heads,) for each in (A, D, dt_bias) if each is not None
+    ):
+        raise ValueError(
+            f"Invalid shape of dt, A, D or dt_bias: expected [{rows}, {heads}] and [{heads}], got "
+            f"{[None if each is None else list(each.shape) for each in (dt, A, D, dt_bias)]}"
+        )
+    check_slots(states, (heads, width, dim), source, target, rows)
+    check_last(x=x, B=B, C=C)
+    out = torch.empty((rows, heads, width), dtype=x.dtype, device=x.device)
+    dims = triton.next_power_of_2(dim)
+    tile, warps = state_tiling(rows * heads, dims, triton.next_power_of_2(width))
+    if out.numel():
+        skip = A if D is None else D
+        bias = A if dt_bias is None else dt_bias
+        launch(
+            _ssm_step, (triton.cdiv(width, tile), heads, rows),
+            out, x, dt, A, B, C, skip, bias, states, source, target,
+            *x.stride()[:2], *dt.stride(), A.stride(0), *B.stride()[:2], *C.stride()[:2],
+            skip.stride(0), bias.stride(0), states.stride(0),
+            HEADS=heads, GROUP=heads // groups, N=dim, DIMS=dims, WIDTH=width, TILE=tile,
+            SKIP=D is not None, BIAS=dt_bias is not None, SOFTPLUS=softplus, EXACT=x.device.type != "cpu",
+            num_warps=warps,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _ssm_step(
+    OUT, X, DT, A, B, C, D, DT_BIAS, STATES, SOURCE, TARGET,
+    x_row, x_head, dt_row, dt_head, a_head, b_row, b_group, c_row, c_group, d_head, bias_head, state_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """OUT, X [rows, HEADS, WIDTH]; B, C [rows, HEADS / GROUP, N]; STATES [slots, HEADS, WIDTH, N]. A program
+    takes TILE lines of the state of one head and row.
+    """
+    row = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    line = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, DIMS)
+    here = line < WIDTH
+    real = column < N
+    both = here[:, None] & real[None, :]
+    inside = (head * WIDTH + line)[:, None] * N + column[None, :]
+    state = read_state(STATES, SOURCE, row, state_stride, inside, both)
+    group = head // GROUP
+    x = tl.load(X + row * x_row + head * x_head + line, mask=here, other=0.0)
+    b = tl.load(B + row * b_row + group * b_group + column, mask=real, other=0.0)
+    c = tl.load(C + row * c_row + group * c_group + column, mask=real, other=0.0)
+    t = tl.load(DT + row * dt_row + head * dt_head)
+    time = t.to(tl.float32)
+    if BIAS:
+        bias = tl.load(DT_BIAS + head * bias_head).to(t.dtype)
+        time = (time + bias.to(tl.float32)).to(t.dtype).to(tl.float32)
+    if SOFTPLUS:
+        time = exact.softplus(time, EXACT).to(t.dtype).to(tl.float32)
+    state *= tl.exp(time * tl.load(A + head * a_head).to(tl.float32))
+    added = (time * b.to(tl.float32)).to(b.dtype).to(tl.float32)
+    added = (added[None, :] * x.to(tl.float32)[:, None]).to(x.dtype).to(tl.float32)
+    state += added
+    write_state(STATES, TARGET, row, state_stride, inside, both, state)
+    y = tl.sum(state.to(c.dtype).to(tl.float32) * c.to(tl.float32)[None, :], 1).to(c.dtype).to(tl.float32)
+    if SKIP:
+        skipped = tl.load(D + head * d_head)
+        y += x.to(tl.float32) * skipped.to(tl.float32)
+    tl.store(OUT + (row * HEADS + head) * WIDTH + line, y.to(OUT.dtype.element_ty), mask=here)
