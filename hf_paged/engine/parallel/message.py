@@ -156,7 +156,7 @@ class StepEncoder:
         for column in COLUMNS.values():
             if column.sent:
                 given = numbers.get(column.name, ())
-                same = given is before.get(column.name, ())
+                same = given == before.get(column.name, ())
                 out.append(UNCHANGED if same else len(given))
                 out.extend(() if same else given)
 
