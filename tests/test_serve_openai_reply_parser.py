@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("llguidance")
 pytest.importorskip("openai")
 
 import openai
-from reply_cases import CALL, CHAT, CLOCK, WEATHER, reading, saying
+from reply_cases import CALL, CHAT, CLOCK, TEMPLATE, WEATHER, reading, saying
 from serving import Served, serving, tokenizer
 
 from hf_paged.serve.openai.protocol import ChatRequest
@@ -106,6 +107,60 @@ def test_a_call_that_cannot_be_read_is_content(client: openai.OpenAI, said: str)
     assert inner in choice.message.content
     chunks = list(client.chat.completions.create(**request, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+
+
+BY_TAGS = {
+    **TEMPLATE,
+    "fields": {
+        **TEMPLATE["fields"],
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>", "close_pattern": r"</function>\s*</tool_call>", "repeats": True,
+            "content": "xml-inline", "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+    },
+}  # fmt: skip
+"""The form of Qwen 3.5's calls, by patterns that transformers has for them."""
+
+
+@pytest.mark.parametrize("size", [50, 10**6], ids=["stream", "whole"])
+@pytest.mark.parametrize(
+    ("template", "hostile"),
+    [
+        (TEMPLATE, " " * 40_000 + "x"),  # the square
+        (BY_TAGS, f"<tool_call><function=f><parameter=a>{' ' * 6000}</function></tool_call>"),  # the cube
+        (TEMPLATE, f"<tool_call>{'[' * 40_000}</tool_call>"),  # deeper than Python recurses
+    ],
+    ids=["blanks", "parameters", "brackets"],
+)
+def test_an_answer_that_takes_too_long_to_read_is_content(
+    template: dict[str, Any], hostile: str, size: int
+) -> None:
+    """A client can have the model write it; the server's event loop would wait for minutes."""
+    request = ChatRequest.model_validate({"messages": CHAT})
+    [reply] = Replies(template).of(request, lambda: "<|assistant|>")
+    said = f"Well. {hostile} The end."
+    begun = time.process_time()
+    shown = "".join(
+        reply.add(said[i : i + size], i + size >= len(said)).content for i in range(0, len(said), size)
+    )
+    assert time.process_time() - begun < 5
+    assert shown.startswith("Well.")
+    assert shown.endswith("The end.")
+    assert len(said) - len(shown) < 60  # the marks of a call
+
+
+def test_calls_by_tags_are_read() -> None:
+    request = ChatRequest.model_validate({"messages": CHAT})
+    [reply] = Replies(BY_TAGS).of(request, lambda: "<|assistant|>")
+    call = (
+        "<tool_call>\n<function=weather>\n<parameter=place>\nParis\n</parameter>\n</function>\n</tool_call>"
+    )
+    found = reply.add(f"Well.\n\n{call}", True)
+    assert found.content == "Well."
+    assert [(each.name, json.loads(each.arguments)) for each in found.calls] == [
+        ("weather", {"place": "Paris"})
+    ]
 
 
 def test_text_without_marks_is_content(served: Served) -> None:

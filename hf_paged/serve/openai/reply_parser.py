@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 from ..http.errors import invalid
@@ -15,8 +16,12 @@ from .structured import forced
 
 SLICE = 256
 """Characters that a parser gets at once."""
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, TimeoutError)
 """Errors of a reader where a model has not written what its template reads."""
+PATTERN_SECONDS = 0.25
+"""Of a CPU, in which a pattern finds what it looks for. Patterns as those of Qwen's templates take the square
+of a run of blanks, or the cube, and a client may have the model write long ones.
+"""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of response templates that are reasoning."""
 
@@ -64,7 +69,7 @@ class ForcedReply:
             return Delta(calls=[FunctionCall(self._name, self._text)])
         try:
             found = json.loads(self._text)
-        except ValueError:  # it was cut off
+        except (ValueError, RecursionError):  # it was cut off, or is too deep
             return Delta(self._text)
         self._called = True
         return Delta(calls=[FunctionCall(each["name"], _dumped(each["arguments"])) for each in found])
@@ -106,7 +111,7 @@ class ParsedReply:
                 for event in self._parser.finalize()[1]:
                     self._take(event, delta)
             except UNREADABLE:
-                delta.content += self._unread
+                delta.content += self._unread + _held_by(self._parser)
         return delta
 
     def _read(self, text: str, delta: Delta) -> None:
@@ -130,7 +135,7 @@ class ParsedReply:
                 for event in parser.feed(character):
                     self._take(event, delta)
             except UNREADABLE:
-                delta.content += self._unread + text[place + 1 :]
+                delta.content += self._unread + _held_by(parser) + text[place + 1 :]
                 return
 
     def _take(self, event: dict[str, Any], delta: Delta) -> None:
@@ -175,6 +180,31 @@ class ParsedReply:
         return "tool_calls" if self._calls and finish_reason == "stop" else finish_reason
 
 
+def _held_by(parser: Any) -> str:
+    """Text that a parser holds back, since it may be the beginning of a delimiter."""
+    return str(parser._buffer[parser._pos :])
+
+
+def _in_time(patterns: Any) -> Any:
+    """A compiled pattern, or the library of patterns, whose functions raise TimeoutError in time."""
+    plain = {name: getattr(patterns, name) for name in dir(patterns) if not name.startswith("__")}
+    timed = ("search", "finditer", "sub")
+    return SimpleNamespace(**plain | {name: partial(plain[name], timeout=PATTERN_SECONDS) for name in timed})
+
+
+def _bound(template: Any) -> None:
+    """Bound the time of a template's patterns, and of those by which transformers reads calls."""
+    from transformers.utils.chat_parsing import content_parsers
+
+    parsers: Any = content_parsers
+    if not isinstance(parsers.re, SimpleNamespace):
+        parsers.re = _in_time(parsers.re)
+    template.start_anchor_re = _in_time(template.start_anchor_re)
+    for each in template.fields.values():
+        each.open_re = each.open_re and _in_time(each.open_re)
+        each.close_re = each.close_re and _in_time(each.close_re)
+
+
 def _calls_in(value: Any) -> list[FunctionCall]:
     """The calls of a region; raises one of UNREADABLE for what is none."""
     functions = [each.get("function", each) for each in (value if isinstance(value, list) else [value])]
@@ -195,6 +225,7 @@ class Replies:
             from transformers.utils.chat_parsing.response_templates import load_response_template
 
             self._template = load_response_template(template)
+            _bound(self._template)
 
     def check(self, request: ChatRequest, most: int) -> None:
         """Raise for tools that contradict each other, or that no answer could call."""
@@ -239,11 +270,18 @@ class Replies:
 
         most = 1 if request.parallel_tool_calls is False else None
         chat = prompt()
-        # A parser that does not find where the answer begins takes the whole chat for a part of it.
-        prefix = chat if self._template.start_anchor_re.search(chat) else ""
         tools: list[Any] = list(shown_tools(request.offered))
-        make = partial(ResponseParser, self._template, prefix=prefix, tools=tools)
-        return [ParsedReply(make, most) for _ in count]
+        try:
+            # A parser that does not find where the answer begins takes the whole chat for a part of it.
+            prefix = chat if self._template.start_anchor_re.search(chat) else ""
+            make = partial(ResponseParser, self._template, prefix=prefix, tools=tools)
+            return [ParsedReply(make, most) for _ in count]
+        except TimeoutError:
+            raise invalid(
+                "the response template takes too long to find where this chat's answer begins; send a "
+                "shorter one, or skip_special_tokens false, with which answers are not read",
+                "messages",
+            ) from None
 
 
 def call_bodies(calls: Iterable[FunctionCall], first: int | None = None) -> list[dict[str, Any]]:
