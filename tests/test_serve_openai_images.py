@@ -8,6 +8,7 @@ import http.server
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -148,6 +149,13 @@ def test_tokenize_shows_the_places_of_an_image(served: Served, seer: tuple[Any, 
     assert found["tokens"] == list(inputs["input_ids"][0])
 
 
+def with_scans(count: int) -> bytes:
+    """A progressive JPEG file whose last scan is there so many times more."""
+    whole = packed(picture(1), "JPEG", progressive=True)
+    last = whole[whole.rfind(b"\xff\xc4", 0, whole.rfind(b"\xff\xda")) : -2]
+    return whole[:-2] + last * count + whole[-2:]
+
+
 def broken() -> dict[str, Any]:
     whole = packed(picture(1))
     bomb = bytearray(whole)
@@ -161,6 +169,7 @@ def broken() -> dict[str, Any]:
         "cut": data_url(whole[:200]),
         "damaged": data_url(whole[:60] + b"\x00" * 40 + whole[100:]),
         "bomb": data_url(bytes(bomb)),
+        "scans": data_url(with_scans(40), "image/jpeg"),
         "vector": data_url(b'<svg xmlns="http://www.w3.org/2000/svg"/>', "image/svg+xml"),
         "postscript": data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"),
         "other format": data_url(packed(picture(1), "BMP"), "image/bmp"),
@@ -181,6 +190,26 @@ def test_broken_images_are_refused_before_the_first_byte(served: Served, name: s
         error = response.json()["error"]
         assert error["param"] == "messages"
         assert "send" in error["message"] or "not base64" in error["message"]
+        assert "0x" not in error["message"]  # an address of the process's memory
+
+
+def test_odd_images_are_answered(served: Served) -> None:
+    """One pixel, a long strip, and the scans of a usual progressive JPEG file."""
+    for image in (Image.new("RGB", (1, 1)), Image.new("1", (600, 6))):
+        assert texts(asked(served, data_url(packed(image)), "=The fox"))[0]
+    assert texts(asked(served, data_url(with_scans(1), "image/jpeg"), "=The fox"))[0]
+
+
+@pytest.mark.parametrize("parts", [b"\xff\xfe\x00\x02", b"\xff", b"\xff\xff\x00", b"\xff\xda\x00\x02"])
+def test_hostile_files_are_refused_in_time(seer: tuple[Any, Any], parts: bytes) -> None:
+    """A megabyte of comments, of fill bytes or of scans: counting them takes no longer than reading them."""
+    reader = Images(seer[1], ServerLimits())
+    file = b"\xff\xd8" + parts * (2**20 // len(parts))
+    begun = time.process_time()
+    with pytest.raises(ApiError, match="image 1 cannot be read"):
+        asyncio.run(reader.prompt("<image>", [data_url(file, "image/jpeg")], False))
+    assert time.process_time() - begun < 10
+    reader.close()
 
 
 def test_limits_of_images(served: Served) -> None:
@@ -192,6 +221,8 @@ def test_limits_of_images(served: Served) -> None:
     large = data_url(packed(Image.new("RGB", (101, 100))))
     code, message = status(large)
     assert (code, "101 x 100" in message) == (413, True)
+    code, message = status(data_url(packed(Image.new("1", (909, 9)))))
+    assert (code, "100 times" in message) == (400, True)  # a processor would make it 909 / 9 times its height
     half = data_url(packed(Image.new("RGB", (80, 80))))
     code, message = status(half, half)
     assert (code, "image 2" in message) == (413, True)

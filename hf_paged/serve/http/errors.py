@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ TYPES = {
     504: "timeout_error",
 }
 """OpenAI's `type` by status; others are invalid_request_error below 500 and server_error from there on."""
+
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""Addresses of the process's memory, as Python shows objects; errors of libraries have them."""
 
 
 class ApiError(Exception):
@@ -31,9 +35,9 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        self.message = ADDRESS.sub("", message)
+        super().__init__(self.message)
         self.status = status
-        self.message = message
         self.param = param
         self.code = code
         self.headers = dict(headers or {})

@@ -29,6 +29,16 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats of OpenAI's API. Others are not even opened: some of their readers start programs."""
 REMOTE = re.compile(r"https?://([A-Za-z0-9.-]+)(:\d+)?(/[!-\[\]-~]*)?")
 """URLs that all who read them read alike."""
+JPEG = b"\xff\xd8"
+"""The beginning of a JPEG file."""
+MARKER = re.compile(rb"\xff([^\x00\xd0-\xd7\xff])", re.DOTALL)
+"""A marker of a JPEG file, before each of its parts; the bytes of a scan have none."""
+MOST_SCANS, MOST_PARTS = 32, 4096
+"""Scans of a JPEG file, and parts of all kinds. A scan of 60 bytes may be a pass over all pixels; progressive
+files have some ten.
+"""
+MOST_ASPECT = 100
+"""How many times as long as wide an image may be: processors enlarge the shorter side, to some 300 pixels."""
 FETCH_SECONDS = 10.0
 """For an image of another host to come."""
 
@@ -152,25 +162,33 @@ class Images:
             ) from None
         left = self._limits.image_pixels
         for number, file in enumerate(files, 1):
-            try:
+            with _file_at_fault(number):
+                if file.startswith(JPEG):
+                    _require_few_scans(file)
                 image = Image.open(BytesIO(file), formats=FORMATS)  # reads the header alone
-                width, height = image.size
                 if getattr(image, "is_animated", False):
                     raise ValueError("it is animated")
-                if width * height <= left:
-                    yield ImageOps.exif_transpose(image).convert("RGB")
-            except Exception as error:  # whatever a decoder raises, the file is at fault
-                raise invalid(
-                    f"image {number} cannot be read: {error!s:.200}; send a {', '.join(FORMATS)} file",
-                    "messages",
-                ) from error
+            width, height = image.size
             left -= width * height
-            if left < 0:
-                raise too_large(
-                    f"image {number} has {width} x {height} pixels and the limit for all of a request is "
-                    f"{self._limits.image_pixels}; send smaller ones",
-                    "messages",
-                )
+            self._require_size(number, width, height, left)
+            with _file_at_fault(number):
+                upright = ImageOps.exif_transpose(image).convert("RGB")
+            yield upright
+
+    def _require_size(self, number: int, width: int, height: int, left: int) -> None:
+        """Raise for an image of too many pixels, or of a form that processors make one of too many."""
+        if left < 0:
+            raise too_large(
+                f"image {number} has {width} x {height} pixels and the limit for all of a request is "
+                f"{self._limits.image_pixels}; send smaller ones",
+                "messages",
+            )
+        if max(width, height) > MOST_ASPECT * min(width, height):
+            raise invalid(
+                f"image {number} has {width} x {height} pixels, and a side may be {MOST_ASPECT} times as "
+                "long as the other at most; cut it, or send it in pieces",
+                "messages",
+            )
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -223,6 +241,33 @@ def _of_data(url: str) -> bytes:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
         raise invalid(f"the data: URL of an image is not base64: {error}", "messages") from error
+
+
+@contextmanager
+def _file_at_fault(number: int) -> Iterator[None]:
+    """Take whatever a decoder raises for an error of the file."""
+    try:
+        yield
+    except Exception as error:
+        raise invalid(
+            f"image {number} cannot be read: {error!s:.200}; send a {', '.join(FORMATS)} file", "messages"
+        ) from error
+
+
+def _require_few_scans(file: bytes) -> None:
+    """Raise ValueError for a JPEG file of many scans: libjpeg would take minutes for a megabyte of them."""
+    scans, place = 0, 0
+    for _ in range(MOST_PARTS):
+        marker = MARKER.search(file, place)
+        if marker is None or marker[1] == b"\xd9":  # the end of the image
+            return
+        place = marker.end()
+        if marker[1] not in b"\x01\xd8":  # the others have a length
+            place += int.from_bytes(file[place : place + 2], "big")
+        scans += marker[1] == b"\xda"
+        if scans > MOST_SCANS:
+            raise ValueError(f"it has more than {MOST_SCANS} scans")
+    raise ValueError(f"it has more than {MOST_PARTS} parts")
 
 
 def _plain(value: Any) -> Any:
