@@ -69,9 +69,17 @@ def _continued(model: Any) -> str:
     return text
 
 
+def _listening(process: psutil.Process) -> set[str]:
+    """The addresses at which a process and its children take connections."""
+    family = [process, *process.children(recursive=True)]
+    sockets = [each for one in family for each in one.net_connections("tcp") if each.status == "LISTEN"]
+    assert len(sockets) > 2  # HTTP, the store by which ranks meet, and what they send each other
+    return {each.laddr.ip for each in sockets}
+
+
 def test_a_server_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same tokens as of one process, of the model, of an adapter and of new weights; a signal drains it,
-    and no rank is left behind.
+    """The same tokens as of one process, of the model, of an adapter and of new weights; no other machine can
+    reach the ranks; a signal drains it, and none is left behind.
     """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the ranks
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -86,6 +94,7 @@ def test_a_server_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ranks = psutil.Process(process.pid).children()
         assert len(ranks) == 2
         assert all("HF_PAGED_STARTED" in each.environ() for each in ranks)  # they end with the command
+        assert _listening(psutil.Process(process.pid)) == {"127.0.0.1"}
         expected = {"demo": _continued(demo.model()), "poet": _continued(adapted)}
         assert expected["demo"] != expected["poet"]
         for name, text in expected.items():

@@ -15,6 +15,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from transformers.utils import logging as progress
 
 from ...model.loading import DEMO, Checkpoint, first_device
+from . import ranks
 
 LOCAL = ("/", "./", "../", "~")
 """How a path begins that is no name on the Hub."""
@@ -73,7 +74,7 @@ class Source:
         read, as there is none without a terminal.
         """
         place = _divided() if self.tensor_parallel_size > 1 else {"device_map": self._place()}
-        with _without_bars() if quiet or not sys.stderr.isatty() else nullcontext():
+        with ranks.meeting(), _without_bars() if quiet or not sys.stderr.isatty() else nullcontext():
             return self.checkpoint.load(dtype=self.dtype, **place)
 
     def _place(self) -> str:

@@ -16,6 +16,10 @@ from typing import Any
 
 STARTED = "HF_PAGED_STARTED"
 """Set in the environment of ranks that `start` has started: their standard input ends with it."""
+HERE = "127.0.0.1"
+"""The address of the ranks that this module starts: what they send each other is pickled, so no other machine
+may reach it.
+"""
 MEETING_PORTS = 20_000, 30_000
 """Below those that systems give to a process that asks for any."""
 POLL = 0.1
@@ -119,7 +123,31 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
     given = {name: str(value) for name, value in own.items()}
     # Of a store that is gone torch writes a C++ stack for each question, before the one error that counts.
     unless = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return {**unless, **os.environ, **given, "MASTER_ADDR": "127.0.0.1"}
+    if sys.platform == "linux":
+        unless["GLOO_SOCKET_IFNAME"] = "lo"  # else the one of the machine's name
+    return {**unless, **os.environ, **given, "MASTER_ADDR": HERE}
+
+
+@contextlib.contextmanager
+def meeting() -> Iterator[None]:
+    """The store by which ranks on this machine find each other, until a process group has it. torch's own
+    listens at all addresses of the machine.
+    """
+    store = None
+    if world_size() > 1 and leads() and os.environ["MASTER_ADDR"] == HERE:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # where it is documented
+
+        with socket.create_server((HERE, int(os.environ["MASTER_PORT"]))) as listener:
+            store = TCPStore(
+                HERE,
+                listener.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,  # so the process group takes it, instead of one at this port
+                master_listen_fd=listener.detach(),
+            )
+    yield
+    del store
 
 
 def free_port() -> int:
@@ -128,7 +156,7 @@ def free_port() -> int:
     """
     for port in random.SystemRandom().sample(range(*MEETING_PORTS), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind((HERE, port))
             return port
     raise OSError(f"found no free port in {MEETING_PORTS} for the ranks to meet")
 
