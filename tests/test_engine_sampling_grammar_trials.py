@@ -17,6 +17,7 @@ pytest.importorskip("llguidance")
 from processes import LIMIT
 
 from hf_paged import Engine, demo
+from hf_paged.engine.sampling import grammar
 from hf_paged.engine.sampling.grammar import Grammars, json_grammar, regex_grammar
 from hf_paged.engine.sampling.grammar_trials import CPU_SECONDS, MEMORY, GrammarError
 
@@ -61,6 +62,22 @@ def test_a_hostile_grammar_is_refused_and_others_do_not_wait(grammars: Grammars,
     ask()
     assert time.process_time() - begun < 0.5
     assert refused[1] == refused[0]
+
+
+def test_few_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many requests bring one of their own, refused ones among them; the last ones used stay."""
+    monkeypatch.setattr(grammar, "KEPT", 3)
+    made = Grammars(demo.tokenizer(), 848, [1])
+    patterns = [regex_grammar(f"fox {i}") for i in range(4)]
+    for each in (*patterns[:3], patterns[0], patterns[3]):
+        made.compiled(each)
+    assert [made.kept(each) is not None for each in patterns] == [True, False, True, True]
+    with pytest.raises(GrammarError):
+        made.compiled(regex_grammar("[^\\s\\S]"))
+    assert [made.kept(each) is not None for each in patterns] == [False, False, True, True]
+    monkeypatch.setattr(grammar, "KEPT_BYTES", 1)
+    made.compiled(regex_grammar("owl"))
+    assert [made.kept(each) is not None for each in patterns] == [False] * 4
 
 
 def test_an_engine_computes_meanwhile(grammars: Grammars) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,30 @@ def test_what_is_read_is_what_peft_reads(folder: Path, pickled: bool) -> None:
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[key], expected[key]) for key in expected)
     assert config.to_dict() == peft.PeftConfig.from_pretrained(str(folder)).to_dict()
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_runs_no_code(folder: Path, tmp_path: Path) -> None:
+    """Of weights that are pickled, tensors alone are read; the file is refused for anything else."""
+    touched = tmp_path / "touched"
+    torch.save({"weight": torch.ones(2), "more": Touch(touched)}, folder / PICKLED)
+    (folder / SAFETENSORS).unlink()
+    with Engine(build(BY_NAME["llama"]), num_blocks=32) as engine:
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            engine.add_adapter("poet", folder)
+        assert not touched.exists()
+        engine.check()
+    torch.load(folder / PICKLED, weights_only=False)
+    assert touched.exists()
 
 
 @pytest.mark.parametrize("name", [SAFETENSORS, PICKLED, files.CONFIG])

@@ -115,6 +115,12 @@ def test_several_answers(served: Served) -> None:
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}
             ]
         },
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": kind, kind: {"url": "data:video/jpeg;base64,AAAA"}}]}
+                for kind in ("video_url", "audio_url", "input_audio")
+            ]
+        },
         {"messages": [{"role": "user", "content": None}]},
         {"messages": [{"role": "user", "content": "a", "tool_calls": []}]},
         {"messages": CHAT, "top_logprobs": 2},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -188,6 +189,15 @@ def test_impossible_forms_are_refused(served: Served, fields: dict[str, Any], pa
         error = response.json()["error"]
         assert param in str(error["param"])
     assert served.complete("The fox", max_tokens=3)["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)*b", "(.*)*x", "([a-z]+)*!", "(a?){64}a{64}"])
+def test_patterns_that_would_backtrack_for_ever_are_answered(served: Served, pattern: str) -> None:
+    """No pattern of a request runs in an engine that backtracks, neither over prompts nor over answers."""
+    begun = time.process_time()
+    body = {"prompt": "a" * 200, "max_tokens": 8, "temperature": 0, "guided_regex": pattern}
+    assert served.post("/v1/completions", body).status_code == 200
+    assert time.process_time() - begun < 10
 
 
 def test_large_grammars_are_refused(served: Served) -> None:
