@@ -700,7 +700,7 @@ def _scheduler_of(pools: Pools, preemption: Preemption, adapters: EngineAdapters
         config.limits(),
         config.policy,
         admission=config.admission,
-        prefix_caching=config.prefix_caching,
+        prefix_caching=config.prefix_caching and pools.paged == pools.own,
         verify=config.check_hits,
         swap=preemption.decide,
         adapters=adapters.slots,

@@ -170,6 +170,8 @@ def _why_no_graphs(loop: StepLoop) -> str | None:
 def _why_no_prefixes(loop: StepLoop) -> str | None:
     if not loop.pools.config.prefix_caching:
         return "prefix_caching=False"
+    if loop.pools.paged != loop.pools.own:
+        return "layers keep recurrent states, of which no prefixes are kept yet"
     if loop.runner.eager.encoder is not None:
         return "a decoder's keys and values depend on its encoder's output"
     return None

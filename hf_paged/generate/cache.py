@@ -139,7 +139,7 @@ class PagedCache(DynamicCache):
         self.prompt_in_chunks = False
         """True if the running call feeds its prompt in several forwards."""
         if sequences.states is not None:
-            states = RowStates(sequences)
+            states = RowStates(sequences, sequences.states)
             known_model = model()
             if known_model is not None:
                 end_forwards(known_model)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -229,10 +230,11 @@ def _paged(
         try:
             running.set(Forward(parts[0], dense and not captured))
             plain = captured or "peft" not in sys.modules
-            answer = original(**given) if plain else _with_adapters(model, original, given, parts)
-            for part in parts:
-                if part.states is not None:
-                    part.states.end()
+            with ExitStack() as states:
+                for part in parts:
+                    if part.states is not None:
+                        states.enter_context(part.states.forward())
+                answer = original(**given) if plain else _with_adapters(model, original, given, parts)
         finally:
             running.set(outer)
         if not captured:

@@ -223,6 +223,8 @@ class LayerGroup:
 
     def copy(self, copies: list[Copy]) -> None:
         """Carry out copies on write in every store."""
+        for source, target in copies if not self.kind.fills else ():
+            self.tokens_behind[target] = self.tokens_behind.get(source, 0)
         for store in self.stores.values():
             store.copy(copies)
 

@@ -10,6 +10,7 @@ from transformers import GenerationMixin
 from .offloaded import divided, unloaded
 from .quantized import looks_around
 from .routers import routers_of
+from .slots import STATES, slots_of
 from .support import ropes_of, why_not
 
 UNBOUNDED = 512
@@ -66,7 +67,7 @@ def check_architecture(model: Any) -> None:
         )
     if not issubclass(type(model), GenerationMixin):
         raise Unservable(f"{name} cannot generate; the engine needs a model with a language modeling head")
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not _keeps_states_in_its_cache(model):
         raise Unservable(
             f"{name} keeps a state of its own, which the engine cannot take back or fork; use generate()"
         )
@@ -78,6 +79,14 @@ def check_architecture(model: Any) -> None:
         raise Unservable(f"{name} does not describe its layers ({error}); use generate()") from error
     if reason is not None:
         raise Unservable(f"{reason}; use generate()")
+
+
+def _keeps_states_in_its_cache(model: Any) -> bool:
+    """True if layers of the model's cache have recurrent states: those are in slots."""
+    try:
+        return any(STATES in slot.kinds for slot in slots_of(model, cross=False))
+    except AttributeError:  # said below
+        return False
 
 
 def versions(model: nn.Module) -> list[int]:

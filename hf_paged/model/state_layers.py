@@ -9,6 +9,7 @@ slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..blocks import STATE_READ, STATE_WRITTEN, LayerKind
-from ..kv import Sequences
+from ..kv import LayerGroup, Sequences
 from ..kv.layout import StateLayout
 from ..kv.state_rows import StateRows
 from ..kv.upload import upload
@@ -27,21 +28,96 @@ StateName = tuple[int, str, int]
 """A layer's number, "conv" or "recurrent", and the number of the state in the layer."""
 
 
-class RowStates(SlotStates):
-    """The recurrent states of a cache of generate()."""
+class StoredStates(SlotStates):
+    """Recurrent states of layers that compute with stock's code: a forward reads them from slots, and writes
+    them when it ends.
+    """
 
-    def __init__(self, sequences: Sequences) -> None:
+    def __init__(self, sequences: Sequences, group: LayerGroup) -> None:
         super().__init__()
         self.sequences = sequences
-        self.tokens = self.kept.group.tokens_behind  # with the slots, which copies of a cache share
+        self.group = group
+        self.tokens = group.tokens_behind  # with the slots, which several caches share
         self.running = False
         """True within a forward."""
-        self._expected: tuple[int, int] | None = None
-        """Rows and new tokens of a plain forward, which begins when a layer asks for its state."""
         self.in_forward: dict[StateName, torch.Tensor] = {}
         """The states [rows, ...] that the running forward has read or made."""
         self.begun: set[tuple[int, int]] = set()
         """Layers and numbers of the states that the running forward has begun."""
+
+    # ---- a forward
+
+    def begin(self, rows: Sequence[StateRow] = ()) -> None:
+        super().begin(rows)
+        self.in_forward.clear()
+        self.begun.clear()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        self._enter()
+        try:
+            yield
+            self._write()
+        finally:
+            self.running = False
+            self.in_forward.clear()
+
+    def _enter(self) -> None:
+        self.in_forward.clear()
+        self.begun.clear()
+        self.running = True
+
+    def _write(self) -> None:
+        """Write the states of the forward to their slots."""
+        for name, states in self.in_forward.items():
+            if states.requires_grad:
+                raise RuntimeError(
+                    "a paged cache keeps no gradients; call the model under torch.no_grad(), or train "
+                    "without a cache"
+                )
+            self.group.place(name, StateLayout.of(states))
+            slots = self._slots(STATE_WRITTEN.name, states.device)
+            if slots is not None:
+                store, place = self.group.store(name)
+                store.write(place, slots, states)
+
+    def _slots(self, name: str, device: torch.device) -> torch.Tensor | None:
+        """The slots of the rows; None if no row has any."""
+        return self.sequences.column(name, device)
+
+    # ---- one state
+
+    def has_past(self) -> bool:
+        """True if tokens are behind the rows of the running forward: behind all of them or none."""
+        if not self.rows:
+            return self.sequences.static is not None  # a step without tokens, to be captured ahead
+        return bool(self.rows[0].start)
+
+    def get(self, name: StateName) -> torch.Tensor | None:
+        """The states [rows, ...] of that name in the running forward; None before a first token."""
+        found = self.in_forward.get(name)
+        if found is not None:
+            return found
+        layout: StateLayout | None = self.group.layout(name)
+        if layout is None:
+            return None
+        slots = self._slots(STATE_READ.name, layout.device) if self.has_past() else None
+        if slots is None:
+            found = torch.zeros((len(self.rows), *layout.shape), dtype=layout.dtype, device=layout.device)
+        else:
+            store, place = self.group.store(name)
+            found = store.read(place, slots)
+        self.in_forward[name] = found
+        return found
+
+
+class RowStates(StoredStates):
+    """The recurrent states of a cache of generate()."""
+
+    def __init__(self, sequences: Sequences, kept: StateRows) -> None:
+        super().__init__(sequences, kept.group)
+        self._expected: tuple[int, int] | None = None
+        """Rows and new tokens of a plain forward, which begins when a layer asks for its state."""
 
     @property
     def kept(self) -> StateRows:
@@ -54,8 +130,7 @@ class RowStates(SlotStates):
 
     def may_repeat(self, rows: Sequence[StateRow]) -> bool:
         """True if a step of these rows, before it has run, may run twice."""
-        group = self.kept.group
-        return not group.fixed or not self.kept.columns or group.pool.available >= len(rows)
+        return not self.group.fixed or not self.kept.columns or self.group.pool.available >= len(rows)
 
     def slots_of(self, rows: Sequence[StateRow]) -> StateSlots:
         kept = self.kept
@@ -79,16 +154,16 @@ class RowStates(SlotStates):
         return start in (self.kept.begun, self.kept.columns) and super().may_run(rows)
 
     def begin(self, rows: Sequence[StateRow] = ()) -> None:
-        self.in_forward.clear()
-        self.begun.clear()
         self._expected = None
         super().begin(rows)
-        self.running = True
         self.sequences.put(STATE_READ.name, self.slots.read)
         self.sequences.put(STATE_WRITTEN.name, self.slots.written)
 
+    # ---- a plain forward
+
     def expect(self, shape: Sequence[int]) -> None:
         rows, new = shape
+        self.running = False  # a forward before it that failed
         self._expected = (rows, new) if rows and new else None
 
     def _begin_plain(self) -> None:
@@ -96,65 +171,32 @@ class RowStates(SlotStates):
         if not self.running and self._expected is not None:
             rows, new = self._expected
             self.begin(rows_at(self.kept.columns, rows, new))
+            self._enter()
 
     def end(self) -> None:
-        """End a run: write the states to their slots."""
         self._expected = None
-        if not self.running:
-            return
-        self.running = False
-        group = self.kept.group
-        for name, states in self.in_forward.items():
-            if states.requires_grad:
-                raise RuntimeError(
-                    "a paged cache keeps no gradients; call the model under torch.no_grad(), or train "
-                    "without a cache"
-                )
-            group.place(name, StateLayout.of(states))
-            store, place = group.store(name)
-            store.write(place, self._slots(STATE_WRITTEN.name, states.device), states)
-        self.in_forward.clear()
-        self.begun.clear()
-
-    def _slots(self, name: str, device: torch.device) -> torch.Tensor:
-        slots = self.sequences.column(name, device)
-        assert slots is not None
-        return slots
+        if self.running:
+            self._write()
+            self.running = False
+            self.in_forward.clear()
 
     # ---- one state
 
     def has_past(self) -> bool:
-        """True if the rows of the running forward, or the rows as they are, have tokens behind them."""
+        """The same; outside of a forward true if the rows hold tokens."""
         self._begin_plain()
-        return bool(self.rows and self.rows[0].start) if self.running else bool(self.kept.columns)
+        return super().has_past() if self.running else bool(self.kept.columns)
 
     def get(self, name: StateName) -> torch.Tensor | None:
-        """The states [rows, ...] of that name, within a forward those that it has come to; None before a
-        first token.
-        """
+        """The same; outside of a forward a copy of the states."""
         self._begin_plain()
-        found = self.in_forward.get(name)
-        if found is not None:
-            return found
-        layout: StateLayout | None = self.kept.group.layout(name)
-        if layout is None:
-            return None
-        if not self.running:
-            return self._read_now(name, layout)
-        if self.has_past():
-            store, place = self.kept.group.store(name)
-            found = store.read(place, self._slots(STATE_READ.name, layout.device))
-        else:
-            found = torch.zeros((len(self.rows), *layout.shape), dtype=layout.dtype, device=layout.device)
-        self.in_forward[name] = found
-        return found
-
-    def _read_now(self, name: StateName, layout: StateLayout) -> torch.Tensor | None:
-        """A copy of the states outside a forward."""
+        layout: StateLayout | None = self.group.layout(name)
+        if self.running or layout is None:
+            return super().get(name)
         self.sequences.flush()
         if not self.kept.columns:
             return None
-        store, place = self.kept.group.store(name)
+        store, place = self.group.store(name)
         states: torch.Tensor = store.read(place, upload(list(self.kept.written), layout.device))
         return states
 
@@ -229,9 +271,9 @@ class KeepsStates:
     number: int
     number_of_states: int
     sequences: Sequences
-    states: RowStates
+    states: StoredStates
 
-    def keep_in_slots(self, states: RowStates) -> None:
+    def keep_in_slots(self, states: StoredStates) -> None:
         """Keep the states in these slots from now on."""
         self.states = states
         self.conv_states: Any = KeptStates(self, "conv")
@@ -246,9 +288,7 @@ class KeepsStates:
     def _is_known(self, which: str, number: int) -> bool:
         name = self.number, which, number
         states = self.states
-        return name in self.shown and (
-            name in states.in_forward or states.kept.group.layout(name) is not None
-        )
+        return name in self.shown and (name in states.in_forward or states.group.layout(name) is not None)
 
     def _show(self, which: str, number: int) -> None:
         self.shown.add((self.number, which, number))

@@ -15,7 +15,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
+
+from ..blocks import BlockTableArray
 
 NO_SLOT = -1
 """The slot of a row without a past, which reads no state."""
@@ -35,7 +38,9 @@ class StateRow(NamedTuple):
 
 
 class StateSlots(NamedTuple):
-    """The slots of a step's states, by row: each row reads one, or NO_SLOT, and writes one."""
+    """The slots of a step's states, by row: each row reads one and writes one. NO_SLOT: it has none to read,
+    or what it would write is dropped.
+    """
 
     read: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
@@ -43,7 +48,7 @@ class StateSlots(NamedTuple):
     @property
     def repeatable(self) -> bool:
         """True if any number of runs leaves the same states: no row writes a slot that a row reads."""
-        return set(self.read).isdisjoint(self.written)
+        return {*self.read}.isdisjoint({*self.written} - {NO_SLOT})
 
 
 class SlotStates(ABC):
@@ -80,17 +85,25 @@ class SlotStates(ABC):
         self.rows = rows
         self.slots = slots
         for row, slot in zip(rows, slots.written, strict=True):
-            self.tokens[slot] = row.start + row.count
+            if slot != NO_SLOT:
+                self.tokens[slot] = row.start + row.count
 
     def may_repeat(self, rows: Sequence[StateRow]) -> bool:
         """True if a step of these rows, before it has run, may run twice."""
         return self.slots_of(rows).repeatable
 
+    def follow(self, tables: Sequence[BlockTableArray]) -> None:  # noqa: B027 - they know their slots
+        """The tables that the next step's rows are places in."""
+
     def expect(self, shape: Sequence[int]) -> None:  # noqa: B027 - states that only we run need none
         """A plain forward of tokens [rows, new] is about to run."""
 
-    def end(self) -> None:  # noqa: B027 - layers that write to their slots themselves need no end
-        """End a run."""
+    def forward(self) -> AbstractContextManager[None]:
+        """Around the forward of a run; layers that write to their slots themselves need nothing."""
+        return nullcontext()
+
+    def end(self) -> None:  # noqa: B027 - as above
+        """A plain forward has ended."""
 
     def may_run(self, rows: Sequence[StateRow]) -> bool:
         """True if the states that rows read are those before their step: it has not run, or may run again."""
@@ -105,7 +118,7 @@ def _require_apart(slots: StateSlots) -> None:
     readers = Counter(slots.read)
     writers = Counter(slots.written)
     for read, written in zip(slots.read, slots.written, strict=True):
-        if readers[written] > (read == written) or writers[written] > 1:
+        if written != NO_SLOT and (readers[written] > (read == written) or writers[written] > 1):
             raise ValueError(f"a row writes its state to slot {written}, which another row of its step uses")
 
 

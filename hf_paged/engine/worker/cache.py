@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +14,10 @@ from ...kv import Batch, Pages, Sequences
 from ...model.layer import PagedLayer
 from ...model.lazy import LazyTensor
 from ...model.servable import Unservable
-from ...model.slots import CROSS
+from ...model.slots import CROSS, STATES, Slot, take_over
+from ...model.state_layers import KeepsStates, StateLayer
 from .pools import Pools
+from .states import SequenceStates
 
 UNREADABLE = "the engine's cache of one step has no keys and values to read; use generate()"
 
@@ -35,13 +38,29 @@ class StepCache(DynamicCache):
         """The tokens before the step, where one sequence runs by itself."""
         self.cross_tokens = 0
         """Tokens that the sequence attends to across, if these are in the pages before the step."""
-        layers: list[Any] = [
-            (OwnCrossLayer if kind == CROSS else StepLayer)(i, kind, self)
-            for i, kind in enumerate(pools.layers)
-        ]
+        layers = [self._layer(i, slot) for i, slot in enumerate(pools.slots)]
         Cache.__init__(self, layers=layers)
+        self.states: SequenceStates | None = None
+        """The recurrent states of the sequences, if layers keep any."""
+        if STATES in pools.own:
+            self.states = SequenceStates(self.sequences, pools.own[STATES], list(pools.own).index(STATES))
+            for layer in layers:
+                if isinstance(layer, KeepsStates):
+                    layer.keep_in_slots(self.states)
         self._cross = DynamicCache()
         Cache.__init__(self._cross, layers=[StepLayer(i, CROSS, self) for i in range(pools.cross_layers)])
+
+    def _layer(self, number: int, slot: Slot) -> Any:
+        """The layer of a place; one that keeps nothing is stock's."""
+        if slot.kind is None:
+            return slot.source
+        if slot.kind == STATES:
+            return slot.open(number, self.sequences)
+        kind: Any = OwnCrossLayer if slot.kind == CROSS else step_class(slot.paged)
+        layer: PagedLayer = kind(number, slot.kind, self)
+        if issubclass(kind, KeepsStates):
+            take_over(layer, slot.source)
+        return layer
 
     def with_encoder(self, filled: bool) -> EncoderDecoderCache:
         """The same with what the decoder attends to in its encoder; filled: whether that lies in the pages
@@ -62,7 +81,8 @@ class StepCache(DynamicCache):
         self.past = past
         self.cross_tokens = cross_tokens
         for layer in self.layers:
-            layer.reset()
+            if not isinstance(layer, StateLayer):
+                layer.reset()
 
     @property
     def paths(self) -> set[str]:
@@ -139,6 +159,15 @@ class StepLayer(PagedLayer):
         self.columns = 0
         self.path = "unused"
         self.is_initialized = self.step.past > 0
+
+
+@functools.cache
+def step_class(paged: type[PagedLayer]) -> type[StepLayer]:
+    """The class of a step's layer where generate() has `paged`: recurrent states beside pages stay there."""
+    if not issubclass(paged, KeepsStates):
+        return StepLayer
+    namespace = {"__module__": __name__, "__doc__": StepLayer.__doc__, "record_past": False}
+    return type(f"Step{paged.__name__}", (StepLayer, paged), namespace)
 
 
 class OwnCrossLayer(StepLayer):

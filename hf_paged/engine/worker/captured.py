@@ -33,9 +33,10 @@ from ...model.dispatch import runs_unknown_code
 from ...model.lazy import NotCapturable
 from ...model.rehearsal import RECORDERS
 from ...model.snapshot import ModelSnapshot, StateKey
-from ...model.state_slots import StateRow, states_of
+from ...model.state_slots import SlotStates, states_of
 from ..sampling.warp import greedy_tokens
-from .eager import EagerModel
+from .eager import EagerModel, state_rows
+from .eager import Form as EagerForm
 from .forward_batch import Answer, ForwardBatch
 
 WIDTHS = [512 * 8**i for i in range(7)]
@@ -178,7 +179,7 @@ class CapturedRunner:
         checks = not self.eager.checks.unseen
         state = self._state
         states = self.states
-        once = checks and states is not None and not states.slots_of(state_rows(batch)).repeatable
+        once = checks and states is not None and not self._may_repeat(states, batch)
         if state is None or once or (checks and self.eager.checks.looks_together):
             state = self._check()
             checks = False
@@ -201,6 +202,26 @@ class CapturedRunner:
                 answer = answer.clone()  # the new step answers in the same place
                 self._capture(state, source, answer, step)
         return answer
+
+    @staticmethod
+    def _may_repeat(states: SlotStates, batch: ForwardBatch) -> bool:
+        states.follow(batch.rows.tables)
+        return states.slots_of(state_rows(batch)).repeatable
+
+    def learn_first(self, batch: ForwardBatch, forward: Callable[[], Answer]) -> None:
+        """Before a batch is computed that advances states in place: capture it, or see whether a captured
+        step agrees, over runs that write no state.
+        """
+        states = self.eager.cache.states
+        size = self._shape(batch)
+        if states is None or size is None:
+            return
+        source = _EngineSource(self, size, batch)
+        state = self._check()
+        with states.trying():
+            states.follow(batch.rows.tables)
+            if self.captures.is_due(state, source):
+                self._capture(state, source, Answer(forward().logits))
 
     def learn(self, batch: ForwardBatch, logits: torch.Tensor) -> None:
         """After a batch was computed without a captured step: capture one, or see whether it agrees."""
@@ -251,8 +272,8 @@ class CapturedRunner:
         adapters = self.eager.adapters
         if runs_unknown_code(self.eager.model) or (adapters is not None and adapters.layers):
             return 0
-        groups = self.eager.pools.own.values()
-        if not all(group.stores for group in groups):
+        groups = self.eager.pools.paged.values()
+        if not all(group.stores for group in self.eager.pools.own.values()):
             return 1
         # Plain torch has no step without tokens.
         kernels = all(group.captured_ops.kernels is not None for group in groups)
@@ -334,10 +355,12 @@ class CapturedRunner:
             return None
         if (batch.inputs or batch.columns) and not batch.of_ids:
             return None
-        groups = self.eager.pools.own.values()
+        groups = self.eager.pools.paged.values()
         many = len(batch.rows.row_ids)
-        if not 0 < many <= self._most or not all(group.stores for group in groups):
+        if not 0 < many <= self._most or not all(group.stores for group in self.eager.pools.own.values()):
             return None  # the pools were given back, and come again with this step
+        if self.eager.cache.states is not None and (batch.rows.decodes < many or 0 in batch.rows.starts):
+            return None  # stock's code advances the states of one token a row, behind others
         # Latents are read by plain torch, whatever the kernels are.
         stores = [store for group in groups for store in group.stores.values()]
         kernels = not self.eager.expanding and all(store.captured.kernels is not None for store in stores)
@@ -383,16 +406,17 @@ class CapturedRunner:
         places: tuple[int, ...] = ()
         if step.places is not None:
             batch, places = self._load_chunks(step, batch)
-        if self.states is not None:
-            self.states.begin(state_rows(batch))
         rows = batch.rows
-        for tables, static in zip(rows.tables, step.batches.values(), strict=True):
+        if self.states is not None:
+            begin_states(self.states, batch)
+        for tables, static in zip(rows.tables, step.batches.values(), strict=False):  # states have none
             static.load_array(tables, rows.row_ids, rows.starts, rows.counts)
         ids = batch.ids(step.ids.device)
         step.ids[: len(ids), 0].copy_(ids)
         columns = batch.forward_columns if batch.columns else NO_NUMBERS
         if places:
             columns = {**columns, LOGIT_PLACE.name: places}
+        columns = self.eager.with_states(columns, batch)
         if columns is not step.columns.loaded:
             step.columns.load(columns)
 
@@ -411,7 +435,7 @@ class CapturedRunner:
         """Static tensors for steps of a size."""
         rows = size.rows
         device = self.eager.device
-        batches = {kind: self._batch(size, group) for kind, group in self.eager.pools.own.items()}
+        batches = {kind: self._batch(size, group) for kind, group in self.eager.pools.paged.items()}
         with ordinary_tensors():
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
             if self._answer is None:
@@ -446,7 +470,9 @@ class CapturedRunner:
             if eager.keeps_some:
                 arguments["logits_to_keep"] = 1  # type: ignore[assignment]  # a number among tensors
             head = self._head(step.size.adapters > 0)
-            with self._with_adapters(step), eager.head.of_rows(head, len(step.ids), step.places) as headed:
+            states = nullcontext() if self.states is None else self.states.forward()
+            headed_rows = eager.head.of_rows(head, len(step.ids), step.places)
+            with self._with_adapters(step), headed_rows as headed, states:
                 answer = eager.model(**arguments, **{CACHE: eager.cache}, use_cache=True, return_dict=True)
             logits: torch.Tensor = answer.logits[:, -1]
             if step.places is not None and not headed():
@@ -478,10 +504,10 @@ class CapturedRunner:
         return adapters.applied(AdapterBatch(adapters.table, slots) if step.size.adapters else None)
 
 
-def state_rows(batch: ForwardBatch) -> list[StateRow]:
-    """The rows of a batch by the tokens before them."""
-    rows = batch.rows
-    return list(map(StateRow, rows.row_ids, rows.starts, rows.counts))
+def begin_states(states: SlotStates, batch: ForwardBatch) -> None:
+    """Begin a run of a batch over its sequences' states."""
+    states.follow(batch.rows.tables)
+    states.begin(state_rows(batch))
 
 
 class _EngineSource(StepSource[_DecodeStep]):
@@ -536,9 +562,11 @@ class _EngineSource(StepSource[_DecodeStep]):
     def recompute(self) -> None:
         batch = self._batch
         assert batch is not None
-        if self._captured.states is not None:
-            self._captured.states.begin(state_rows(batch))
-        self._captured.eager.plugged(lambda: self._captured.eager.flat(batch))
+        captured = self._captured
+        if captured.states is not None:
+            begin_states(captured.states, batch)
+        form: EagerForm = "flat" if captured.eager.cache.states is None else "rows"
+        captured.eager.plugged(lambda: captured.eager.run(batch, form))
 
     def compile(self, fusion: Fusion) -> CompiledFusion | None:
         eager = self._captured.eager

@@ -34,6 +34,8 @@ class EngineConfig:
 
     block_size: tokens in a block, a power of two from 1 to 256.
     num_blocks: blocks of every layer group.
+    state_slots: slots for recurrent states: one for each sequence that runs, each of its beams and samples.
+        Default: as many as may run at once, within a share of the memory.
     memory_fraction: instead of num_blocks, the share of the device's free memory for the blocks. Without
         either the engine takes what max_batch_sequences of the model's longest length need, within a share of
         the memory.
@@ -98,6 +100,7 @@ class EngineConfig:
     compile: bool = False
     fuse_projections: bool = False
     graphs: bool = True
+    state_slots: int | None = None
     run_ahead: bool | None = None
     rank_timeout: float = 300.0
     max_adapters: int = 16

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ...blocks import NO_NUMBERS, LayerKind, TableView
+from ...blocks import ADAPTER_SLOT, NO_NUMBERS, LayerKind, Numbers, TableView
 from ...kv import Batch, FlatBatch, RowBatch
 from ...kv.upload import upload
 from ...model.attention import NAME, Forward, running
@@ -24,6 +24,7 @@ from ...model.offloaded import input_device
 from ...model.ranks.tensor_parallel import local_forwards
 from ...model.servable import Unservable
 from ...model.slots import CROSS
+from ...model.state_slots import StateRow
 from ...model.switch import decoder_configs, modules_of, restore, switch
 from ...scheduling import ForwardRows
 from ..multimodal.encoder import Encoder
@@ -57,6 +58,12 @@ def _answered(
             scores[row_id] = token_scores(logits[first : first + count], *wanted)
     own = upload([index[place] for place in last], logits.device)
     return Answer(logits[own].to(torch.float32), scores=scores)
+
+
+def state_rows(batch: ForwardBatch) -> list[StateRow]:
+    """The rows of a batch by the tokens before them."""
+    rows = batch.rows
+    return list(map(StateRow, rows.row_ids, rows.starts, rows.counts))
 
 
 class EagerModel:
@@ -112,7 +119,7 @@ class EagerModel:
         self.cache.begin(
             {
                 kind: FlatBatch(self._tables(batch.rows, i, kind), counts, self._plans_of(kind))
-                for i, kind in enumerate(self.pools.own)
+                for i, kind in enumerate(self.pools.paged)
             }
         )
         ends = list(accumulate(counts))
@@ -123,7 +130,7 @@ class EagerModel:
         them.
         """
         tables = rows.tables[number]
-        pool = self.pools.own[kind].pool
+        pool = self.pools.paged[kind].pool
         found = []
         for row_id, start, count in zip(rows.row_ids, rows.starts, rows.counts, strict=True):
             released = kind.reach(start, pool.block_size)
@@ -139,12 +146,57 @@ class EagerModel:
         return plans
 
     def one_by_one(self, batch: ForwardBatch) -> Answer:
+        """The step row by row; rows of one token behind others run beside each other where layers keep their
+        states in slots.
+        """
         self.checks.mark_forward()
-        found = [self._row(batch.select([i])) for i in range(len(batch.rows))]
-        wanted = [found[i].logits for i in batch.wanted]
-        scores = {row_id: numbers for each in found for row_id, numbers in each.scores.items()}
+        found: dict[int, torch.Tensor] = {}
+        scores: dict[int, Any] = {}
+        beside = self._rows_beside(batch)
+        if beside:
+            found = dict(zip(beside, self._beside(batch.select(beside)), strict=True))
+        for i in range(len(batch.rows)):
+            if i not in found:
+                answer = self._row(batch.select([i]))
+                scores |= answer.scores
+                found[i] = answer.logits
+        wanted = [found[i].view(1, -1) for i in batch.wanted]
         empty = torch.empty(0, 0, dtype=torch.float32, device=self.device)
         return Answer(torch.cat(wanted or [empty]), scores=scores)
+
+    def _rows_beside(self, batch: ForwardBatch) -> list[int]:
+        """The rows of a batch that one forward computes beside each other: decoding ones over states."""
+        if self.cache.states is None or batch.scored or ADAPTER_SLOT.name in batch.columns:
+            return []
+        rows = enumerate(zip(batch.rows.starts, batch.rows.counts, strict=True))
+        return [i for i, (start, count) in rows if start and count == 1 and i not in batch.inputs]
+
+    def _beside(self, batch: ForwardBatch) -> torch.Tensor:
+        """The logits [rows, vocabulary] behind rows of one token each, computed as rows [rows, 1] of one
+        forward.
+        """
+        rows = batch.rows
+        columns = max(rows.starts) + 1
+        starts = [columns - 1 - start for start in rows.starts]
+        batches: dict[LayerKind, Batch] = {
+            kind: RowBatch(
+                self._tables(rows, i, kind), starts if any(starts) else None, columns, 1, None, lambda: True
+            )
+            for i, kind in enumerate(self.pools.paged)
+        }
+        self.cache.begin(batches, past=columns - 1)
+        arguments = {CACHE: self.cache, "use_cache": True, "return_dict": True}
+        arguments["input_ids"] = batch.ids(self.device)[:, None]
+        if self.takes_positions:
+            positions = list(chain.from_iterable(batch.positions))
+            arguments["position_ids"] = upload(positions, self.device)[:, None]
+        logits: torch.Tensor = self._call(batch, arguments, None, flat=False).logits[:, -1]
+        return logits.to(torch.float32)
+
+    def with_states(self, columns: Numbers, batch: ForwardBatch) -> Numbers:
+        """The columns of a forward with the slots of its rows, if layers keep states there."""
+        states = self.cache.states
+        return columns if states is None else {**columns, **states.columns_of(state_rows(batch))}
 
     def _row(self, batch: ForwardBatch) -> Answer:
         """The logits behind the one row of a batch, if they are wanted, and what is scored of it."""
@@ -152,7 +204,7 @@ class EagerModel:
         (count,) = batch.rows.counts
         batches: dict[LayerKind, Batch] = {
             kind: RowBatch(self._tables(batch.rows, i, kind), None, start + count, count, None, lambda: True)
-            for i, kind in enumerate(self.pools.own)
+            for i, kind in enumerate(self.pools.paged)
         }
         inputs = self._inputs(batch)
         row = batch.inputs.get(0, PLAIN)
@@ -234,14 +286,30 @@ class EagerModel:
             arguments["position_ids"] = own if moved is None else moved.to(self.device)
         if self.keeps_some and places is not None:
             arguments["logits_to_keep"] = places
+        answer = self._call(batch, arguments, places if self.keeps_some else None, flat)
+        wanted = slice(None if scored else len(last))
+        whole = self.keeps_some or places is None
+        logits = answer.logits[0, wanted] if whole else answer.logits[0, places][wanted]
+        if not scored:
+            return Answer(logits.to(torch.float32))
+        return _answered(logits, {place: i for i, place in enumerate(kept)}, last, scored)
+
+    def _call(
+        self, batch: ForwardBatch, arguments: dict[str, Any], last: torch.Tensor | None, flat: bool
+    ) -> Any:
+        """The model's answer to a batch. last: the places of the tokens that the head gets."""
         extras = self._extras(batch) if batch.inputs else {}
+        states = self.cache.states
         outer = running.get()
         try:
-            self.cache.sequences.numbers = batch.forward_columns
+            self.cache.sequences.numbers = self.with_states(batch.forward_columns, batch)
+            if states is not None:
+                states.rows = state_rows(batch)
             running.set(Forward(self.cache, flat=flat))
             with (
                 decoder_arguments(self.model, extras),
-                self._with_adapters(batch, places if self.keeps_some else None),
+                self._with_adapters(batch, last),
+                nullcontext() if states is None else states.forward(),
             ):
                 if self.checks.skips_autograd:
                     answer = below_autograd(self.model, arguments)
@@ -254,12 +322,7 @@ class EagerModel:
             raise Unservable(
                 f"{type(self.model).__name__} continued with another cache than the engine's; use generate()"
             )
-        wanted = slice(None if scored else len(last))
-        whole = self.keeps_some or places is None
-        logits = answer.logits[0, wanted] if whole else answer.logits[0, places][wanted]
-        if not scored:
-            return Answer(logits.to(torch.float32))
-        return _answered(logits, {place: i for i, place in enumerate(kept)}, last, scored)
+        return answer
 
     def _extras(self, batch: ForwardBatch) -> dict[str, Any]:
         """The decoder's arguments beside its inputs."""

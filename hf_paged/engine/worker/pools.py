@@ -19,7 +19,7 @@ from ...kv.budget import free_bytes
 from ...kv.config import CacheConfig
 from ...model.registry import memory_of
 from ...model.servable import Unservable
-from ...model.slots import CROSS, STATES, slots_of
+from ...model.slots import CROSS, NO_CONTENT, STATES, slots_of
 from ...scheduling import KVCacheGroup, StepPlan, Swaps
 from ...scheduling import SequenceGroup as Requests
 from ...trace import Kind as TracedKind
@@ -31,6 +31,10 @@ logger = logging.getLogger("hf_paged")
 SHARE_OF_CUDA = 0.8
 SHARE_OF_CPU = 0.25
 """The largest share of the free memory that an engine takes by default."""
+MOST_OF_STATES = 0.6
+"""The largest share of the engine's memory in which recurrent states lie by default."""
+SPARE_SLOTS = 8
+"""Slots beyond those of the sequences that run at once."""
 SHARE_AT_FIRST = 1 / 16
 """The share of its blocks that a pool on the host has memory for at first. On a device it has memory for all
 of them, because growth would drop captured steps in service."""
@@ -48,21 +52,23 @@ class Pools:
         others = {
             type(slot.source).__name__
             for slot in slots
-            if slot.kind is None or STATES in slot.kinds or not slot.paged.complete
+            if not (type(slot.source) in NO_CONTENT if slot.kind is None else slot.paged.complete)
         }
         if others:
             raise Unservable(
                 f"{type(model).__name__} has layers that keep more than keys and values "
                 f"({', '.join(sorted(others))}); the engine cannot preempt or fork them yet, use generate()"
             )
-        kinds = [slot.kind for slot in slots if slot.kind is not None]
+        kinds = [kind for slot in slots for kind in slot.kinds]
         cross = len(slots_of(model, cross=True)) if getattr(model.config, "is_encoder_decoder", False) else 0
-        counts = Counter(kind for kind in kinds if kind != CROSS)
+        counts = Counter(kind for kind in kinds if kind not in (CROSS, STATES))
+        counts.update([STATES] * kinds.count(STATES))
         counts.update([CROSS] * (cross or kinds.count(CROSS)))  # the last of them
         self.config = config
         self.agree: Callable[[Sequence[int]], list[int]] = list
         """Numbers of blocks as all ranks can have them, where several processes have a part of each."""
-        self.layers = kinds
+        self.slots = slots
+        """The places of the model's layers."""
         self.cross_layers = cross
         self._model = weakref.ref(model)
         self._dtype = getattr(model, "dtype", None)
@@ -76,6 +82,8 @@ class Pools:
         }
         self.own = {kind: group for kind, group in self.groups.items() if kind != CROSS}
         """The groups whose tables hold a sequence's own tokens, the first ones of all."""
+        self.paged = {kind: group for kind, group in self.own.items() if kind.fills}
+        """Those of keys and values, the first ones of these."""
         for group in self.groups.values():
             group.kept = config.keep_pools
 
@@ -123,7 +131,7 @@ class Pools:
                     device.type == "cpu" for device in devices[group.kind]
                 ):
                     group.reserved = max(1, int(SHARE_AT_FIRST * total))
-        if self.config.preemption != "recompute" and self.config.host_blocks != 0:
+        if self.config.preemption != "recompute" and self.config.host_blocks != 0 and self.paged == self.own:
             self._make_host()
 
     def _require_room(self, totals: Sequence[int]) -> None:
@@ -133,7 +141,7 @@ class Pools:
         need: Counter[torch.device] = Counter()
         for group, total in zip(self.groups.values(), totals, strict=True):
             for layout, layers in group.layouts.items():
-                need[layout.device] += total * group.pool.block_size * layers * layout.token_bytes
+                need[layout.device] += total * layers * layout.block_bytes(group.pool.block_size)
             if total < 1:
                 raise OutOfBlocks(
                     f"the memory that the engine may take is less than one block of {group.block_bytes} "
@@ -172,16 +180,30 @@ class Pools:
 
     def _blocks(self, kind: LayerKind, group: LayerGroup, longest: int, captures: int) -> int:
         config = self.config
-        if config.num_blocks is not None:
+        if kind.fills and config.num_blocks is not None:
             return config.num_blocks
         device = next(iter(group.devices))
         share = config.memory_fraction or (SHARE_OF_CUDA if device.type == "cuda" else SHARE_OF_CPU)
-        free = max(0, free_bytes(device) - captures)
-        affordable = int(share * group.share * free) // group.block_bytes
+        free = int(share * max(0, free_bytes(device) - captures))
+        states = self.groups.get(STATES)
+        shares = 1.0
+        if states is not None:
+            slots = self._slots(states, free)
+            if not kind.fills:
+                return slots
+            free = max(0, free - slots * states.block_bytes)
+            shares -= states.share
+        affordable = int(free * group.share / shares) // group.block_bytes
         if config.memory_fraction is not None:
             return affordable
         row = kind.blocks_for(group.pool.block_size, longest, config.max_batch_tokens)
         return min(affordable, config.limits().sequences * (row + 1))
+
+    def _slots(self, states: LayerGroup, free: int) -> int:
+        """Slots for the states of all sequences that run at once, and of some that are forked from them."""
+        wanted = self.config.limits().sequences + SPARE_SLOTS
+        affordable = int(MOST_OF_STATES * free) // states.block_bytes
+        return self.config.state_slots or min(wanted, affordable)
 
     def expect(self, groups: Iterable[Requests]) -> None:
         """While no request runs: reserve memory for what these can come to hold, before they do.

@@ -18,7 +18,7 @@ from ...model.rehearsal import RECORDERS
 from ...model.state_slots import states_of
 from ...scheduling import AdapterNames
 from ..multimodal.media import Media
-from .captured import CapturedRunner, state_rows
+from .captured import CapturedRunner, begin_states
 from .eager import EagerModel, Form
 from .forward_batch import Answer, ForwardBatch
 from .merging import Merger
@@ -54,12 +54,17 @@ class Runner:
         """Compiles kernels during the trial, and those of further sizes after it."""
         self.why_rows: str | None = None
         """Why the model does not take a flat row; None if it does."""
+        self.captures_rows = False
+        """True if steps of rows of one token are captured all the same."""
         if self.eager.encoder is not None:
             self.why_rows = f"{type(model).__name__} is an encoder-decoder"
         elif not self.eager.takes_positions:
             self.why_rows = f"{type(model).__name__}.forward takes no position_ids"
         elif not self.eager.configs:
             self.why_rows = f"the attention of {type(model).__name__} does not ask transformers' registry"
+        elif self.eager.cache.states is not None:
+            self.why_rows = f"layers of {type(model).__name__} keep recurrent states"
+            self.captures_rows = True
 
     @property
     def form(self) -> Form:
@@ -69,12 +74,17 @@ class Runner:
     @property
     def captures(self) -> bool:
         """True if steps may be captured."""
-        return self.captured is not None and self.why_rows is None and self.eager.device.type in RECORDERS
+        return self._capturing is not None and self.eager.device.type in RECORDERS
 
     @property
     def capture_bytes(self) -> int:
         """Memory that captured steps may come to take."""
-        return 0 if self.captured is None or self.why_rows is not None else self.captured.budget
+        return 0 if self._capturing is None else self._capturing.budget
+
+    @property
+    def _capturing(self) -> CapturedRunner | None:
+        """The captured steps, if the model takes their form."""
+        return self.captured if self.why_rows is None or self.captures_rows else None
 
     def close(self) -> None:
         """Compile nothing any more, and drop captured steps. Twice is once."""
@@ -90,9 +100,9 @@ class Runner:
 
     def capture_ahead(self, sequences: int) -> None:
         """Capture a step that is likely to come, while the device is busy."""
-        if self.captured is not None and self.why_rows is None:
+        if self._capturing is not None:
             with self.eager.pools.memory.lock, torch.no_grad():
-                self.captured.capture_ahead(sequences)
+                self._capturing.capture_ahead(sequences)
 
     def warm_up(self) -> int:
         """Capture a step that many requests will need: how many are missing still."""
@@ -108,7 +118,7 @@ class Runner:
             return self._join(batch, parts)
         try:
             with self.eager.pools.memory.lock, torch.no_grad():
-                captured = self.captured if self.why_rows is None else None
+                captured = self._capturing
                 replayed = None if captured is None else captured.run(batch)
                 if replayed is not None:
                     return replayed
@@ -159,10 +169,12 @@ class Runner:
     def forward(self, batch: ForwardBatch, form: Form) -> Answer:
         """One run of a batch, operation by operation."""
         if self.states is not None:
-            self.states.begin(state_rows(batch))
+            begin_states(self.states, batch)
         return self.eager.run(batch, form)
 
     def _compute(self, batch: ForwardBatch, captured: CapturedRunner | None) -> Answer:
+        if captured is not None:
+            captured.learn_first(batch, lambda: self.forward(batch, self.form))
         answer = self.forward(batch, self.form)
         if captured is not None:
             captured.learn(batch, answer.logits)

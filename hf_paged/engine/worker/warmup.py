@@ -82,7 +82,7 @@ def _expected(eager: EagerModel, captures: bool) -> _Expected | None:
     fusion = Fusion(model, ops.kernels) if captures else None
     attentions = [
         attention_shape(model, layout, eager.pools.config.block_size, kind.window, fusion)
-        for kind in eager.pools.own
+        for kind in eager.pools.paged
     ]
     return _Expected(ops, fusion, attentions, layout.dtype, config.vocab_size)
 
