@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .cache_name import CACHE, NAMES, OLDER
-from .slots import STATE, Slot, slots_of
+from .slots import STATE, STATES, Slot, slots_of
 
 READS = "_can_checkpoint_with_cache"
 """Layers with this attribute only read the cache, and keep it."""
@@ -46,7 +46,7 @@ def why_not(model: Any, generation_config: Any, slots: list[Slot] | None = None)
     kinds: list[Any] = [type(model), type(model.get_decoder())]
     if any(map(adds_layers, kinds)):
         return f"{name} adds layers to its cache while it runs, as copies of others"
-    if any(slot.kind is not None for slot in slots):
+    if any(slot.kind not in (None, STATES) for slot in slots):
         return f"{name}.forward takes no {CACHE}" if NAMES.isdisjoint(names) else None
     if all(isinstance(slot.source, STATE) for slot in slots):
         return OWN_STATE.format(name)

@@ -416,7 +416,8 @@ class CapturedRunner:
         columns = batch.forward_columns if batch.columns else NO_NUMBERS
         if places:
             columns = {**columns, LOGIT_PLACE.name: places}
-        columns = self.eager.with_states(columns, batch)
+        if self.eager.cache.states is not None:
+            columns = self.eager.with_states(columns, batch)
         if columns is not step.columns.loaded:
             step.columns.load(columns)
 

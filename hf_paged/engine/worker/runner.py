@@ -118,7 +118,7 @@ class Runner:
             return self._join(batch, parts)
         try:
             with self.eager.pools.memory.lock, torch.no_grad():
-                captured = self._capturing
+                captured = self.captured if self.why_rows is None or self.captures_rows else None
                 replayed = None if captured is None else captured.run(batch)
                 if replayed is not None:
                     return replayed
