@@ -1,6 +1,6 @@
-"""A step of a hybrid (Qwen3.5's shape of 8B, random weights, bf16) in stock and paged generate().
+"""A step of a hybrid (Qwen3.5's shape of 8B, random weights, bf16) in stock and paged generate(), and the engine.
 
-python benchmarks/hybrid.py [--rows 1 8 64] [--layers 32] [--stock]
+python benchmarks/hybrid.py [--rows 1 8 64] [--layers 32] [--stock] [--engine 1 8 64 256]
 """
 
 from __future__ import annotations
@@ -44,6 +44,24 @@ def step(model: torch.nn.Module, ids: torch.Tensor, paged: bool, runs: int = 3) 
     return 1e3 * statistics.median(found)
 
 
+def engine_step(engine: hf_paged.Engine, rows: int, steps: int = 64) -> float:
+    """Milliseconds of a step of the engine in which all rows decode."""
+    options = {"max_new_tokens": rows // 5 + 400}
+    handles = [engine.submit(torch.randint(10, 150000, (CONTEXT,)).tolist(), **options) for _ in range(rows)]
+    for _ in range(rows // 5 + 100):  # prompts, captures, and some replays
+        engine.step()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    torch.cuda.synchronize()
+    taken = time.perf_counter() - begin
+    for handle in handles:
+        handle.cancel()
+    engine.step()
+    return 1e3 * taken / steps
+
+
 def bandwidth() -> float:
     """Bytes a second of reading alone."""
     data = torch.ones(2**30, dtype=torch.float32, device="cuda")
@@ -61,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--engine", type=int, nargs="+", default=[], help="rows of the engine's steps")
     parser.add_argument("--stock", action="store_true", help="measure stock too")
     given = parser.parse_args()
     config = Qwen3_5TextConfig(**SHAPE, num_hidden_layers=given.layers, pad_token_id=0, eos_token_id=None)
@@ -77,6 +96,12 @@ def main() -> None:
         pool = captures_of(model).pool
         print("    ", {**pool.stats()}, list(pool.reasons.values())[:2], flush=True)
         hf_paged.release(model)
+    if given.engine:
+        with hf_paged.Engine(model, prefix_caching=False) as engine:
+            for rows in given.engine:
+                found = statistics.median(engine_step(engine, rows) for _ in range(2))
+                print(f"{rows:4} rows: engine {found:6.2f} ms", flush=True)
+            print("    ", engine.stats()["graphs"], engine.stats()["off"], flush=True)
 
 
 if __name__ == "__main__":
