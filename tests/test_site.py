@@ -34,7 +34,7 @@ def places(nav: list[Any]) -> list[str]:
     for entry in nav:
         value = entry if isinstance(entry, str) else next(iter(entry.values()))
         found += [value] if isinstance(value, str) else places(value)
-    return found
+    return [place for place in found if "://" not in place]
 
 
 def test_every_page_has_its_place() -> None:
