@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from captures import counts, policy
+from poison import poison_free_slots
 from tape import record
 from tiny import build, config_class
 
 from hf_paged import Engine
-from hf_paged.engine.worker.states import SequenceStates
 from hf_paged.model.rehearsal import RECORDERS
 
 FAMILIES = ["falcon_h1", "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text", "zamba2", "zaya"]
@@ -21,18 +21,7 @@ NEW = 14
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that no sequence holds are not read: they have no numbers."""
-    original = SequenceStates.begin
-
-    def begin(self: SequenceStates, rows: Any = ()) -> None:
-        free = [slot for slot in range(self.group.pool.total) if not self.group.pool.references(slot)]
-        for store in self.group.stores.values():
-            store.data[:, [slot for slot in free if slot < store.blocks]] = (
-                float("nan") if store.data.is_floating_point() else 0
-            )
-        original(self, rows)
-
-    monkeypatch.setattr(SequenceStates, "begin", begin)
+    poison_free_slots(monkeypatch)
 
 
 def prompts() -> list[list[int]]:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from captures import counts, policy, reasons
+from poison import poison_free_slots
 from tape import record
 from tiny import build, config_class
 
 from hf_paged import PagedCache
 from hf_paged.model.registry import memory_of
 from hf_paged.model.rehearsal import RECORDERS
-from hf_paged.model.state_layers import RowStates
 
 FAMILIES = ["falcon_h1", "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text", "zamba2", "zaya"]
 MODES: dict[str, dict[str, Any]] = {"greedy": {}, "beams": {"num_beams": 3}}
@@ -21,17 +21,7 @@ MODES: dict[str, dict[str, Any]] = {"greedy": {}, "beams": {"num_beams": 3}}
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that no row holds are not read: they have no numbers."""
-    original = RowStates.begin
-
-    def begin(self: RowStates, rows: Any = ()) -> None:
-        group = self.kept.group
-        free = [slot for slot in range(group.pool.total) if not group.pool.references(slot)]
-        for store in group.stores.values():
-            store.data[:, free] = float("nan") if store.data.is_floating_point() else 0
-        original(self, rows)
-
-    monkeypatch.setattr(RowStates, "begin", begin)
+    poison_free_slots(monkeypatch)
 
 
 def padded_prompts() -> dict[str, torch.Tensor]:

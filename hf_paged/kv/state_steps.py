@@ -70,10 +70,11 @@ def ssm_step(
     source: torch.Tensor,
     target: torch.Tensor,
     *,
+    gate: torch.Tensor | None = None,
     softplus: bool = False,
 ) -> torch.Tensor:
-    """One token of Mamba-2's selective scan; x [rows, heads, P], dt [rows, heads], A, D and dt_bias [heads],
-    B and C [rows, groups, N], states [slots, heads, P, N].
+    """One token of Mamba-2's selective scan; x and gate [rows, heads, P], dt [rows, heads], A, D and
+    dt_bias [heads], B and C [rows, groups, N], states [slots, heads, P, N].
     """
     group = x.shape[1] // B.shape[1]
     b, c = (each.repeat_interleave(group, 1) for each in (B, C))
@@ -83,7 +84,9 @@ def ssm_step(
     state = read(states, source) * (t.float() * A.float()).exp()[..., None, None] + added
     write(states, target, state)
     out = torch.einsum("rhpn,rhn->rhp", state.to(c.dtype), c)
-    return (out if D is None else out + x * D[:, None]).to(x.dtype)
+    if D is not None:
+        out = (out + x * D[:, None]).to(out.dtype)
+    return (out if gate is None else out * F.silu(gate)).to(x.dtype)
 
 
 def read(states: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

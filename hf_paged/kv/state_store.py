@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..blocks.table import Copy
 from .layout import StateLayout
 from .ops import choose_for
+from .reference import invariant
 from .store import allocate, tensors_agree
 from .upload import upload
 
@@ -87,6 +89,11 @@ class StateStore:
         return all(tensors_agree(states[one], states[other]) for states in self.of_layer)
 
     # ---- a step
+
+    @property
+    def steps(self) -> Any:
+        """The kernels that step states of a captured step in their slots; None where there are none."""
+        return None if invariant.get() else self.captured.kernels
 
     def read(self, place: int, slots: torch.Tensor) -> torch.Tensor:
         """The states [rows, ...] of the layer at `place` in slots [rows]; behind -1 is no state, and the

@@ -22,6 +22,7 @@ from ..kv.layout import StateLayout
 from ..kv.state_rows import StateRows
 from ..kv.upload import upload
 from .layer import require_all
+from .state_functions import SlotState, stepping
 from .state_slots import SlotStates, StateRow, StatesAdvanced, StateSlots, rows_at
 
 StateName = tuple[int, str, int]
@@ -70,6 +71,10 @@ class StoredStates(SlotStates):
     def _write(self) -> None:
         """Write the states of the forward to their slots."""
         for name, states in self.in_forward.items():
+            if isinstance(states, SlotState):
+                if states.stepped and states.in_slots:
+                    continue  # a kernel has written them
+                states = states.dense()
             if states.requires_grad:
                 raise RuntimeError(
                     "a paged cache keeps no gradients; call the model under torch.no_grad(), or train "
@@ -105,10 +110,24 @@ class StoredStates(SlotStates):
         if slots is None:
             found = torch.zeros((len(self.rows), *layout.shape), dtype=layout.dtype, device=layout.device)
         else:
-            store, place = self.group.store(name)
-            found = store.read(place, slots)
+            found = self._read(name, layout, slots)
         self.in_forward[name] = found
         return found
+
+    def _read(self, name: StateName, layout: StateLayout, slots: torch.Tensor) -> torch.Tensor:
+        """The states in the slots that rows read; in a captured step of one token a row, what stands for them
+        until a kernel steps them there.
+        """
+        store, place = self.group.store(name)
+        number, which, _ = name
+        functions = stepping.get()
+        one = self.sequences.static is not None and (not self.rows or self.rows[0].count == 1)
+        if functions is not None and one and (number, which) in functions.known and store.steps is not None:
+            target = self._slots(STATE_WRITTEN.name, layout.device)
+            if target is not None:
+                return SlotState(layout, store.steps, store.of_layer[place], slots, target)
+        states: torch.Tensor = store.read(place, slots)
+        return states
 
 
 class RowStates(StoredStates):

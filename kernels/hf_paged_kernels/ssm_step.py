@@ -24,17 +24,18 @@ def ssm_step(
     source: torch.Tensor,
     target: torch.Tensor,
     *,
+    gate: torch.Tensor | None = None,
     softplus: bool = False,
 ) -> torch.Tensor:
     """S' = S * exp(t * A) + (t * B) x, and the answer S' C + x * D, with t = dt + dt_bias, or
-    softplus(dt + dt_bias). Rounded as transformers rounds: t and both products to dt's, B's and x's dtypes,
-    S' to C's for the answer.
+    softplus(dt + dt_bias), times silu(gate) if there is one. Rounded as transformers rounds: t and both
+    products to dt's, B's and x's dtypes, S' to C's for the answer.
 
-    x [rows, heads, P], B and C [rows, groups, N], each with the last stride 1; groups divide heads, and
-    consecutive heads share one; dt [rows, heads]; A, D and dt_bias [heads], D and dt_bias or None; states
-    [slots, heads, P, N], each without gaps; source and target [rows], int64: the slot that a row reads, -1
-    for no past (zeros), and the slot that it writes, -1 for none. No row may write what another row reads.
-    The answer is [rows, heads, P] in x's dtype.
+    x and gate [rows, heads, P], B and C [rows, groups, N], each with the last stride 1; groups divide heads,
+    and consecutive heads share one; dt [rows, heads]; A, D and dt_bias [heads], D, dt_bias and gate or None;
+    states [slots, heads, P, N], each without gaps; source and target [rows], int64: the slot that a row
+    reads, -1 for no past (zeros), and the slot that it writes, -1 for none. No row may write what another row
+    reads. The answer is [rows, heads, P] in x's dtype.
     """
     rows, heads, width = x.shape
     groups, dim = B.shape[1:]
@@ -51,7 +52,10 @@ def ssm_step(
             f"{[None if each is None else list(each.shape) for each in (dt, A, D, dt_bias)]}"
         )
     check_slots(states, (heads, width, dim), source, target, rows)
-    check_last(x=x, B=B, C=C)
+    z = x if gate is None else gate
+    if z.shape != x.shape:
+        raise ValueError(f"Invalid shape of gate: expected {list(x.shape)}, got {list(z.shape)}")
+    check_last(x=x, B=B, C=C, gate=z)
     out = torch.empty((rows, heads, width), dtype=x.dtype, device=x.device)
     dims = triton.next_power_of_2(dim)
     tile, warps = state_tiling(rows * heads, dims, triton.next_power_of_2(width))
@@ -60,22 +64,24 @@ def ssm_step(
         bias = A if dt_bias is None else dt_bias
         launch(
             _ssm_step, (triton.cdiv(width, tile), heads, rows),
-            out, x, dt, A, B, C, skip, bias, states, source, target,
+            out, x, dt, A, B, C, skip, bias, z, states, source, target,
             *x.stride()[:2], *dt.stride(), A.stride(0), *B.stride()[:2], *C.stride()[:2],
-            skip.stride(0), bias.stride(0), states.stride(0),
+            skip.stride(0), bias.stride(0), *z.stride()[:2], states.stride(0),
             HEADS=heads, GROUP=heads // groups, N=dim, DIMS=dims, WIDTH=width, TILE=tile,
-            SKIP=D is not None, BIAS=dt_bias is not None, SOFTPLUS=softplus, EXACT=x.device.type != "cpu",
-            num_warps=warps,
+            SKIP=D is not None, BIAS=dt_bias is not None, GATE=gate is not None, SOFTPLUS=softplus,
+            EXACT=x.device.type != "cpu", num_warps=warps,
         )  # fmt: skip
     return out
 
 
 @triton.jit
 def _ssm_step(
-    OUT, X, DT, A, B, C, D, DT_BIAS, STATES, SOURCE, TARGET,
-    x_row, x_head, dt_row, dt_head, a_head, b_row, b_group, c_row, c_group, d_head, bias_head, state_stride,
+    OUT, X, DT, A, B, C, D, DT_BIAS, Z, STATES, SOURCE, TARGET,
+    x_row, x_head, dt_row, dt_head, a_head, b_row, b_group, c_row, c_group, d_head, bias_head,
+    z_row, z_head, state_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr,
-    TILE: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, EXACT: tl.constexpr,
+    TILE: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
+    SOFTPLUS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """OUT, X [rows, HEADS, WIDTH]; B, C [rows, HEADS / GROUP, N]; STATES [slots, HEADS, WIDTH, N]. A program
     takes TILE lines of the state of one head and row.
@@ -109,4 +115,7 @@ def _ssm_step(
     if SKIP:
         skipped = tl.load(D + head * d_head)
         y += x.to(tl.float32) * skipped.to(tl.float32)
+    if GATE:
+        z = tl.load(Z + row * z_row + head * z_head + line, mask=here, other=0.0)
+        y = y.to(c.dtype).to(tl.float32) * exact.silu(z.to(tl.float32), EXACT).to(z.dtype).to(tl.float32)
     tl.store(OUT + (row * HEADS + head) * WIDTH + line, y.to(OUT.dtype.element_ty), mask=here)

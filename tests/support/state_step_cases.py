@@ -107,7 +107,7 @@ def check_ssm(
     steps: Any, dtype: torch.dtype, held: torch.dtype, heads: int, groups: int, dims: tuple[int, int],
     whole: bool,
 ) -> None:  # fmt: skip
-    """Mamba-2's step as Nemotron-H calls it; not whole: without D and dt_bias, and dt as it is."""
+    """Mamba-2's step as Falcon-H1 calls it; not whole: without D, dt_bias and gate, and dt as it is."""
     rows = len(SOURCE)
     width, dim = dims
     slots = InSlots((heads, width, dim), held)
@@ -117,13 +117,15 @@ def check_ssm(
     B, C = noise(rows, 2, groups, dim, dtype=dtype, seed=3).unbind(1)
     D = noise(heads, dtype=dtype, seed=4) if whole else None
     dt_bias = noise(heads, dtype=dtype, seed=5) if whole else None
+    gate = noise(rows, heads, width, dtype=dtype, seed=6) if whole else None
     state = slots.gathered()
     wanted = mamba2_selective_state_update(
         state, x, dt[..., None].expand(-1, -1, width), A[:, None, None].expand(-1, width, dim), B, C,
         None if D is None else D[:, None].expand(-1, width),
         dt_bias=None if dt_bias is None else dt_bias[:, None].expand(-1, width), dt_softplus=whole,
+        z=gate,
     )  # fmt: skip
-    got = steps.ssm_step(x, dt, A, B, C, D, dt_bias, *slots.given, softplus=whole)
+    got = steps.ssm_step(x, dt, A, B, C, D, dt_bias, *slots.given, gate=gate, softplus=whole)
     assert got.dtype == dtype
     torch.testing.assert_close(got, wanted, rtol=ERROR[dtype], atol=ERROR[dtype] * 4)
     slots.check(state, max(ERROR[dtype], ERROR[held]))

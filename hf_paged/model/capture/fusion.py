@@ -31,6 +31,7 @@ from ..patches import ReplacedForward
 from ..ranks.symmetric_memory import FUSED, SENT, LazySum, memory_of, shots_of
 from ..ranks.tensor_parallel import mesh_of
 from ..source import STANDS_FOR, reads_like
+from ..state_functions import StateFunctions, stepping
 from .branches import Product, at_once, beside, products_of
 from .products import fused_product
 
@@ -58,6 +59,7 @@ class Fusion:
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         self.rotaries: set[str] = set()
         """The module files whose rotary embedding is Llama's."""
+        self.states = StateFunctions(model)
         if kernels is not None:
             self._look_at(model)
 
@@ -105,7 +107,7 @@ class Fusion:
         names = [
             (name, ours[module].func.__name__) for name, module in model.named_modules() if module in ours
         ]
-        return crc32(repr([names, sorted(self.rotaries)]).encode())
+        return crc32(repr([names, sorted(self.rotaries), sorted(self.states.known)]).encode())
 
     def calls(self, rows: int, dtype: torch.dtype) -> list[Callable[[], object]]:
         """A call of each kernel for the modules that are replaced, on tensors [rows, 1, n] without data: it
@@ -243,6 +245,16 @@ class Fusion:
         """Replaces a module file's rotary embedding meanwhile."""
         return _only_here(self, partial(self.rotary, stock), stock)
 
+    def functions(self) -> Iterator[tuple[ModuleType, str, Callable[..., Any], Callable[..., Any]]]:
+        """Functions of module files that are replaced meanwhile: where, the name, the function, and ours."""
+        for file in self.rotaries:
+            place = sys.modules[file]
+            stock = getattr(place, ROTARY)
+            yield place, ROTARY, stock, self.substitute(stock)
+        for (_, name), place in self.states.places.items():
+            stock = getattr(place, name)
+            yield place, name, stock, _only_here(self, self.states.substitute(name, stock), stock)
+
 
 current_fusion: ContextVar[Fusion | None] = ContextVar("hf_paged_fusion", default=None)
 
@@ -251,23 +263,24 @@ current_fusion: ContextVar[Fusion | None] = ContextVar("hf_paged_fusion", defaul
 def fused(fusion: Fusion) -> Iterator[None]:
     """Let the model's modules call the fusion, in this thread; other threads get the modules' own code."""
     with changing:
-        modules = [sys.modules[name] for name in fusion.rotaries]
-        stocks = [getattr(module, ROTARY) for module in modules]
+        functions = [*fusion.functions()]
         replaced = [_replaced(fusion, module, forward) for module, forward in fusion.forwards.items()]
         for each in replaced:
             each.replace()
-        for place, stock in zip(modules, stocks, strict=True):
-            setattr(place, ROTARY, fusion.substitute(stock))
+        for place, name, _, ours in functions:
+            setattr(place, name, ours)
         token = current_fusion.set(fusion)
+        states = stepping.set(fusion.states)
         try:
             with nullcontext() if fusion.ranks is None else fusion.ranks.forward():
                 yield
         finally:
+            stepping.reset(states)
             current_fusion.reset(token)
             for each in replaced:
                 each.restore()
-            for place, stock in zip(modules, stocks, strict=True):
-                setattr(place, ROTARY, stock)
+            for place, name, stock, _ in functions:
+                setattr(place, name, stock)
 
 
 def _replaced(fusion: Fusion, module: nn.Module, forward: Callable[..., Any]) -> ReplacedForward:

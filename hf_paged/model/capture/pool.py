@@ -139,6 +139,8 @@ class CapturePool:
         """ready: whether what steps of a size launch is compiled; others are not captured yet."""
         self.counts: Counter[str] = Counter(captured=0, compiled=0, replayed=0, refused=0)
         """How many steps were "captured", "compiled", "replayed", "refused"."""
+        self.gathered: Counter[str] = Counter()
+        """Why captured steps gather recurrent states, and how often."""
         self.reasons: dict[Hashable, str] = {}
         """Why steps are not captured."""
         self.seconds = 0.0
@@ -468,6 +470,7 @@ class CapturePool:
                 prepared = self._prepare(key, source, fusion)
             with self._alike(computed=False):
                 step = self._record_prepared(key, source, prepared)
+            self.gathered += fusion.states.reasons
         return step
 
     @contextmanager

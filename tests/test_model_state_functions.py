@@ -1,0 +1,170 @@
+"""Captured steps step states in their slots, by the functions that the models' own files call."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from captures import counts, policy, pool_of, reasons
+from poison import poison_free_slots
+from tape import record
+from tiny import build, config_class
+
+from hf_paged import Engine
+from hf_paged.kv import state_steps
+from hf_paged.kv.layout import StateLayout
+from hf_paged.kv.state_store import StateStore
+from hf_paged.model.registry import memory_of
+from hf_paged.model.rehearsal import RECORDERS
+from hf_paged.model.source import STANDS_FOR
+from hf_paged.model.state_functions import KNOWN, SlotState, StateFunctions
+
+FAMILIES = {
+    "qwen3_5_text": {"conv_step", "delta_step"},
+    "kimi_linear": {"conv_step", "delta_step"},
+    "nemotron_h": {"conv_step", "ssm_step"},
+    "falcon_h1": {"conv_step", "ssm_step"},
+    "bamba": {"conv_step", "ssm_step"},
+    "lfm2": {"conv_step"},
+    "zaya": set(),
+}
+"""The kernels that step each family's states. Zaya's layers call no function that is known."""
+
+
+class Counted:
+    """The kernels in plain torch, and which have run."""
+
+    def __init__(self) -> None:
+        self.run: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.run.add(name)
+        return getattr(state_steps, name)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """Captured steps on a CPU have kernels for states, in plain torch."""
+    counted = Counted()
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    monkeypatch.setattr(StateStore, "steps", counted)
+    poison_free_slots(monkeypatch)
+    policy(monkeypatch, least_steps=4)
+    return counted
+
+
+def check_answers_as_stock(model: Any, beams: int = 1) -> None:
+    ids = torch.randint(5, 60, (3, 11), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    given = {
+        "input_ids": ids * mask, "attention_mask": mask, "max_new_tokens": 14, "min_new_tokens": 14,
+        "do_sample": False, "num_beams": beams,
+    }  # fmt: skip
+    stock = model.generate(**given)
+    assert torch.equal(model.generate(cache_implementation="paged", **given), stock)
+    assert counts(model)["replayed"] >= 8, reasons(model)
+    memory_of(model).check()
+
+
+@pytest.mark.parametrize(
+    ("family", "beams"), [*((family, 1) for family in FAMILIES), ("qwen3_5_text", 3), ("nemotron_h", 3)]
+)
+def test_captured_steps_answer_as_stock(family: str, beams: int, steps: Counted) -> None:
+    model = build("causal", config_class("causal", family))
+    check_answers_as_stock(model, beams)
+    assert steps.run == FAMILIES[family]
+    assert not pool_of(model).gathered
+    file = sys.modules[type(model).__module__]
+    assert not any(hasattr(getattr(file, name, None), STANDS_FOR) for name in KNOWN)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_steps_of_an_engine_answer_as_each_prompt_alone(
+    family: str, steps: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They write where they read."""
+    policy(monkeypatch, after=1, agree=1)
+    model = build("causal", config_class("causal", family))
+    model.generation_config.eos_token_id = None
+    chance = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 60, (length,), generator=chance).tolist() for length in (3, 11, 7)]
+    with Engine(model) as engine:
+        handles = [engine.submit(prompt, max_new_tokens=14) for prompt in prompts]
+        for prompt, handle in zip(prompts, handles, strict=True):
+            stock = model.generate(torch.tensor([prompt]), max_new_tokens=14, do_sample=False)
+            assert handle.result().sequences[0].token_ids == stock[0, len(prompt) :].tolist()
+        assert counts(engine)["replayed"], reasons(engine)
+        assert steps.run == FAMILIES[family]
+        engine.check()
+
+
+def test_functions_with_other_parameters_are_given_tensors(
+    steps: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("causal", config_class("causal", "nemotron_h"))
+    file = sys.modules[type(model).__module__]
+    stock = file.mamba2_selective_state_update
+
+    def other(state: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(state, x, *args, **kwargs)
+
+    monkeypatch.setattr(file, "mamba2_selective_state_update", other)
+    check_answers_as_stock(model)
+    assert steps.run == {"conv_step"}
+    assert any(
+        "mamba2_selective_state_update has other parameters" in each for each in pool_of(model).gathered
+    )
+
+
+def in_slots() -> SlotState:
+    """States [2, 3, 4] read from slots 1 and 0, and written to slots 2 and 3."""
+    states = torch.arange(60.0).view(5, 3, 4)
+    layout = StateLayout.of(states[:1])
+    return SlotState(layout, state_steps, states, torch.tensor([1, 0]), torch.tensor([2, 3]))
+
+
+def test_states_in_slots_survive_a_cast_to_their_own_type() -> None:
+    """Kimi's layers cast what a function answers before they hand it to the cache."""
+    state = in_slots()
+    with torch.inference_mode():
+        assert state.to(torch.float32) is state
+    assert state.to(torch.float32) is state
+    assert state.copy_(state) is state
+    assert state.in_slots
+
+
+def test_states_in_slots_are_tensors_for_other_code() -> None:
+    state = in_slots()
+    assert torch.equal(state + 0, state.states[[1, 0]])
+    state.copy_(torch.zeros(2, 3, 4))
+    assert not state.in_slots
+    assert not state.dense().any()
+    assert state.states[:2].any()
+
+
+def test_arguments_that_a_kernel_does_not_know_go_to_the_function() -> None:
+    functions = StateFunctions(torch.nn.Module())
+    given: list[Any] = []
+    convolve = functions.substitute("causal_conv1d_update", lambda *args: given.append(args))
+    state = in_slots()
+    convolve(torch.ones(2, 3, 1), state, torch.ones(3, 4), None, "gelu")
+    assert given[0][1] is state.dense()
+    assert functions.reasons == {"causal_conv1d_update: the activation is 'gelu'": 1}
+    plain = torch.ones(2, 3, 4)
+    convolve(torch.ones(2, 3, 1), plain, torch.ones(3, 4), None, "gelu")
+    assert given[1][1] is plain
+
+
+def test_what_is_read_after_a_step_is_what_it_wrote() -> None:
+    state = in_slots()
+    convolve = StateFunctions(torch.nn.Module()).substitute("causal_conv1d_update", lambda *_: None)
+    before = state.states.clone()
+    answer = convolve(torch.full((2, 3, 1), 7.0), state, torch.ones(3, 4))
+    wanted = torch.cat([before[[1, 0], :, 1:], torch.full((2, 3, 1), 7.0)], -1)
+    assert torch.equal(answer[..., 0], wanted.sum(-1))
+    assert torch.equal(state.states[[2, 3]], wanted)
+    assert torch.equal(state.dense(), wanted)
+    assert torch.equal(state.states[:2], before[:2])
