@@ -30,8 +30,8 @@ StateName = tuple[int, str, int]
 
 
 class StoredStates(SlotStates):
-    """Recurrent states of layers that compute with stock's code: a forward reads them from slots, and writes
-    them when it ends.
+    """Recurrent states of layers that compute with stock's code: a forward reads a layer's from slots, and
+    writes them when it comes to the next layer.
     """
 
     def __init__(self, sequences: Sequences, group: LayerGroup) -> None:
@@ -42,7 +42,9 @@ class StoredStates(SlotStates):
         self.running = False
         """True within a forward."""
         self.in_forward: dict[StateName, torch.Tensor] = {}
-        """The states [rows, ...] that the running forward has read or made."""
+        """The states [rows, ...] of the layer that the running forward is at."""
+        self._left: set[StateName] = set()
+        """The states that it has written."""
         self.begun: set[tuple[int, int]] = set()
         """Layers and numbers of the states that the running forward has begun."""
 
@@ -50,8 +52,7 @@ class StoredStates(SlotStates):
 
     def begin(self, rows: Sequence[StateRow] = ()) -> None:
         super().begin(rows)
-        self.in_forward.clear()
-        self.begun.clear()
+        self._clear()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -61,15 +62,24 @@ class StoredStates(SlotStates):
             self._write()
         finally:
             self.running = False
-            self.in_forward.clear()
+            self._clear()
 
     def _enter(self) -> None:
-        self.in_forward.clear()
-        self.begun.clear()
+        self._clear()
         self.running = True
 
+    def _clear(self) -> None:
+        self.in_forward.clear()
+        self.begun.clear()
+        self._left.clear()
+
+    def turn_to(self, layer: int) -> None:
+        """The forward is at a layer: those before it have their states."""
+        if any(name[0] != layer for name in self.in_forward):
+            self._write()
+
     def _write(self) -> None:
-        """Write the states of the forward to their slots."""
+        """Write the states at hand to their slots."""
         for name, states in self.in_forward.items():
             if isinstance(states, SlotState):
                 if states.stepped and states.in_slots:
@@ -85,6 +95,8 @@ class StoredStates(SlotStates):
             if slots is not None:
                 store, place = self.group.store(name)
                 store.write(place, slots, states)
+        self._left.update(self.in_forward)
+        self.in_forward.clear()
 
     def _slots(self, name: str, device: torch.device) -> torch.Tensor | None:
         """The slots of the rows; None if no row has any."""
@@ -100,13 +112,16 @@ class StoredStates(SlotStates):
 
     def get(self, name: StateName) -> torch.Tensor | None:
         """The states [rows, ...] of that name in the running forward; None before a first token."""
+        self.turn_to(name[0])
         found = self.in_forward.get(name)
         if found is not None:
             return found
         layout: StateLayout | None = self.group.layout(name)
         if layout is None:
             return None
-        slots = self._slots(STATE_READ.name, layout.device) if self.has_past() else None
+        left = name in self._left
+        column = STATE_WRITTEN if left else STATE_READ
+        slots = self._slots(column.name, layout.device) if left or self.has_past() else None
         if slots is None:
             found = torch.zeros((len(self.rows), *layout.shape), dtype=layout.dtype, device=layout.device)
         else:
@@ -197,7 +212,7 @@ class RowStates(StoredStates):
         if self.running:
             self._write()
             self.running = False
-            self.in_forward.clear()
+            self._clear()
 
     # ---- one state
 
@@ -238,6 +253,7 @@ class KeptStates(MutableMapping[int, Any]):
                 f"{self.which} states are set by forwards of the model that the cache was made for; outside "
                 "of one the cache has only copies"
             )
+        self.layer.states.turn_to(self.layer.number)
         self.layer.states.in_forward[self.layer.number, self.which, number] = states
 
     def __delitem__(self, number: int) -> None:
