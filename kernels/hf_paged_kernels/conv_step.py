@@ -78,6 +78,7 @@ def _conv_step(
     dtype = WEIGHT.dtype.element_ty
     window = tl.where(tap == K - 1, x.to(tl.float32)[:, None], past).to(dtype).to(tl.float32)
     real = here[:, None] & (tap < K)
+    tl.debug_barrier()  # a row may write where it reads, one input further on: all threads have read by now
     write_state(STATES, TARGET, row, state_stride, inside, real, window)
     weight = tl.load(WEIGHT + inside, mask=real, other=0.0).to(tl.float32)
     y = tl.sum(tl.where(real, window * weight, 0.0), 1)
