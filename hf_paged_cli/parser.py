@@ -12,6 +12,7 @@ from typing import Any
 from . import __version__
 from .flags import Parser, new_file, new_picture, new_socket, number, some_text, utf8
 from .limits import ServerLimits
+from .loads import LOADS
 
 SHELLS = ["bash", "zsh", "fish", "tcsh", "powershell"]
 EPILOG = """\
@@ -32,7 +33,7 @@ ABOUT = {
     "generate": "answer a prompt in the terminal, or each line of a file",
     "batch": "answer a file of OpenAI's batch requests",
     "chat": "talk with a model in the terminal",
-    "bench": "a model's speed here, beside stock generate()",
+    "bench": "a model's speed here, beside stock generate() in the same batch",
     "completion": "print a script that completes commands in a shell",
     "info": "versions, devices, kernels; what of a model runs on pages",
     "trace": "show the map of the blocks of a trace file",
@@ -56,7 +57,8 @@ EXAMPLES = {
   hf-paged chat MODEL --system "Answer in one sentence." --temperature 0.7
 """,
     "bench": """
-  hf-paged bench MODEL --num-prompts 256 --input-len 512 --output-len 256 --out bench.svg
+  hf-paged bench MODEL --out bench.svg
+  hf-paged bench MODEL --load samples beams prefix --batch-size 8 64 --input-len 512
 """,
     "completion": """
   eval "$(hf-paged completion bash)"     the same for zsh
@@ -273,17 +275,20 @@ def _add_chat(to: Parser) -> None:
 
 def _add_bench(to: Parser) -> None:
     _add_source(to)
-    load = to.add_argument_group("load")
-    load.add_argument("--num-prompts", type=number(int, 1), default=64, help="prompts, all at once (64)")
-    load.add_argument("--input-len", type=number(int, 1), default=128, help="tokens of each prompt (128)")
-    load.add_argument("--output-len", type=number(int, 1), default=128, help="mean tokens of an answer (128)")
-    load.add_argument(
-        "--batch-size", type=number(int, 1), default=16, help="prompts in a call of generate() (16)"
-    )
-    load.add_argument(
-        "--max-num-seqs", type=number(int, 1), help="sequences that the engine runs at once (256)"
-    )
-    load.add_argument("--seed", type=int, default=0, help="seed of prompts and lengths (0)")
+    add = to.add_argument_group("load").add_argument
+    whats = "; ".join(f"{name}: {about}" for name, about in LOADS.items())
+    add("--load", nargs="+", choices=LOADS, default=["equal", "ragged"], help=f"{whats} (equal ragged)")
+    add(
+        "--batch-size", nargs="+", type=number(int, 1), default=[1, 8, 32], metavar="N",
+        help="sequences at once, in generate() and in the engine, one size after the other (1 8 32)",
+    )  # fmt: skip
+    add("--max-num-seqs", type=number(int, 1), help="sequences of the engine at once, if not the same")
+    add("--num-prompts", type=number(int, 1), help="prompts, all there at once (four batches)")
+    add("--input-len", type=number(int, 1), default=128, help="tokens of each prompt (128)")
+    add("--output-len", type=number(int, 1), default=64, help="mean tokens of an answer (64)")
+    add("--runs", type=number(int, 1), default=3, help="turns whose medians are shown (3)")
+    add("--processor-time", action="store_true", help="count processor time: others use this CPU, too")
+    add("--seed", type=int, default=0, help="seed of prompts and lengths (0)")
     shown = to.add_argument_group("answer")
     shown.add_argument("--out", type=new_picture, metavar="FILE.svg", help="draw a picture")
     shown.add_argument("--json", action="store_true", help="print JSON")

@@ -1,4 +1,6 @@
-"""The command `hf-paged bench`: a model's speed on this machine, in the engine and in stock generate()."""
+"""The command `hf-paged bench`: stock generate(), paged generate() and the engine, each with the same
+requests in the same batch.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,8 @@ import platform
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,159 +21,242 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transfo
 from transformers import LogitsProcessorList
 
 import hf_paged
+from hf_paged_cli.loads import LOADS
 
 from ..engine import Engine
 from ..model.servable import longest
 from ..serve.link.loading import Source
 from .arguments import source_of
+from .bench_report import STOCK, WHO, Speed, draw, table
 
 NO_END = 2**31 - 1
 """An end of sequence that no model has: answers have the lengths that are asked for."""
+WIDTH = 4
+"""Samples or beams of a prompt."""
+MOST = 4
+"""The longest of ragged answers, in means."""
+BATCHES = 4
+"""So many batches of prompts are there from the beginning, unless their number is given."""
+
+Request = tuple[list[int], int]
+"""The tokens of a prompt, and how many its answer has."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """The load: so many prompts at once, of so many tokens, with answers of 50 to 150 % of `output`."""
+    """The requests of one line of the table, and how they are answered. kind: of LOADS. batch: the sequences
+    that run at once; a prompt with samples or beams counts as several. prompts: None for four batches.
+    """
 
-    prompts: int
+    kind: str
+    batch: int
     input: int
     output: int
-    batch: int
+    prompts: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "input", "output", "batch"):
-            if getattr(self, name) < 1:
+        for name in ("batch", "input", "output", "prompts"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not a count; give 1 or more")
 
-    def requests(self, vocabulary: int) -> list[tuple[list[int], int]]:
-        """Prompts of random tokens, and the lengths of their answers."""
-        chance = torch.Generator().manual_seed(self.seed)
-        ids = torch.randint(vocabulary, (self.prompts, self.input), generator=chance, device="cpu").tolist()
-        least = max(self.output // 2, 1)
-        most = self.output + self.output // 2
-        lengths = torch.randint(least, most + 1, (self.prompts,), generator=chance, device="cpu").tolist()
-        return list(zip(ids, lengths, strict=True))
+    @property
+    def width(self) -> int:
+        """Sequences of a prompt."""
+        return WIDTH if self.kind in ("samples", "beams") else 1
+
+    @property
+    def call(self) -> int:
+        """Prompts of a call of generate(); 0 if the batch has no room for the sequences of one."""
+        return self.batch // self.width
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that may come."""
+        return self.input + self.output * (MOST if self.kind == "ragged" else 1)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How a prompt is answered, by keywords of generate() and of the engine."""
+        found = {"eos_token_id": NO_END, "do_sample": self.kind == "samples", "num_beams": 1}
+        if self.kind == "samples":
+            return found | {"num_return_sequences": WIDTH}
+        return found | {"num_beams": WIDTH} if self.kind == "beams" else found
+
+    def tokens(self, requests: list[Request]) -> int:
+        """Tokens of all answers; of a beam search the best beam is the answer."""
+        return sum(length for _, length in requests) * (WIDTH if self.kind == "samples" else 1)
+
+    def requests(self, vocabulary: int, turn: int) -> list[Request]:
+        """Prompts of random tokens, and the lengths of their answers: others in each turn."""
+        chance = torch.Generator().manual_seed(self.seed + turn)
+        count = self.prompts or BATCHES * self.call
+        ids = torch.randint(vocabulary, (count, self.input), generator=chance, device="cpu")
+        if self.kind == "prefix":
+            same = torch.Generator().manual_seed(self.seed)
+            shared = self.input * 7 // 8
+            ids[:, :shared] = torch.randint(vocabulary, (shared,), generator=same, device="cpu")
+        lengths = [self.output] * count
+        if self.kind == "ragged":
+            drawn = torch.empty(count, dtype=torch.float32, device="cpu")
+            drawn.exponential_(1 / self.output, generator=chance)
+            lengths = [max(1, min(MOST * self.output, round(each))) for each in drawn.tolist()]
+        return list(zip(ids.tolist(), lengths, strict=True))
 
 
-class Speed(NamedTuple):
-    """The measured speed: tokens a second of all answers, and milliseconds as the clients see them."""
-
-    who: str
-    tokens_per_second: float
-    first_token: dict[str, float]
-    between_tokens: dict[str, float]
-    alone_first: float
-    alone_between: float
-
-    @classmethod
-    def of(cls, who: str, all_times: list[list[float]], alone: list[float]) -> Speed:
-        """all_times: of each answer's tokens, in seconds from the begin of all. alone: of one by itself."""
-        between = [b - a for times in all_times for a, b in pairwise(times)]
-        rest = [b - a for a, b in pairwise(alone)]
-        return cls(
-            who,
-            sum(map(len, all_times)) / max(times[-1] for times in all_times),
-            quantiles([times[0] for times in all_times]),
-            quantiles(between),
-            1e3 * alone[0],
-            1e3 * sum(rest) / max(len(rest), 1),
-        )
+Clock = Callable[[], float]
+"""The machine's clock, or what the process has had of its processors."""
 
 
-def quantiles(seconds: Sequence[float]) -> dict[str, float]:
-    """The median and the 99th percentile, in milliseconds."""
-    ordered = sorted(seconds) or [0.0]
-    return {f"p{q}": 1e3 * ordered[min(len(ordered) * q // 100, len(ordered) - 1)] for q in (50, 99)}
+class Run(NamedTuple):
+    """The seconds of a run, and those from its begin to each token of each answer where they are known."""
+
+    seconds: float
+    times: list[list[float]]
 
 
-def stock_times(model: Any, requests: list[tuple[list[int], int]], batch: int) -> list[list[float]]:
-    """Batch after batch, as a script with generate() does it; a batch takes as long as its longest answer."""
+def generate_run(
+    model: Any,
+    load: Load,
+    requests: list[Request],
+    clock: Clock = time.perf_counter,
+    timed: bool = False,
+    **keywords: Any,
+) -> Run:
+    """Batch after batch, as a script with generate() does it; a batch takes as long as its longest answer.
+    timed: note when each token was there, of one sequence a prompt.
+    """
     found: list[list[float]] = []
-    begin = time.perf_counter()
     times: list[float] = []
+    begin = clock()
 
     def note_time(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Note when a step of generate() has its scores."""
-        if scores.is_cuda:
-            torch.cuda.synchronize(scores.device)
-        times.append(time.perf_counter() - begin)
+        wait_for(model)
+        times.append(clock() - begin)
         return scores
 
-    for first in tqdm(range(0, len(requests), batch), desc="generate()", unit="batch", leave=False):
-        some = requests[first : first + batch]
+    if timed:
+        keywords["logits_processor"] = LogitsProcessorList([note_time])
+    for first in range(0, len(requests), load.call):
+        some = requests[first : first + load.call]
         ids = torch.tensor([prompt for prompt, _ in some], device=model.device)
         times.clear()
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max(length for _, length in some),
-            do_sample=False,
-            num_beams=1,
-            eos_token_id=NO_END,
             pad_token_id=0,
-            logits_processor=LogitsProcessorList([note_time]),
+            **load.options,
+            **keywords,
         )
         found += [times[:length] for _, length in some]
-    return found
+    wait_for(model)
+    return Run(clock() - begin, found if timed else [])
 
 
-def engine_times(engine: Engine, requests: list[tuple[list[int], int]]) -> list[list[float]]:
-    """All at once."""
-    begin = time.perf_counter()
-    options: dict[str, Any] = {"do_sample": False, "num_beams": 1, "eos_token_id": NO_END}
-    handles = [engine.submit(ids, max_new_tokens=length, **options) for ids, length in requests]
+def wait_for(model: Any) -> None:
+    """Until the device has computed what it was given."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
+def engine_run(engine: Engine, load: Load, requests: list[Request], clock: Clock = time.perf_counter) -> Run:
+    """All requests at once; the engine runs as many as its batch has room for."""
+    begin = clock()
+    handles = [engine.submit(ids, max_new_tokens=length, **load.options) for ids, length in requests]
     found: list[list[float]] = [[] for _ in handles]
     running = dict(enumerate(handles))
-    with tqdm(total=len(handles), desc="Engine", unit="request", leave=False) as bar:
-        while running:
-            engine.step()
-            now = time.perf_counter() - begin
-            for i, handle in list(running.items()):
-                done = handle.done
-                found[i] += [now for each in handle.read() for _ in each.token_ids]
-                if done:
-                    if handle.result().error is not None:
-                        raise ValueError(str(handle.result().error))
-                    del running[i]
-                    bar.update()
-    return found
+    while running:
+        engine.step()
+        now = clock() - begin
+        for i, handle in list(running.items()):
+            done = handle.done
+            found[i] += [now for each in handle.read() for _ in each.token_ids]
+            if done:
+                if handle.result().error is not None:
+                    raise ValueError(str(handle.result().error))
+                del running[i]
+    return Run(clock() - begin, found if load.width == 1 else [])
 
 
-def measure(model: Any, load: Load, options: dict[str, Any]) -> list[Speed]:
-    """Both, each after a short answer that does not count."""
-    requests = load.requests(model.get_input_embeddings().weight.shape[0])
-    warm = [(ids, 4) for ids, _ in requests[: load.batch]]
-    one = [requests[0]]
-    stock_times(model, warm, load.batch)
-    alone = stock_times(model, one, 1)[0]
-    stock = Speed.of("generate()", stock_times(model, requests, load.batch), alone)
+def engine_for(model: Any, load: Load, at_once: int | None) -> Engine:
+    """An engine with room for the load: `at_once` sequences, else those of the batch."""
+    sequences = at_once or load.batch
+    blocks = sequences * (load.longest // 16 + 2)
+    return Engine(
+        model,
+        max_batch_sequences=sequences,
+        max_batch_tokens=max(2048, sequences),
+        num_blocks=blocks + blocks // 8 + 16,
+        prefix_caching=load.kind == "prefix",
+    )
+
+
+def measure(
+    model: Any, load: Load, turns: int, at_once: int | None = None, clock: Clock = time.perf_counter
+) -> Iterator[Speed]:
+    """The speed of each in each turn, all on the turn's requests. A turn before the first one warms up."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    paged: dict[str, Any] = {
+        "cache_implementation": "paged",
+        "cache_config": {"prefix_caching": load.kind == "prefix"},
+    }
     gc.collect()
-    with Engine(model, **{"prefix_caching": False, **options}) as engine:
-        engine_times(engine, warm)
-        alone = engine_times(engine, one)[0]
-        ours = Speed.of("hf_paged Engine", engine_times(engine, requests), alone)
-    return [stock, ours]
+    with engine_for(model, load, at_once) as engine:
+        ways: dict[str, Callable[[list[Request]], Run]] = {
+            WHO[0]: lambda requests: generate_run(model, load, requests, clock, load.width == 1),
+            WHO[1]: lambda requests: generate_run(model, load, requests, clock, **paged),
+            WHO[2]: lambda requests: engine_run(engine, load, requests, clock),
+        }
+        for turn in range(-1, turns):
+            requests = load.requests(vocabulary, turn + 1)
+            for who, way in ways.items():
+                run = way(requests)
+                if turn >= 0:
+                    yield Speed.of(load.kind, load.batch, who, load.tokens(requests), run.seconds, run.times)
+
+
+def loads_of(given: Namespace) -> list[Load]:
+    """The loads to measure, without those whose samples or beams are more than a batch."""
+    found = [
+        Load(kind, batch, given.input_len, given.output_len, given.num_prompts, given.seed)
+        for kind in given.load
+        for batch in given.batch_size
+    ]
+    fitting = [load for load in found if load.call]
+    if not fitting:
+        raise ValueError(
+            f"--load {' '.join(given.load)} has {WIDTH} sequences a prompt, and no --batch-size is as large; "
+            f"give {WIDTH} or more"
+        )
+    return fitting
 
 
 def run(given: Namespace) -> int:
     """Measure, print and draw. The answer is the exit code."""
-    load = Load(given.num_prompts, given.input_len, given.output_len, given.batch_size, given.seed)
-    options = {} if given.max_num_seqs is None else {"max_batch_sequences": given.max_num_seqs}
+    loads = loads_of(given)
     source = source_of(given)
     model = source.load()
-    most, need = longest(model), load.input + load.output + load.output // 2
+    most, need = longest(model), max(load.longest for load in loads)
     if most is not None and need > most:
         raise ValueError(
-            f"--input-len {load.input} and answers of up to 150 % of --output-len {load.output} are {need} "
-            f"tokens, and {source.name} is made for {most}; lower one of them"
+            f"--input-len {given.input_len} and answers of up to {need - given.input_len} tokens (by "
+            f"--output-len {given.output_len}) are {need}, and {source.name} is made for {most}; lower one"
         )
-    found = measure(model, load, options)
-    facts = described(source, model, load)
+    clock = time.process_time if given.processor_time else time.perf_counter
+    found: list[Speed] = []
+    with tqdm(total=len(loads) * given.runs * len(WHO), unit="run", leave=False) as bar:
+        for load in loads:
+            bar.set_description(f"{load.kind}, batch of {load.batch}")
+            for speed in measure(model, load, given.runs, given.max_num_seqs, clock):
+                found.append(speed)
+                bar.update()
+    facts = described(source, model, given, loads)
     if given.json:
-        print(
-            json.dumps({"facts": facts, "load": asdict(load), "speeds": [each._asdict() for each in found]})
-        )
+        asked = [asdict(load) for load in loads]
+        speeds = [each._asdict() for each in found]
+        print(json.dumps({"facts": facts, "loads": asked, "speeds": speeds}))
     else:
         print("\n".join([*facts, "", *table(found)]))
     if given.out is not None:
@@ -182,77 +265,23 @@ def run(given: Namespace) -> int:
     return 0
 
 
-def described(source: Source, model: Any, load: Load) -> list[str]:
+def described(source: Source, model: Any, given: Namespace, loads: list[Load]) -> list[str]:
     """The conditions of a measurement."""
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+    prompts = "four batches of" if given.num_prompts is None else f"{given.num_prompts}"
+    batch = "the same batch for all"
+    if given.max_num_seqs is not None:
+        batch = f"batches of {STOCK}; the engine runs {given.max_num_seqs} sequences at once"
+    left_out = len(given.load) * len(given.batch_size) - len(loads)
     return [
         f"{source.name} ({type(model).__name__}, {str(model.dtype).removeprefix('torch.')}) on {name}, "
         f"{torch.get_num_threads()} CPU threads",
-        f"{load.prompts} prompts of {load.input} tokens at once, answers of {max(load.output // 2, 1)} to "
-        f"{load.output + load.output // 2}; generate() in batches of {load.batch}",
+        f"{batch}; {prompts} prompts at once, of {given.input_len} tokens, answers of {given.output_len}",
+        f"medians of {given.runs} turns behind one that warms up; in a turn all have the same requests",
+        *(["seconds are those of the processor"] if given.processor_time else []),
+        *(f"{kind}: {LOADS[kind]}" for kind in dict.fromkeys(load.kind for load in loads)),
+        *([f"left out: samples and beams in batches of less than {WIDTH}"] if left_out else []),
         f"hf_paged {hf_paged.__version__}, transformers {transformers.__version__}, "
         f"torch {torch.__version__}",
     ]
-
-
-ROWS: list[tuple[str, Callable[[Speed], float], bool]] = [
-    ("output tokens a second", lambda each: each.tokens_per_second, True),
-    ("first token, median, ms", lambda each: each.first_token["p50"], False),
-    ("first token, p99, ms", lambda each: each.first_token["p99"], False),
-    ("between tokens, median, ms", lambda each: each.between_tokens["p50"], False),
-    ("between tokens, p99, ms", lambda each: each.between_tokens["p99"], False),
-    ("one request alone: first token, ms", lambda each: each.alone_first, False),
-    ("one request alone: between tokens, ms", lambda each: each.alone_between, False),
-]
-"""The rows shown: a name, a value, and whether more is better."""
-
-
-def table(found: list[Speed]) -> list[str]:
-    """The figures as lines of text."""
-    width = max(len(name) for name, _, _ in ROWS)
-    lines = [f"{'':{width}}  " + "  ".join(f"{each.who:>16}" for each in found)]
-    for name, value, _ in ROWS:
-        lines.append(f"{name:{width}}  " + "  ".join(f"{value(each):>16,.1f}" for each in found))
-    return lines
-
-
-COLOURS = ("#d9622b", "#1f6fd6")
-"""Readable on white and on black."""
-
-
-def draw(found: list[Speed], facts: list[str]) -> str:
-    """The figures as bars, a group for each row; SVG on a transparent ground."""
-    parts: list[str] = []
-
-    def text(x: float, y: float, said: str, more: str = "") -> None:
-        parts.append(f'<text x="{x:g}" y="{y:g}" fill="#808080"{more}>{escape(said)}</text>')
-
-    y = 24.0
-    for said in facts:
-        text(8, y, said)
-        y += 18
-    for i, each in enumerate(found):
-        parts.append(f'<rect x="{8 + 180 * i}" y="{y:g}" width="12" height="12" fill="{COLOURS[i]}"/>')
-        text(26 + 180 * i, y + 10, each.who)
-    y += 36
-    for name, value, more_is_better in ROWS:
-        text(8, y, f"{name} ({'higher' if more_is_better else 'lower'} is better)", ' font-weight="600"')
-        most = max(value(each) for each in found) or 1.0
-        for i, each in enumerate(found):
-            y += 18
-            width = round(520 * value(each) / most, 1)
-            parts.append(
-                f'<rect x="8" y="{y - 10:g}" width="{width:g}" height="12" rx="2" fill="{COLOURS[i]}"/>'
-            )
-            text(16 + width, y, f"{value(each):,.1f}")
-        y += 30
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 {y:g}" width="680" height="{y:g}" '
-            'role="img" font-family="system-ui, sans-serif" font-size="12">',
-            "<title>Speed of a model in generate() and in hf_paged's Engine</title>",
-            *parts,
-            "</svg>\n",
-        ]
-    )
