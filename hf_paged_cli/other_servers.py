@@ -9,17 +9,19 @@ the files are positional: hf-paged batch MODEL IN OUT
     --input-file --output-file -i -o
 the checkpoint's config decides
     --config-format --hf-config-path --hf-overrides --json-model-override-args --quantization
-    --quantize --rope-scaling --rope-theta -q
+    --quantize --rope-factor --rope-scaling --rope-theta -q
 transformers loads and computes the model
     --ignore-patterns --load-format --max-parallel-loading-workers --model-impl
     --model-loader-extra-config --override-neuron-config --pt-load-map-location
     --safetensors-load-strategy --use-tqdm-on-load
 set it for the Hub's client: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE
-    --download-dir --hf-token --huggingface-hub-cache
+    --download-dir --hf-token --huggingface-hub-cache --weights-cache-override
 give --revision, which is the tokenizer's and the code's, too
     --code-revision --tokenizer-revision
 give --tokenizer
     --tokenizer-path
+give --tokenizer or --chat-template
+    --tokenizer-config-path
 the tokenizer is loaded as AutoTokenizer does it
     --skip-tokenizer-init --tokenizer-mode
 decoders that generate are served, no embeddings, classes or rewards
@@ -27,7 +29,7 @@ decoders that generate are served, no embeddings, classes or rewards
 the checkpoint's generation config is taken; requests override it
     --generation-config --override-generation-config
 give --max-model-len
-    --context-length --max-total-tokens
+    --context-length --max-input-length --max-input-tokens --max-total-tokens
 the model stays loaded until the server ends
     --model-timeout
 give --device-map auto
@@ -40,7 +42,7 @@ sequences may wait in the host's memory, in as many blocks as a pool has; see --
 give --gpu-memory-utilization
     --cb-max-memory-percent --cuda-memory-fraction --mem-fraction-static
 give --num-blocks or --gpu-memory-utilization
-    --kv-cache-memory --kv-cache-memory-bytes
+    --kv-cache-memory --kv-cache-memory-bytes --max-batch-total-tokens
 give --num-blocks
     --cb-num-blocks --max-total-num-tokens --num-gpu-blocks-override
 give --block-size
@@ -57,10 +59,11 @@ give --max-num-batched-tokens
     --cb-max-batch-tokens --chunked-prefill-size --long-prefill-token-threshold
     --max-batch-prefill-tokens --max-prefill-tokens
 give --max-num-seqs
-    --cb-max-batch-size --max-concurrent-requests --max-running-requests
+    --cb-max-batch-size --max-batch-size --max-running-requests
 requests are always batched continuously, and prompts in chunks
     --continuous-batching --disable-chunked-mm-input --enable-chunked-prefill --enable-mixed-chunk
-    --max-long-partial-prefills --max-num-partial-prefills
+    --max-long-partial-prefills --max-num-partial-prefills --max-waiting-tokens
+    --waiting-served-ratio
 give --preemption
     --preemption-mode
 give --scheduling-policy
@@ -77,7 +80,8 @@ steps are captured where that is possible; --enforce-eager captures none
 give --compile
     --compilation-config --enable-torch-compile --optimization-level -O -O0 -O1 -O2 -O3 -cc
 attention is that of --kernels
-    --attention-backend --attention-config --attn-implementation --disable-cascade-attn --flash-attn
+    --attention-backend --attention-config --attn-implementation --disable-cascade-attn
+    --disable-custom-kernels --flash-attn
 kinds of layers have pools of their own; windows are the model's
     --disable-hybrid-kv-cache-manager --disable-sliding-window --kv-sharing-fast-prefill
 the engine has one scheduler
@@ -99,8 +103,8 @@ give --tensor-parallel-size
 ranks of one host find each other; give --tensor-parallel-size alone
     --decode-context-parallel-size --disable-custom-all-reduce --dist-init-addr
     --distributed-executor-backend --headless --master-addr --master-port --nccl-port --nnodes
-    --node-rank --prefill-context-parallel-size --ray-workers-use-nsight --sharded --worker-cls
-    --worker-extension-cls --worker-use-ray -dcp -n -r
+    --node-rank --prefill-context-parallel-size --ray-workers-use-nsight --shard-uds-path --sharded
+    --worker-cls --worker-extension-cls --worker-use-ray -dcp -n -r
 experts are divided as the model's tp_plan says
     --all2all-backend --enable-dbo --enable-eplb --enable-expert-parallel --ep-size --eplb-config
     --expert-placement-strategy --num-redundant-experts -ep
@@ -133,6 +137,10 @@ structured output is by llguidance: pip install 'hf_paged[structured]'
 JSON is compact; requests allow blanks by structured_outputs
     --constrained-json-disable-any-whitespace --constrained-json-whitespace-pattern
     --guided-decoding-disable-any-whitespace --structured-outputs-config
+requests give a form or none; pip install 'hf_paged[structured]' adds them
+    --disable-grammar-support
+no route answers typed decisions; requests have response_format
+    --decision-config
 the template gets texts
     --chat-template-content-format
 requests have chat_template_kwargs
@@ -148,7 +156,7 @@ requests have return_tokens_as_token_ids
 requests have prompt ids; embeddings are for Engine.submit(inputs_embeds=...)
     --enable-prompt-embeds
 give --limit-logprobs
-    --max-logprobs
+    --max-logprobs --max-top-n-tokens
 logprobs are the model's own, before any processor
     --logprobs-mode
 give processors to Engine.submit(logits_processor=...)
@@ -159,6 +167,18 @@ give --seed
     --default-seed --random-seed
 usage has cached_tokens and comes with each whole answer; streams have stream_options
     --enable-cache-report --enable-force-include-usage --enable-prompt-tokens-details
+give --limit-n
+    --max-best-of
+give --limit-waiting, above which requests are refused with 429
+    --max-concurrent-requests
+give --limit-stop
+    --max-stop-sequences
+give --limit-prompts
+    --max-client-batch-size
+requests have prompt_logprobs; see --limit-shown-tokens
+    --enable-prefill-logprobs
+answers have no watermark; generate() takes watermarking_config
+    --watermark-delta --watermark-gamma
 POST /tokenize and /detokenize need no flag
     --enable-tokenizer-info-endpoint
 
@@ -182,11 +202,14 @@ give --host
 give --ssl-ca-certs, and clients need a certificate
     --ssl-cert-reqs
 let a proxy in front decide
-    --enable-ssl-refresh --middleware --ssl-ciphers
+    --enable-ssl-refresh --middleware --ngrok --ngrok-authtoken --ngrok-edge --ssl-ciphers
 a request's head has 64 KiB and 10 s
     --h11-max-header-count --h11-max-incomplete-event-size
+give --limit-body-bytes
+    --payload-limit
 one process answers over HTTP, and one has the engine
-    --api-server-count --disable-frontend-multiprocessing --tokenizer-worker-num -asc
+    --api-server-count --disable-frontend-multiprocessing --tokenizer-worker-num
+    --validation-workers -asc
 answers have x-request-id
     --enable-request-id-headers
 GET /load needs no flag
@@ -196,7 +219,7 @@ GET /load needs no flag
 flags are given on the command line
     --config
 SIGTERM waits --limit-drain-seconds for answers
-    --shutdown-timeout
+    --graceful-termination-timeout --shutdown-timeout
 
 no line of the log has a prompt or an answer; --log-level warning drops those of requests
     --disable-log-requests --enable-log-deltas --enable-log-outputs --enable-log-requests
@@ -206,11 +229,15 @@ give --log-level and --log-format
     --json-output --log-config-file --log-error-stack --uvicorn-log-level
 leave it out: GET /metrics has what is counted
     --cudagraph-metrics --disable-log-stats --enable-metrics --enable-mfu-metrics --kv-cache-metrics
-    --kv-cache-metrics-sample --show-hidden-metrics-for-version
+    --kv-cache-metrics-sample --prometheus-port --show-hidden-metrics-for-version
 give --otlp-traces-endpoint
-    --collect-detailed-traces --otlp-endpoint
+    --collect-detailed-traces --otlp-endpoint --otlp-service-name
 run torch.profiler around Engine.step()
     --enable-layerwise-nvtx-tracing --profiler-config
+run hf-paged info
+    --env
+leave it out: no usage statistics are sent
+    --usage-stats
 leave it out: it has no meaning here
     --additional-config
 """

@@ -45,6 +45,12 @@ def test_example(
         assert float(rows[-1][2]) < 1.1 * float(rows[2][2])
         picture = (tmp_path / "curves.svg").read_text()
         assert [len(points.split()) for points in re.findall(r'points="(.*?)"', picture)] == [12, 12]
+    if example.stem == "one_adapter":
+        assert re.findall(r"peft's tokens in (\d of \d)", out) == ["2 of 2", "2 of 2", "1 of 1"]
+        assert "refused: adapter='loud': the engine cannot choose among this model's adapters" in out
+        said = dict(re.findall(r"^(greedy|products alone): (.*)$", out, re.M))
+        assert "!" in said["greedy"]
+        assert said["greedy"] != said["products alone"]
     if example.stem == "finetune_then_serve":
         assert "generate() has the same tokens" in out
         stories = re.findall(r"^(the model|loud|moonlit) *: (.*)$", out, re.M)
