@@ -77,7 +77,7 @@ def bandwidth() -> float:
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--engine", type=int, nargs="+", default=[], help="rows of the engine's steps")
     parser.add_argument("--stock", action="store_true", help="measure stock too")

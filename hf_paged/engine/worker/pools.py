@@ -324,8 +324,9 @@ class Pools:
 
     @property
     def layouts(self) -> set[Layout]:
-        """The layouts of all layers, as far as they are known."""
-        return {layout for group in self.groups.values() for layout in group.layouts}
+        """The layouts of all layers of keys and values, as far as they are known."""
+        groups = [group for group in self.groups.values() if group.kind.fills]
+        return {layout for group in groups for layout in group.layouts}
 
     def usage(self) -> dict[str, dict[str, Any]]:
         """Blocks of every kind: total, held, cached (also by tenant), free; and how many tenants have lost
