@@ -92,8 +92,9 @@ def check_delta(
     gate = (rows, 1, value_heads, dim) if by_channel else (rows, 1, value_heads)
     decay = -torch.nn.functional.softplus(noise(*gate, seed=3))
     stock = recurrent_kimi_delta_attention if by_channel else torch_recurrent_gated_delta_rule
+    many = value_heads // key.shape[2]  # transformers 5.17 repeats them before the function
     wanted, after = stock(
-        query, key, value, g=decay, beta=beta, initial_state=slots.gathered(), output_final_state=True,
+        *(x.repeat_interleave(many, 2) for x in (query, key)), value, g=decay, beta=beta, initial_state=slots.gathered(), output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
     given = [x[:, 0] for x in (query, key, value, decay, beta)]

@@ -186,6 +186,8 @@ class CapturedRunner:
         step = self.captures.find(state, size, HOLDERS[size.form])
         if not isinstance(step, _DecodeStep):
             return None
+        if step.size != size and self.eager.cache.states is not None:
+            self._capture_smaller(state, step, size, batch)
         self._load(step, batch)
         step.replay()
         # Where the model must be checked in this step, it is checked while the device works, as the step may
@@ -202,6 +204,24 @@ class CapturedRunner:
                 answer = answer.clone()  # the new step answers in the same place
                 self._capture(state, source, answer, step)
         return answer
+
+    def _capture_smaller(
+        self, state: StateKey, stand_in: _DecodeStep, size: Size, batch: ForwardBatch
+    ) -> None:
+        """Before a larger step stands in for a batch that advances states in place: capture one of its size,
+        if that is due, over runs that write no state.
+        """
+        states = self.eager.cache.states
+        assert states is not None
+        source = _EngineSource(self, size, batch)
+        with states.trying():
+            states.follow(batch.rows.tables)
+            if self.captures.is_due(state, source, stand_in):
+                self._load(stand_in, batch)
+                stand_in.replay()
+                count = len(batch.wanted) if stand_in.places is not None else len(batch.rows.row_ids)
+                answer = Answer(stand_in.logits[:count], stand_in.best[:, :count]).clone()
+                self._capture(state, source, answer, stand_in)
 
     @staticmethod
     def _may_repeat(states: SlotStates, batch: ForwardBatch) -> bool:
