@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,15 +58,10 @@ def test_lines_that_are_no_text_are_left_out(
     assert said.out == wanted([{"role": "user", "content": "Hello"}], 3) + "\n"
 
 
-def test_models_without_a_template_are_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def bare() -> Any:
-        made = tokenizer()
-        made.chat_template = None
-        return made
-
-    tokenizer = demo.tokenizer
-    monkeypatch.setattr(demo, "tokenizer", bare)
-    assert main(["chat", "demo"]) == 1
+def test_models_without_a_template_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    bare = demo.tokenizer()
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path)
+    demo.model().save_pretrained(tmp_path)
+    assert main(["chat", str(tmp_path)]) == 1
     assert "use hf-paged generate" in capsys.readouterr().err
