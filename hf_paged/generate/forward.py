@@ -266,7 +266,9 @@ def _with_adapters(
     except Inapplicable:  # peft's own layers compute it from now on
         if before:
             _roll_back(parts, before, given.get(CACHE))
-        _begin_run(parts, given)
+        for part in parts:
+            if part.states is not None:
+                part.states.begin(part.states.rows)  # the same rows as before
         return original(**given)
 
 

@@ -38,6 +38,9 @@ def follow_rows(model: nn.Module, parts: list[PagedCache], rows: int) -> bool:
     """Test whether the states after a forward of `rows` rows can be forked with them. The first prompt of a
     model tries it on copies, and the verdict is kept.
     """
+    states = [part.states for part in parts if part.states is not None]
+    if states and getattr(model, "_is_stateful", False) and all(each.is_unused for each in states):
+        _conclude(model, "it keeps a state outside its cache")
     if model not in _verdicts:
         _conclude(model, next(filter(None, (_why_rigid(part, rows) for part in parts)), None))
     return _verdicts[model] is None

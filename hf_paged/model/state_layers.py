@@ -48,6 +48,10 @@ class StoredStates(SlotStates):
         self.begun: set[tuple[int, int]] = set()
         """Layers and numbers of the states that the running forward has begun."""
 
+    @property
+    def is_unused(self) -> bool:
+        return not self.group.layouts
+
     # ---- a forward
 
     def begin(self, rows: Sequence[StateRow] = ()) -> None:

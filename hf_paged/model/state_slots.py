@@ -92,6 +92,11 @@ class SlotStates(ABC):
         """True if a step of these rows, before it has run, may run twice."""
         return self.slots_of(rows).repeatable
 
+    @property
+    def is_unused(self) -> bool:
+        """True if no layer has kept a state here yet."""
+        return False
+
     def follow(self, tables: Sequence[BlockTableArray]) -> None:  # noqa: B027 - they know their slots
         """The tables that the next step's rows are places in."""
 

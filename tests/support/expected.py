@@ -31,7 +31,8 @@ def _told(part: PagedCache) -> list[str]:
         if isinstance(layer, PagedLayer):
             counts[f"{layer.kind.name} {layer.path}{'' if layer.complete else ' and more'}"] += 1
         elif type(layer) not in NO_CONTENT:
-            counts[f"{STOCK_LAYERS.get(type(layer).__name__, type(layer).__name__)} stock"] += 1
+            name = type(layer).__name__.removeprefix("StateLayer") or "LinearAttentionLayer"
+            counts[f"{STOCK_LAYERS.get(name, name)} stock"] += 1
     return [f"{count} {name}" for name, count in sorted(counts.items())]
 
 
