@@ -202,7 +202,9 @@ class SamplingColumns:
         places = None if every else upload(self._drawn, scores.device)
         own = whole = scores if places is None else scores[places]
         if self._warped:
-            warps = self._warps_on(scores.device)
+            if self._warps is None or self._warps[0] != scores.device:
+                self._warps = scores.device, Warps.of(self._drawn_warps, scores.device)
+            warps = self._warps[1]
             whole = scaled(own, warps)
             own = cut(whole, warps)
         where = [positions[place] for place in self._drawn]
@@ -215,12 +217,6 @@ class SamplingColumns:
                 self.uncut = whole if places is None else scores.index_copy(0, places, whole)
         chosen[0, slice(None) if places is None else places] = draw(own, self._states, where)
         return mend(chosen, scores.shape[1])
-
-    def _warps_on(self, device: torch.device) -> Warps:
-        """The parameters of the rows that are drawn, on a device."""
-        if self._warps is None or self._warps[0] != device:
-            self._warps = device, Warps.of(self._drawn_warps, device)
-        return self._warps[1]
 
     def _processed(
         self,

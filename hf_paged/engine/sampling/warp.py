@@ -48,25 +48,26 @@ def greedy_tokens_now(scores: torch.Tensor) -> torch.Tensor:
 
 def scaled(scores: torch.Tensor, rows: Warps) -> torch.Tensor:
     """The scores [rows, vocabulary] under each row's temperature."""
-    return scores / rows.number(TEMPERATURE) if TEMPERATURE.name in rows.numbers else scores
+    temperature = rows.tensors.get(TEMPERATURE.column.name)
+    return scores if temperature is None else scores / temperature
 
 
 def cut(scores: torch.Tensor, rows: Warps) -> torch.Tensor:
     """The scores [rows, vocabulary], with -inf for what each row's cuts leave out."""
-    top_k = rows.tensors.get(TOP_K.name)
+    top_k = rows.tensors.get(TOP_K.column.name)
     if top_k is not None:
-        most = min(int(max(rows.numbers[TOP_K.name])), scores.shape[1])
+        most = min(int(max(rows.numbers[TOP_K.column.name])), scores.shape[1])
         places = (top_k.clamp(max=most) - 1).clamp(min=0)
         least = scores.topk(most).values.gather(1, places).masked_fill(top_k == 0, -torch.inf)
         scores = scores.masked_fill(scores < least, -torch.inf)
-    top_p = rows.tensors.get(TOP_P.name)
+    top_p = rows.tensors.get(TOP_P.column.name)
     if top_p is not None:
         ascending, order = scores.sort()
         below = ascending.softmax(-1).cumsum(-1) <= (1 - top_p).to(scores.dtype)
         below &= top_p < 1
         below[:, -1] = False
         scores = scores.masked_fill(below.scatter(1, order, below), -torch.inf)
-    min_p = rows.tensors.get(MIN_P.name)
+    min_p = rows.tensors.get(MIN_P.column.name)
     if min_p is not None:
         chances = scores.softmax(-1)
         lowest = min_p * chances.amax(-1, keepdim=True)
