@@ -181,9 +181,9 @@ def test_on_a_phone(tmp_path: Path) -> None:
         said = browser.value("document.querySelector('#block').textContent")
         assert said == "A square is a block: the keys and values of 8 tokens."
         assert browser.value("document.documentElement.scrollWidth") == 390
-        shown = browser.value("hfPagedMap.grids[0].plane.total")
+        browser.until(f"{HELD} === 0")
         used = browser.value(f"{STATE}.pools[0].device.cached.lastIndexOf(1)")
-        assert shown == shown_blocks(used + 1, 20_000)
+        browser.until(f"hfPagedMap.grids[0].plane.total === {shown_blocks(used + 1, 20_000)}")
         assert browser.value("hfPagedMap.grids[0].cell") >= 10
         browser.value("document.querySelector('#events').focus()")
         browser.key("ArrowDown")

@@ -236,6 +236,7 @@ class EngineOptions(TypedDict, total=False):
     compile: bool
     fuse_projections: bool
     graphs: bool
+    state_slots: int | None
     run_ahead: bool | None
     rank_timeout: float
     max_adapters: int
