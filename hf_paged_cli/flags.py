@@ -60,6 +60,20 @@ def number(kind: type[int] | type[float], least: float, most: float = math.inf) 
     return read
 
 
+def size(given: str) -> int:
+    """The type of a flag that is a number of bytes: 80GiB, 24GB, 512MiB."""
+    found = re.fullmatch(r"([0-9.]+) ?(?:([KMGT])(i?)B?|B)?", given.strip(), re.I)
+    try:
+        count = float(found[1]) if found else math.nan
+    except ValueError:
+        count = math.nan
+    if found is None or not count > 0:
+        raise argparse.ArgumentTypeError(f"expected a size like 80GiB or 24GB, got {given!r}")
+    unit, binary = found[2], found[3]
+    power = "KMGT".index(unit.upper()) + 1 if unit else 0
+    return int(count * (1024 if binary else 1000) ** power)
+
+
 def utf8(given: str) -> str:
     """The type of a flag whose text a model reads."""
     if not is_utf8(given):

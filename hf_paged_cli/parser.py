@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from . import __version__
-from .flags import Parser, new_file, new_picture, new_socket, number, some_text, utf8
+from .flags import Parser, new_file, new_picture, new_socket, number, size, some_text, utf8
 from .limits import ServerLimits
 from .loads import LOADS
 
@@ -35,7 +35,7 @@ ABOUT = {
     "chat": "talk with a model in the terminal",
     "bench": "a model's speed here, beside stock generate() in the same batch",
     "completion": "print a script that completes commands in a shell",
-    "info": "versions, devices, kernels; what of a model runs on pages",
+    "info": "versions, devices, kernels; what of a model runs on pages, and its memory",
     "trace": "show the map of the blocks of a trace file",
 }
 EXAMPLES = {
@@ -66,7 +66,8 @@ EXAMPLES = {
 """,
     "info": """
   hf-paged info                   the installation
-  hf-paged info Qwen/Qwen3-8B     a model, without its weights
+  hf-paged info Qwen/Qwen3-8B     a model, without its weights: what runs on pages, and its memory here
+  hf-paged info Qwen/Qwen3-8B --memory 80GiB --dtype bfloat16      on a card of that size
 """,
     "trace": """
   hf-paged trace steps.jsonl      engine.trace("steps.jsonl") wrote it
@@ -91,7 +92,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     _add_chat(made["chat"])
     _add_bench(made["bench"])
     made["completion"].add_argument("shell", choices=SHELLS, help="the shell")
-    _add_source(made["info"], optional=True)
+    _add_info(made["info"])
     return top, made
 
 
@@ -185,13 +186,27 @@ def _add_adapters(add: Any) -> None:
     )  # fmt: skip
 
 
-def _add_engine(add: Any) -> None:
-    add("--max-model-len", type=number(int, 2), help="the longest sequence, prompt and answer")
+def _add_info(to: Parser) -> None:
+    _add_source(to, optional=True)
+    add = to.add_argument_group("engine").add_argument
+    memory = "free memory of a CUDA device, or of the CPU of --device cpu, instead of this machine's: 80GiB"
+    add("--memory", type=size, metavar="SIZE", help=memory)
+    _add_sizes(add)
+    add("--max-loras", type=number(int, 1), help="adapters on the device at once (16)")
+
+
+def _add_sizes(add: Any) -> None:
+    """The flags that decide how much memory an engine takes."""
     add("--max-num-seqs", type=number(int, 1), help="sequences that run at once (256)")
     add("--max-num-batched-tokens", type=number(int, 1), default=2048, help="tokens of a step (2048)")
     add("--block-size", type=number(int, 1), default=16, help="tokens of a block (16)")
     add("--num-blocks", type=number(int, 1), help="blocks of a pool, instead of a share of the memory")
     add("--gpu-memory-utilization", type=number(float, 0.001, 1), help="share of the free memory for pools")
+
+
+def _add_engine(add: Any) -> None:
+    add("--max-model-len", type=number(int, 2), help="the longest sequence, prompt and answer")
+    _add_sizes(add)
     add("--no-enable-prefix-caching", action="store_true", help="compute every prompt whole")
     add("--enable-prefix-caching", action="store_true", help="no effect: it is the default")
     policies = ["fcfs", "priority"]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from processes import LIMIT
+from tiny import config_class, model_class_of, tiny
 from transformers.utils import logging as progress
 
 import hf_paged
@@ -31,6 +32,7 @@ from hf_paged.cli.serve import (
 )
 from hf_paged.serve.http.options import ServerOptions
 from hf_paged.serve.link.loading import Source
+from hf_paged_cli.flags import size
 from hf_paged_cli.main import main
 from hf_paged_cli.other_servers import ABSENT, TABLE
 from hf_paged_cli.parser import parser
@@ -507,6 +509,73 @@ def test_info_says_what_runs_on_pages(capsys: pytest.CaptureFixture[str], tmp_pa
     said = capsys.readouterr().out
     assert "on transformers' own cache: MambaForCausalLM keeps a state of its own" in said
     assert "not served" in said
+
+
+def facts_of(printed: str) -> dict[str, str]:
+    """The lines that `info` prints, by subject."""
+    lines = [line.split("  ", 1) for line in printed.splitlines() if "  " in line]
+    return {name: value.strip() for name, value in lines}
+
+
+def test_info_says_how_much_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of a config alone, on a card of a size: what an engine would take, or why there would be none."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+        vocab_size=64, max_position_embeddings=4096, tie_word_embeddings=True, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "llama")
+    asked = ["info", str(tmp_path / "llama"), "--memory", "4GB", "--dtype", "bfloat16", "--block-size", "32"]
+    assert main(asked) == 0
+    said = facts_of(capsys.readouterr().out)
+    assert said["free memory"] == "3.73 GiB of a CUDA device, before the weights"
+    assert (
+        said["weights"]
+        == f"{(64 * 64 + 5 * 64 + 2 * (3 * 64 * 64 + 3 * 64 * 96) + 2 * 16) / 512:.3g} KiB in bfloat16"
+    )
+    assert said["keys and values"] == "256 bytes a token"  # of 2 layers, 2 heads of 16 numbers of 2 bytes
+    assert said["pool"] == f"{256 * 129:,} blocks of 32 tokens, 258 MiB"
+    assert said["room for"] == f"{256 * 129 * 32:,} tokens, 255 requests of 4,096"
+    assert said["adapters"].startswith("16 at once")
+    assert main([*asked, "--memory", "64KiB"]) == 0
+    assert "not one request of 4,096 tokens fits" in facts_of(capsys.readouterr().out)["engine, serve"]
+    assert main([*asked, "--device", "cpu", "--max-loras", "3", "--num-blocks", "70"]) == 0
+    said = facts_of(capsys.readouterr().out)
+    assert said["free memory"] == "3.73 GiB of a CPU device, before the weights"
+    assert said["pool"].startswith("70 blocks")
+    assert said["adapters"].startswith("3 at once")
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.save_pretrained(tmp_path / "llama")
+    assert main(asked) == 0
+    assert facts_of(capsys.readouterr().out)["weights"].endswith("before they are quantized by bitsandbytes")
+    for family, told in (("falcon_h1", "264 state slots"), ("jetmoe", "not known without weights")):
+        cls = config_class("causal", family)
+        cls(**tiny(cls), architectures=[model_class_of("causal", cls).__name__]).save_pretrained(
+            tmp_path / family
+        )
+        assert main(["info", str(tmp_path / family)]) == 0
+        said = facts_of(capsys.readouterr().out)
+        assert told in said.get("pools", said["keys and values"])
+        if family == "falcon_h1":
+            assert " of states a sequence" in said["keys and values"]
+            assert said["layers"] == "2 full in pages and states in slots"
+        assert said["engine, serve"].startswith("served, if")
+
+
+@pytest.mark.parametrize(
+    ("said", "count"),
+    [("80GiB", 80 * 2**30), ("24gb", 24 * 10**9), ("1.5 G", 15 * 10**8), ("512MiB", 2**29), ("4096", 4096)],
+)
+def test_sizes(said: str, count: int) -> None:
+    assert size(said) == count
+
+
+@pytest.mark.parametrize("said", ["", "much", "0GiB", "-1GB", "80XB", "1.2.3GB", "GiB"])
+def test_what_is_no_size(said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["info", "demo", f"--memory={said}"])
+    assert f"expected a size like 80GiB or 24GB, got {said!r}" in capsys.readouterr().err
 
 
 def test_the_page_names_every_flag_field_and_metric() -> None:

@@ -50,6 +50,25 @@ def requests(count: int, seed: int) -> list[tuple[list[int], dict[str, Any]]]:
     return params
 
 
+def test_a_pool_on_the_host_is_for_as_many_sequences_as_a_cpu_computes_well() -> None:
+    """Unless the options say how many run. Shorter ones, and more of them, find room in the same blocks."""
+    model = build(BY_NAME["llama"])
+    row = 256 // 16 + 1
+    for options, blocks in (
+        ({}, 64 * row),
+        ({"max_batch_sequences": 100}, 100 * row),
+        ({"num_blocks": 9}, 9),
+    ):
+        with Engine(model, **options) as engine:
+            assert engine.stats()["blocks"]["full"]["total"] == blocks
+    with Engine(model) as engine:
+        handles = [engine.submit([5 + i % 90], max_new_tokens=3) for i in range(200)]
+        engine.step()
+        assert engine.stats()["running"] == 200
+        for handle in handles:
+            handle.cancel()
+
+
 def test_the_first_request_takes_a_share(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,12 +11,14 @@ from families import BY_NAME, build
 from prefix_reuse import ask, continued, words
 
 import hf_paged
+from hf_paged.generate.stats import NOT_ASKED
 
 
 def test_a_model_that_was_never_asked(llama: Any) -> None:
     stats = hf_paged.stats(llama)
     assert (stats.blocks, stats.held, stats.layers) == (0, 0, ())
     assert str(stats).splitlines()[:2] == ["LlamaForCausalLM", "layers   no call yet"]
+    assert stats.off["prefix_caching"] == "no call has asked for it by cache_config={'prefix_caching': True}"
     hf_paged.invalidate(llama)
     assert hf_paged.release(llama) == 0
 
@@ -68,7 +70,37 @@ def test_it_prints_well() -> None:
     assert len({len(line) for line in lines[2:5]}) == 1
     assert lines[5] == "prompts  0 tokens reused, 94 computed"
     assert lines[6] == "         1 x hidden states or attentions are asked for"
-    assert len(lines) == 7
+    assert lines[7].startswith("off      graphs: steps are captured on CUDA devices, the model is on cpu")
+    assert all(line.startswith("         ") for line in lines[8:])
+
+
+def test_what_is_off_says_why(llama: Any) -> None:
+    """Parts that no call has asked for are on from then on; what the model cannot have stays off."""
+    before = hf_paged.stats(llama).off
+    assert before["prefix_caching"] == NOT_ASKED
+    assert before["graphs"] == "steps are captured on CUDA devices, the model is on cpu"
+    ask(llama, words(1, 20), 4)
+    assert before.keys() - hf_paged.stats(llama).off.keys() == {"prefix_caching"}
+    t5 = build(BY_NAME["t5"])
+    ask(t5, words(1, 20), 4)
+    assert (
+        hf_paged.stats(t5).off["prefix_caching"]
+        == "a decoder's keys and values depend on its encoder's output"
+    )
+
+
+def test_a_model_that_falls_back_says_why(llama: Any) -> None:
+    """As the warning does, whose reason may pass with the model's state."""
+    assert "pages" not in hf_paged.stats(llama).off
+    llama.model.layers[0].self_attn.attention_dropout = 0.5
+    llama.train()
+    with pytest.warns(hf_paged.FallbackWarning) as caught:
+        llama.generate(words(1, 9), cache_implementation="paged", max_new_tokens=2)
+    (reason,) = hf_paged.stats(llama).off.values()
+    assert reason in str(caught[0].message)
+    llama.eval()
+    assert "pages" not in hf_paged.stats(llama).off
+    assert hf_paged.stats(torch.nn.Linear(2, 2)).off == {"pages": "Linear does not generate"}
 
 
 def test_of_a_model_in_a_wrapper(llama: Any) -> None:

@@ -184,6 +184,10 @@ def test_a_second_signal_ends_both_processes_with_one_line(process: Process) -> 
     for thread in threads:
         thread.join(LIMIT)
     assert ended([http])
+    told = [line["message"] for line in process.lines]
+    place = next(i for i, each in enumerate(told) if each.startswith("Engine(LlamaForCausalLM, form='flat'"))
+    assert "keys and values 1.5 KiB a token" in told[place]
+    assert told[place + 1].startswith("pool of 1,040 blocks of 16 tokens")  # --max-num-seqs 16
     warned = [line for line in process.lines if line["level"] != "info"]
     assert [line["message"] for line in warned] == ["ending at once", "cut off"]
     assert warned[0]["signal"] == "SIGINT"

@@ -72,6 +72,8 @@ def run(given: argparse.Namespace) -> int:
         engine = engine_of(given, source, shares, modules)
         if size > 1:
             ranks.end_with_parent()
+        for line in repr(engine).splitlines():
+            logging.getLogger("hf_paged.serve").info("%s", line)
         _warn_if_open(options)
         return process.serve(engine)
     finally:

@@ -29,6 +29,7 @@ from .driver import Books, Driver, require_no_dropout
 from .handle import Handle, cancel_all
 from .lifecycle import Lifecycle
 from .loop import StepLoop
+from .memory import EngineMemory
 from .outputs.output import Increment, Output, with_errors_noticed
 from .outputs.progress import Progress, shown
 from .parallel import RankError, executor_of
@@ -187,8 +188,9 @@ class Engine:
         weakref.finalize(self._books, self.pools.memory.abandon, self.pools).atexit = False
 
     def __repr__(self) -> str:
-        requests = len(self._books.jobs)
-        return f"Engine({type(self.model).__name__}, form={self.runner.form!r}, requests={requests})"
+        words = [type(self.model).__name__, f"form={self.runner.form!r}", f"requests={len(self._books.jobs)}"]
+        words += [word for word in (self.state.word,) if word is not None]
+        return f"Engine({', '.join(words)}): {EngineMemory.of(self.pools, self.model, self._bounds)}"
 
     @in_turn
     def _repr_html_(self) -> str:

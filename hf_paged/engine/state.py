@@ -48,6 +48,13 @@ class EngineState:
         return self.phase is Phase.PAUSED
 
     @property
+    def word(self) -> str | None:
+        """The state in a word, if the engine takes no steps in it."""
+        if self.phase is Phase.PAUSED:
+            return "asleep" if self.sleep_level else "paused"
+        return None if self.phase is Phase.OPEN else "closed"
+
+    @property
     def closed(self) -> bool:
         """True once nothing is computed any more."""
         return self.phase >= Phase.CLOSED

@@ -10,6 +10,7 @@ from ..scheduling import Count
 from .loop import StepLoop
 from .state import EngineState
 from .weights import PauseMode
+from .worker.pools import Pools
 
 
 class BlockStats(TypedDict):
@@ -145,7 +146,7 @@ def parts_off(loop: StepLoop) -> dict[str, str]:
         "compile": None if compilation is None else compilation.why_not,
         "kernels": why_in_torch(config.kernels, loop.pools.layouts),
         "prefix_caching": _why_no_prefixes(loop),
-        "swap": None if loop.pools.swaps else _why_no_swaps(config.preemption),
+        "swap": None if loop.pools.swaps else _why_no_swaps(loop.pools),
         "run_ahead": None if loop.ahead else _why_not_ahead(config.run_ahead, runner.eager.device.type),
         "adapters": loop.adapters.why_not,
         "embeddings": runner.why_no_embeddings,
@@ -177,8 +178,10 @@ def _why_no_prefixes(loop: StepLoop) -> str | None:
     return None
 
 
-def _why_no_swaps(mode: str) -> str:
-    return "preemption='recompute'" if mode == "recompute" else "host_blocks=0"
+def _why_no_swaps(pools: Pools) -> str:
+    if pools.config.preemption == "recompute":
+        return "preemption='recompute'"
+    return "recurrent states do not wait on the host" if pools.paged != pools.own else "host_blocks=0"
 
 
 def _why_not_ahead(wanted: bool | None, device: str) -> str:

@@ -9,9 +9,18 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
+from transformers import GenerationMixin
 
-from ..kv import LayerGroup
+from ..kv import LayerGroup, Memory
+from ..kv.ops import why_in_torch
+from ..model.capture.replay import why_not_captured
 from ..model.registry import base_model, known_memory
+from ..model.slots import Slot
+from ..model.support import why_dropped, why_not
+from ..model.training import why_random
+from .keys import why_never
+
+NOT_ASKED = "no call has asked for it by cache_config={'prefix_caching': True}"
 
 
 class PoolStats(NamedTuple):
@@ -64,6 +73,8 @@ class Stats:
     """Tokens of prompts that were not."""
     reasons: Mapping[str, int]
     """Why prompts were computed whole, or not kept for others, and how often."""
+    off: Mapping[str, str]
+    """The parts that are off as the model is now, and why: "pages", "prefix_caching", "graphs", "kernels"."""
 
     @property
     def blocks(self) -> int:
@@ -111,6 +122,10 @@ class Stats:
             lines += _table(self.pools)
         lines.append(f"prompts  {self.reused:,} tokens reused, {self.computed:,} computed")
         lines += [f"         {count:,} x {reason}" for reason, count in sorted(self.reasons.items())]
+        titles = ["off", *[""] * len(self.off)]
+        lines += [
+            f"{title:<9}{part}: {why}" for title, (part, why) in zip(titles, self.off.items(), strict=False)
+        ]
         return "\n".join(lines)
 
 
@@ -128,18 +143,43 @@ def _table(pools: tuple[PoolStats, ...]) -> list[str]:
 
 
 def stats(model: nn.Module) -> Stats:
-    """Blocks held, cached and free, hits, misses, copies, evictions, and the path of each layer; it prints
-    well.
+    """Blocks held, cached and free, hits, misses, copies, evictions, the path of each layer, and what is off
+    and why; it prints well.
     """
     base: Any = base_model(model)
     memory = known_memory(base)
+    off = MappingProxyType(_parts_off(base, memory))
     if memory is None:
-        return Stats(type(base).__name__, (), (), 0, 0, MappingProxyType({}))
+        return Stats(type(base).__name__, (), (), 0, 0, MappingProxyType({}), off)
     with memory.lock:
         memory.drain()
         pools = tuple(PoolStats.of(group) for group in memory.groups.values())
         counts = memory.counts
         reasons = MappingProxyType(dict(memory.reasons))
         return Stats(
-            type(base).__name__, tuple(memory.paths), pools, counts["reused"], counts["computed"], reasons
+            type(base).__name__,
+            tuple(memory.paths),
+            pools,
+            counts["reused"],
+            counts["computed"],
+            reasons,
+            off,
         )
+
+
+def _parts_off(model: Any, memory: Memory | None) -> dict[str, str]:
+    """The parts of a paged generate() that are off, by the names of options where they have one, and why."""
+    if not issubclass(type(model), GenerationMixin):
+        return {"pages": f"{type(model).__name__} does not generate"}
+    slots: list[Slot] = []
+    left = why_not(model, model.generation_config, slots) or why_dropped(model) or why_random(model)
+    if left is not None:
+        return {"pages": left}
+    layouts = {layout for group in memory.groups.values() for layout in group.layouts} if memory else ()
+    complete = all(slot.kind is not None and slot.paged.complete for slot in slots)
+    reasons = {
+        "prefix_caching": why_never(complete, model) or (None if memory and memory.counts else NOT_ASKED),
+        "graphs": why_not_captured(model),
+        "kernels": why_in_torch("auto", layouts),
+    }
+    return {name: reason for name, reason in reasons.items() if reason is not None}

@@ -1,5 +1,7 @@
 """How much memory a device has to give."""
 
+from typing import NamedTuple
+
 import psutil  # type: ignore[import-untyped]  # comes with accelerate, without stubs
 import torch
 
@@ -7,6 +9,13 @@ from ..blocks import OutOfBlocks
 
 BYTES_OF_BOOKS = 20
 """Least bytes of host memory that the books of a pool take for a block."""
+
+
+class Room(NamedTuple):
+    """A device with memory for keys and values: its type, and the bytes that are free there."""
+
+    type: str
+    free: int
 
 
 def free_bytes(device: torch.device) -> int:

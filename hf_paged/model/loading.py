@@ -6,12 +6,20 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GenerationMixin
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    GenerationMixin,
+)  # fmt: skip
 from transformers.utils.peft_utils import find_adapter_config_file
 
 logger = logging.getLogger("hf_paged")
@@ -90,7 +98,10 @@ class Checkpoint(NamedTuple):
             dtype = torch.float32
         with torch.device("meta"):
             make = getattr(kind, "_from_config", None) or kind.from_config
-            return make(config, **({} if dtype is None else {"dtype": dtype})).eval()
+            model = make(config, **({} if dtype is None else {"dtype": dtype})).eval()
+        with suppress(OSError):  # it has none
+            model.generation_config = GenerationConfig.from_pretrained(self.name, **self.files)
+        return model
 
 
 def load_with_words(

@@ -17,7 +17,7 @@ import torch
 
 from ...blocks import ADAPTER_SLOT, COLUMNS, LOGIT_PLACE, NO_NUMBERS, ROPE_DELTA, WANTED, LayerKind
 from ...kv import LayerGroup, StaticBatch, StaticSpans
-from ...kv.budget import free_bytes
+from ...kv.budget import Room, free_bytes
 from ...kv.columns import StaticColumns
 from ...kv.ordinary import ordinary_tensors
 from ...model.adapters import AdapterBatch
@@ -124,13 +124,17 @@ class CapturedRunner:
         """The size of the last step that was replayed."""
         self._by_kernels = False
         """True if kernels read the pages in it."""
-        possible = eager.device.type in RECORDERS
-        own = min(MOST_BYTES, int(SHARE_OF_CAPTURES * free_bytes(eager.device))) if possible else 0
+        room = Room(eager.device.type, free_bytes(eager.device))
+        own = _own_bytes(room)
         self.captures = CapturePool(eager.pools.memory, own, is_ready, self.compilation)
         config: Any = eager.model.config
         self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
-        self.budget = own + self._shared_bytes() if possible else 0
-        """Bytes that captured steps may take: their own, and those that they share."""
+        self.budget = self.budget_in(room)
+        """Bytes that captured steps may take."""
+
+    def budget_in(self, room: Room) -> int:
+        """Bytes that captured steps may take on a device: their own, and those that they share."""
+        return _own_bytes(room) + self._shared_bytes() if room.type in RECORDERS else 0
 
     def fuse_projections(self) -> None:
         """Lay weights with one input side by side, if the engine may move them and has captured steps."""
@@ -523,6 +527,10 @@ class CapturedRunner:
             return nullcontext()
         slots = step.columns.tensors[ADAPTER_SLOT.name]
         return adapters.applied(AdapterBatch(adapters.table, slots) if step.size.adapters else None)
+
+
+def _own_bytes(room: Room) -> int:
+    return min(MOST_BYTES, int(SHARE_OF_CAPTURES * room.free)) if room.type in RECORDERS else 0
 
 
 def begin_states(states: SlotStates, batch: ForwardBatch) -> None:

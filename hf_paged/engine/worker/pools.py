@@ -15,7 +15,7 @@ from torch import nn
 
 from ...blocks import Copy, LayerKind, OutOfBlocks
 from ...kv import HostBlocks, LayerGroup, Layout, Transfer
-from ...kv.budget import free_bytes
+from ...kv.budget import Room, free_bytes
 from ...kv.config import CacheConfig
 from ...model.registry import memory_of
 from ...model.servable import Unservable
@@ -31,6 +31,10 @@ logger = logging.getLogger("hf_paged")
 SHARE_OF_CUDA = 0.8
 SHARE_OF_CPU = 0.25
 """The largest share of the free memory that an engine takes by default."""
+SEQUENCES_ON_CPU = 64
+"""How many sequences of the longest length have blocks on a CPU by default. More run at once where they are
+shorter; a CPU computes so many no faster.
+"""
 MOST_OF_STATES = 0.6
 """The largest share of the engine's memory in which recurrent states lie by default."""
 SPARE_SLOTS = 8
@@ -107,20 +111,9 @@ class Pools:
                 group.resize(2 * (group.pool.blocks_for(tokens) + 1))
 
     def settle(self, longest: int | None, longest_source: int | None = None, captures: int = 0) -> None:
-        """Size the pools by the options, or by the need of the most sequences of the longest length, within a
-        share of the memory.
-
-        Called after a trial, which has shown the layers' shapes. longest_source: the most tokens that an
-        encoder makes, or that a picture becomes. captures: bytes that captured steps may come to take, which
-        no pool is given.
-        """
-        lengths = [(longest_source if kind == CROSS else longest) or LONGEST for kind in self.groups]
+        """Size the pools as planned, and let blocks wait on the host."""
         with self.memory.lock:
-            affordable = [
-                self._blocks(kind, group, length, captures)
-                for (kind, group), length in zip(self.groups.items(), lengths, strict=True)
-            ]
-            totals = self.agree(affordable)
+            totals = self.agree(self.planned(longest, longest_source, captures))
             devices = {group.kind: group.devices for group in self.groups.values()}
             for group in self.groups.values():
                 group.give_back()  # what the trial has left
@@ -133,6 +126,21 @@ class Pools:
                     group.reserved = max(1, int(SHARE_AT_FIRST * total))
         if self.config.preemption != "recompute" and self.config.host_blocks != 0 and self.paged == self.own:
             self._make_host()
+
+    def planned(
+        self, longest: int | None, longest_source: int | None, captures: int = 0, room: Room | None = None
+    ) -> list[int]:
+        """The blocks of every group by the options, or by the need of the most sequences of the longest
+        length, within a share of the memory.
+
+        Called after a trial, which has shown the layers' shapes. longest_source: the most tokens that an
+        encoder makes, or that a picture becomes. captures: bytes that captured steps may come to take, which
+        no pool is given. room: that of a device where the model is not; else of those where its layers are.
+        """
+        return [
+            self._blocks(kind, (longest_source if kind == CROSS else longest) or LONGEST, captures, room)
+            for kind in self.groups
+        ]
 
     def _require_room(self, totals: Sequence[int]) -> None:
         """Raise if so many blocks of every group are none, or more than there is memory for: books of them
@@ -178,13 +186,15 @@ class Pools:
                 "up to %d blocks of the %s layers may wait on the host", group.host.most, group.kind.name
             )
 
-    def _blocks(self, kind: LayerKind, group: LayerGroup, longest: int, captures: int) -> int:
-        config = self.config
+    def _blocks(self, kind: LayerKind, longest: int, captures: int, room: Room | None) -> int:
+        config, group = self.config, self.groups[kind]
         if kind.fills and config.num_blocks is not None:
             return config.num_blocks
-        device = next(iter(group.devices))
-        share = config.memory_fraction or (SHARE_OF_CUDA if device.type == "cuda" else SHARE_OF_CPU)
-        free = int(share * max(0, free_bytes(device) - captures))
+        if room is None:
+            device = next(iter(group.devices))
+            room = Room(device.type, free_bytes(device))
+        share = config.memory_fraction or (SHARE_OF_CUDA if room.type == "cuda" else SHARE_OF_CPU)
+        free = int(share * max(0, room.free - captures))
         states = self.groups.get(STATES)
         shares = 1.0
         if states is not None:
@@ -196,8 +206,11 @@ class Pools:
         affordable = int(free * group.share / shares) // group.block_bytes
         if config.memory_fraction is not None:
             return affordable
+        sequences = config.limits().sequences
+        if room.type == "cpu" and config.max_batch_sequences is None:
+            sequences = min(sequences, SEQUENCES_ON_CPU)
         row = kind.blocks_for(group.pool.block_size, longest, config.max_batch_tokens)
-        return min(affordable, config.limits().sequences * (row + 1))
+        return min(affordable, sequences * (row + 1))
 
     def _slots(self, states: LayerGroup, free: int) -> int:
         """Slots for the states of all sequences that run at once, and of some that are forked from them."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...blocks import ADAPTER_SLOT, ColumnFillers
+from ...kv.budget import Room
 from ...kv.upload import upload
 from ...kv.warmup import Warming
 from ...model.adapters import Inapplicable
@@ -85,6 +86,10 @@ class Runner:
     def _capturing(self) -> CapturedRunner | None:
         """The captured steps, if the model takes their form."""
         return self.captured if self.why_rows is None or self.captures_rows else None
+
+    def capture_bytes_in(self, room: Room) -> int:
+        """The same on a device where the model is not."""
+        return 0 if self.captured is None or self.why_rows is not None else self.captured.budget_in(room)
 
     def close(self) -> None:
         """Compile nothing any more, and drop captured steps. Twice is once."""

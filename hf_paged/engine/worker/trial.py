@@ -18,6 +18,7 @@ from ...model.lazy import NotFlat
 from ...model.rounding import computing_dtype, shaken
 from ...model.routers import routers_of
 from ...model.servable import check_routers, longest
+from ...model.shapes import ShapesOnly
 from ...model.slots import CROSS
 from ...scheduling import ForwardRows
 from ..multimodal.cross import STATES, CrossInputs, trial_inputs, why_not_cross
@@ -70,6 +71,42 @@ class Trial:
         if self.runner.captured is not None:
             self.runner.captured.forget()
 
+    def outline(self) -> None:
+        """Compute a short sequence on pages and compare nothing: for a model without weights, whose layers
+        show what a token of theirs takes.
+        """
+        rows = [[0] * CROSS_TOKENS]
+        cross = None
+        try:
+            with ShapesOnly():
+                self._fit(1, CROSS_TOKENS)
+                if self._attends_across:
+                    if why_not_cross(self._eager.model) is None:
+                        cross = self._cross_inputs(rows)
+                    else:
+                        self._eager.pools.drop_cross()
+                self._on_pages(rows, "rows", [[CROSS_TOKENS]], cross)
+        finally:
+            self._eager.unplug()
+
+    @property
+    def _attends_across(self) -> bool:
+        """True if layers of the decoder's own attend to pictures."""
+        return CROSS in self._eager.pools.groups and self._eager.encoder is None
+
+    def _cross_inputs(self, rows: list[list[int]]) -> CrossInputs:
+        """The inputs that rows attend to in the trial of cross-attention layers."""
+        ids = torch.zeros(1, CROSS_TOKENS, dtype=torch.long, device=self._eager.device)
+        return trial_inputs(self._eager.embedded(ids), max(map(len, rows)))
+
+    def _fit(self, vocabulary: int, tokens: int) -> None:
+        """Have blocks for sequences of so many tokens, and for what an encoder makes of an input for it."""
+        self._eager.pools.fit_trial(tokens)
+        encoder = self._eager.encoder
+        if encoder is not None:
+            self._source = encoder.trial(vocabulary)
+            self._eager.pools.fit_trial(max(tokens, encoder.length(self._source)))
+
     def _compare(self) -> None:
         """Compute two short sequences without a cache, in pieces on pages, and in pieces beside each other:
         all must agree.
@@ -86,12 +123,9 @@ class Trial:
         rows = [
             [(7 * i + 3 * row + 1) % vocabulary for i in range(length)] for row, length in enumerate(lengths)
         ]
-        self._eager.pools.fit_trial(max(lengths))
         name = type(self._eager.model).__name__
         with tried(f"{name} fails without any cache; fix its forward"):
-            if self._eager.encoder is not None:
-                self._source = self._eager.encoder.trial(vocabulary)
-                self._eager.pools.fit_trial(max(*lengths, self._eager.encoder.length(self._source)))
+            self._fit(vocabulary, max(lengths))
             with routers_of(self._eager.model).recording():
                 whole = self._without_cache(rows)
         require_numbers(self._eager.model, whole)
@@ -104,7 +138,7 @@ class Trial:
             raise otherwise(self._eager.model, off, self._apart(rows, whole, self._without_cache(rows)))
         if self.runner.why_rows is None:
             self.runner.why_rows = self._why_not_flat(rows, whole, cuts)
-        if CROSS in self._eager.pools.groups and self._eager.encoder is None:
+        if self._attends_across:
             self.runner.why_not_cross = why_not_cross(self._eager.model) or self._why_not_cross(rows, cuts)
             if self.runner.why_not_cross is not None:
                 self._eager.pools.drop_cross()
@@ -116,8 +150,7 @@ class Trial:
         a block of theirs is made of.
         """
         name = type(self._eager.model).__name__
-        like = self._eager.embedded(torch.zeros(1, CROSS_TOKENS, dtype=torch.long, device=self._eager.device))
-        cross = trial_inputs(like, max(map(len, rows)))
+        cross = self._cross_inputs(rows)
         try:
             whole = self._without_cache(rows, cross=cross)
             pieces = self._on_pages(rows, "rows", cuts, cross)

@@ -14,8 +14,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..lora import Adapter, LowRank
+from ..peft_layers import LoraLayers
 from ..ranks.tensor_parallel import mesh_of
 from ..shards import local_part
+from ..switch import modules_of
 from ..weights_digest import host_bytes
 from .divided import part_here
 from .files import read_folder
@@ -96,6 +98,27 @@ class HostAdapter:
                 begin += -(-each.nbytes // ALIGNMENT) * ALIGNMENT
             layers[module] = (LowRank(found[0], found[1], part.scale),)
         return Adapter(layers)
+
+
+def bytes_of_rank(model: nn.Module, rank: int) -> int:
+    """The memory on a device of an adapter in the model's type, on every linear layer but the head."""
+    modules = modules_of(model)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    size = next(model.parameters()).dtype.itemsize
+    found = 0
+    for module in LoraLayers(modules).without_adapters(modules):
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head:
+            for width in _widths(module):
+                found += -(-rank * width * size // ALIGNMENT) * ALIGNMENT
+    return found
+
+
+def _widths(layer: Any) -> tuple[int, int]:
+    """The inputs and outputs of a linear layer."""
+    if isinstance(layer, Conv1D):
+        inputs, outputs = layer.weight.shape
+        return inputs, outputs
+    return layer.in_features, layer.out_features
 
 
 def _content(layers: Mapping[str, LowRank]) -> bytes:
@@ -258,7 +281,7 @@ def _layer(model: nn.Module, path: str) -> nn.Module:
 
 def _check_shapes(path: str, module: nn.Module, part: LowRank) -> None:
     base: Any = getattr(module, "base_layer", module)
-    inputs, outputs = base.weight.shape if isinstance(base, Conv1D) else (base.in_features, base.out_features)
+    inputs, outputs = _widths(base)
     if (part.a.shape[1], part.b.shape[0]) != (inputs, outputs) or part.a.shape[0] != part.b.shape[1]:
         raise ValueError(
             f"{path} has {inputs} inputs and {outputs} outputs, the adapter's weights are "

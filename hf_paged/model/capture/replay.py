@@ -273,6 +273,15 @@ def captures_of(model: nn.Module) -> GenerateSteps:
     return _steps[model]
 
 
+def why_not_captured(model: Any) -> str | None:
+    """Why steps of generate() are not captured, or which of them were refused; None if nothing was."""
+    if model.device.type not in RECORDERS:
+        return f"steps are captured on CUDA devices, the model is on {model.device}"
+    steps = _steps.get(model)
+    refused = {} if steps is None else dict.fromkeys(steps.pool.reasons.values())
+    return "some steps: " + "; ".join(refused) if refused else None
+
+
 def drop_captures(model: nn.Module | None = None) -> None:
     """Drop the captured steps of a model, or of all models, in generate()."""
     for each, steps in list(_steps.items()):
