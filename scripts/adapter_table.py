@@ -566,16 +566,16 @@ Made by `python scripts/adapter_table.py --write docs/adapters.md` on {date} wit
 
 | word | meaning |
 |---|---|
-| kernels | low-rank products apart from the model, by the kernels `lora_shrink` and `lora_expand` on a CUDA device |
+| kernels | low-rank products are computed apart from the model, on a CUDA device by the kernels `lora_shrink` and `lora_expand` |
 | peft | peft's own modules compute, as part of the model |
-| same | the tokens of stock transformers and peft: greedy and beams, again with the prefixes found |
-| stock's cache | the same tokens, on stock's cache, with the `FallbackWarning` of the note |
-| ignored by peft | peft takes `adapter_names` and computes what is active; the paged call does the same |
-| raises | peft or transformers raises the note; the paged call raises the same |
-| refused | the engine refuses at once, with the words of the note; `...` is the name of the method or option |
+| same | the tokens of stock transformers and peft, greedy and with beams, also with prefix hits |
+| stock's cache | the same tokens on stock's cache, with the `FallbackWarning` of the note |
+| ignored by peft | peft accepts `adapter_names` and computes the active adapter; the paged call does the same |
+| raises | peft or transformers raises the error of the note; the paged call raises the same |
+| refused | the engine refuses at once, with the message of the note; `...` is the name of the method or option |
 
-`generate()` and `engine` are for what is active. `adapter=` gives each request its own or the base. `add_adapter` gives a saved folder
-to an engine on the plain model.
+The columns `generate()` and `engine` use the active adapter. `adapter=` gives each request its own or the base. `add_adapter` adds a saved
+folder to an engine on the plain model.
 """
 SHORT = {"peft raises": "raises", "other": "DIFFERENT", "fails": "FAILS"}
 
@@ -640,7 +640,7 @@ def page(rows: list[Row]) -> str:
                 found.append(SHORT.get(cell.mark, cell.mark) + note)
             lines.append(f"| {row.case.name} | {row.by} | " + " | ".join(found) + " |")
         lines.append("")
-    lines += ["### The notes", "", "| note | words |", "|---|---|"]
+    lines += ["### The notes", "", "| note | message |", "|---|---|"]
     lines += [f"| {number} | {text} |" for text, number in notes.items()]
     lines += ["", "### Not tried", "", "| what | why |", "|---|---|"]
     lines += [f"| {row.case.name} | {_words(row.untried)} |" for row in rows if row.untried]
