@@ -54,7 +54,7 @@ paged, paged_seconds = timed(cache_implementation="paged")
 
 if not big:
     print(*tokenizer.batch_decode(paged.sequences, skip_special_tokens=True), sep="\n")
-tables = paged.past_key_values.tables()
+tables = paged.cache.tables()
 named, held = sum(map(len, tables)), len({block for row in tables for block in row})
 print(f"{len(tables)} beams name {named} blocks, {held} are in memory")
 print(f"seconds on {device}: stock {stock_seconds:.3f}, paged {paged_seconds:.3f}")

@@ -27,7 +27,7 @@ def answer(question: str, cache: hf_paged.PagedCache, **how: object) -> str:
     assert torch.equal(inputs.input_ids[0, :seen], past.get(id(cache), inputs.input_ids[0])[:seen]), (
         "the template rewrote the past"
     )
-    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=40, **how)
+    output = model.generate(**inputs, cache=cache, max_new_tokens=40, **how)
     past[id(cache)] = output[0]
     text = tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True).strip()
     print(f"[{seen} of {inputs.input_ids.shape[1]} tokens were there already]\n> {question}\n{text}\n")

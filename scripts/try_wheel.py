@@ -38,7 +38,7 @@ def try_tokens() -> None:
         given = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, **options}
         stock = model.generate(ids, **given)
         paged = model.generate(ids, cache_implementation="paged", **given)
-        assert isinstance(paged.past_key_values, hf_paged.PagedCache)
+        assert isinstance(paged.cache, hf_paged.PagedCache)
         assert paged.sequences.tolist() == stock.sequences.tolist()
     alone = model.generate(ids[:1], max_new_tokens=12, do_sample=False)[0, 20:].tolist()
     with hf_paged.Engine(model) as engine:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from ..model.cache_name import NAMES
+from ..model.cache_name import NEWER, OLDER
 from ..model.registry import base_model
 from ..model.rounding import computing_dtype, shaken
 from ..model.training import evaluating
@@ -56,7 +56,7 @@ class Runs:
         self, model: nn.Module, inputs: torch.Tensor | Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         given = {"inputs": inputs} if isinstance(inputs, torch.Tensor) else dict(inputs)
-        for name in NAMES & (given.keys() | options.keys()):
+        for name in {NEWER, OLDER} & (given.keys() | options.keys()):
             raise ValueError(f"{name} is filled by the first of the two calls; pass the whole prompt instead")
         self.model: Any = model
         self.inputs = given

@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from ..engine import EngineConfig
 from ..engine.parallel import why_not_on_ranks
 from ..generate.install import install_cache, uninstall_cache
+from ..model.caller import caller_level
 from ..model.ranks.tensor_parallel import mesh_of
 from ..model.registry import base_model
 from ..model.support import FallbackWarning
@@ -83,7 +84,7 @@ def _wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
         reason = None if mesh is None else _why_not_on_ranks(self, config, workload_hints)
         if reason is not None:
             words = f"install(generate_batch=True): {reason}; transformers' own manager is used"
-            warnings.warn(words, FallbackWarning, stacklevel=4)
+            warnings.warn(words, FallbackWarning, stacklevel=caller_level())
             return stock(self, generation_config, continuous_batching_config, workload_hints)
         follows = mesh is not None and mesh.get_local_rank() > 0
         manager = FollowingBatchingManager if follows else EngineBatchingManager

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import Any, NamedTuple
 
+from ..model.caller import caller_level
 from ..model.fingerprint import fingerprint
 from .driver import Driver
 from .handle import Handle, cancel_all
@@ -181,7 +182,7 @@ class Answers(Iterable[Answer]):
             warnings.warn(
                 f"{self.failed} of {self.done} items have no complete answer: their rows in {self._out} have "
                 "an error, and the next call with this file tries them again",
-                stacklevel=4,
+                stacklevel=caller_level(),
             )
 
     def _run(self) -> Generator[AnsweredItem, None, None]:

@@ -45,7 +45,7 @@ class Mark(NamedTuple):
 
 
 class PagedCache(DynamicCache):
-    """A key-value cache in blocks, for `model.generate(..., past_key_values=PagedCache(model))` and for plain
+    """A key-value cache in blocks, for `model.generate(..., cache=PagedCache(model))` and for plain
     forwards.
 
     Layers that attend to everything or to a window are paged; any other layer (linear attention, ...) stays

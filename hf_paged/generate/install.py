@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..kv.config import CacheConfig
 from ..model.attention import NAME, paged_attention, paged_mask
-from ..model.cache_name import CACHE
+from ..model.cache_name import CACHE, add_newer_name, named_by_caller
 from ..model.capture.replay import drop_captures
 from ..model.invariant.mode import require_same_in_pieces, require_whole_sequences
 from ..model.methods import check_methods
@@ -142,12 +142,15 @@ def _wrap_generate(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any
         )
         if asked:
             del kwargs["cache_implementation"]
+        kwargs = named_by_caller(kwargs, self)
         call = Call(asked)
         snapshots = CallSnapshots(runs_foreign_code({**dict(zip(names, args, strict=False)), **kwargs}), {})
         answer = None
         try:
             call.open(snapshots)
             answer = restoring(lambda: stock(self, *args, **kwargs))
+            if paged_parts(getattr(answer, CACHE, None)):
+                add_newer_name(answer)
             return answer
         finally:
             try:

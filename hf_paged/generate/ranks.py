@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..model.caller import caller_level
 from ..model.offloaded import input_device
 from ..model.peft_layers import why_no_adapters_on_ranks
 from ..model.ranks.symmetric_memory import symmetric_memory_of
@@ -66,5 +67,5 @@ def _draw_alike(device: torch.device, group: dist.ProcessGroup) -> None:
         warnings.warn(
             "cache_implementation='paged': the random states of the ranks differ, so each would draw other "
             "tokens; rank 0's is taken on all of them. Call torch.manual_seed() with one seed on every rank",
-            stacklevel=5,
+            stacklevel=caller_level(),
         )

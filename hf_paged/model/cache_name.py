@@ -1,16 +1,23 @@
-"""The name of a cache among the arguments and answers of a forward: transformers 5.24 has renamed it."""
+"""The name of a cache among the arguments and answers of a forward: transformers 5.24 has renamed it.
+
+A paged cache has both names in all releases: callers pass and read it as `cache`.
+"""
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import GenerationMixin
 
+from .caller import caller_level
+
 OLDER = "past_key_values"
+NEWER = "cache"
 _prepares = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
-CACHE = "cache" if "cache" in _prepares.parameters else OLDER
+CACHE = NEWER if NEWER in _prepares.parameters else OLDER
 """Its name in this release."""
 NAMES = frozenset({CACHE, OLDER})
 """Names that callers may write: the older one still means the same."""
@@ -27,3 +34,27 @@ def named_as_now(arguments: dict[str, Any]) -> dict[str, Any]:
     if OLDER == CACHE or OLDER not in arguments or CACHE in arguments:
         return arguments
     return {CACHE if name == OLDER else name: value for name, value in arguments.items()}
+
+
+def named_by_caller(arguments: dict[str, Any], owner: Any) -> dict[str, Any]:
+    """The arguments of an owner's generate() with the cache under the name of this release.
+
+    The warning about the older name is transformers' own, but for its line: theirs would be hf_paged's.
+    """
+    if CACHE == OLDER and NEWER in arguments and OLDER not in arguments:
+        return {OLDER if name == NEWER else name: value for name, value in arguments.items()}
+    renamed = named_as_now(arguments)
+    if renamed is not arguments:
+        warnings.warn(
+            f"`{OLDER}` is deprecated and will be removed in version 6.0.0 for "
+            f"`{type(owner).__name__}.generate`. Use `{CACHE}` instead.",
+            FutureWarning,
+            stacklevel=caller_level(),
+        )
+    return renamed
+
+
+def add_newer_name(answer: Any) -> None:
+    """Let an answer of generate() have its cache under both names, also in releases that have one."""
+    if CACHE == OLDER:
+        answer.cache = answer.past_key_values

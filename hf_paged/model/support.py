@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .cache_name import CACHE, NAMES, OLDER
+from .caller import caller_level
 from .slots import STATE, STATES, Slot, slots_of
 
 READS = "_can_checkpoint_with_cache"
@@ -134,5 +135,5 @@ def warn(reason: str) -> None:
     warnings.warn(
         f"cache_implementation='paged': {reason}; transformers' own cache is used",
         FallbackWarning,
-        stacklevel=5,
+        stacklevel=caller_level(),
     )

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import nan
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
+from ...model.caller import caller_level
 from .picture import Answer, Usage, answers_picture, shortened
 
 FinishReason = Literal["stop", "length", "abort", "refused", "error"]
 TROUBLE: tuple[FinishReason, ...] = ("refused", "error", "abort")
 SHOWN = 8
 """Items of a list that a repr shows."""
-PACKAGE = str(Path(__file__).resolve().parents[2])
 FIRST = 4
 """The numbers of a token before those of the top tokens beside it."""
 
@@ -273,16 +271,6 @@ def with_errors_noticed(outputs: list[Output], strict: bool) -> list[Output]:
         warnings.warn(
             f"{len(failed)} of {len(outputs)} requests have no complete answer: {first}. "
             "Check finish_reason and error of the outputs, or pass strict=True to raise",
-            stacklevel=_outside(),
+            stacklevel=caller_level(),
         )
     return outputs
-
-
-def _outside() -> int:
-    """The level, above the function that calls this, of the first caller outside of the package."""
-    level = 1
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        frame = frame.f_back
-        level += 1
-    return level

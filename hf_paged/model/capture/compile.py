@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from ...kv import Seen
 from ..attention import drops_caps
+from ..caller import caller_level
 from ..layer import PagedLayer
 from ..lazy import LazyMask, LazyTensor, Rotation, as_dense
 from ..lengths import lengths_apart
@@ -186,7 +187,9 @@ class Compilation:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"compile=True: {reason}; the model's layers run as they are", FallbackWarning, stacklevel=2
+                f"compile=True: {reason}; the model's layers run as they are",
+                FallbackWarning,
+                stacklevel=caller_level(),
             )
 
     def code(self, function: Callable[..., Any], *kind: Any) -> Callable[..., Any]:
