@@ -19,22 +19,24 @@ IDS = words(2, 9)
 FALLS_BACK = {"cache_implementation": "paged", "use_cache": False}
 
 
-@pytest.mark.parametrize("how", ["model", "peft", "pipeline"])
-def test_a_fallback_names_the_line_that_asked(how: str) -> None:
-    """Behind transformers' own decorators, peft's generate() and a pipeline."""
+def _asked(how: str) -> tuple[Any, dict[str, Any]]:
+    """A function that calls generate(), and its arguments."""
+    if how == "pipeline":
+        made = pipeline("text-generation", demo.model(), tokenizer=demo.tokenizer())
+        return made, {"text_inputs": "The fox", "max_new_tokens": 2}
     model: Any = build(BY_NAME["llama"])
     if how == "peft":
         model = peft.get_peft_model(model, lora(r=2), "one")
-    made = (
-        pipeline("text-generation", demo.model(), tokenizer=demo.tokenizer()) if how == "pipeline" else None
-    )
+    return model.generate, call(IDS)
+
+
+@pytest.mark.parametrize("how", ["model", "peft", "pipeline"])
+def test_a_fallback_names_the_line_that_asked(how: str) -> None:
+    """Behind transformers' own decorators, peft's generate() and a pipeline."""
+    generate, given = _asked(how)
 
     def ask() -> int:
-        _ = (
-            made("The fox", max_new_tokens=2, **FALLS_BACK)
-            if made
-            else model.generate(**call(IDS), **FALLS_BACK)
-        )
+        generate(**given, **FALLS_BACK)
         return inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
 
     with pytest.warns(FallbackWarning) as caught:
