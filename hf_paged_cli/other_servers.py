@@ -49,8 +49,10 @@ give --block-size
     --cb-block-size --page-size
 keys and values have the model's dtype
     --calculate-kv-scales --kv-cache-dtype --mamba-cache-dtype --mamba-ssm-cache-dtype
-states of recurrent layers are kept as transformers makes them
-    --mamba-block-size --mamba-cache-mode
+states of recurrent layers are kept at exact numbers of tokens; see --state-every and --state-snapshots
+    --mamba-block-size --mamba-cache-mode --mamba-track-interval
+give --state-slots
+    --max-mamba-cache-size --mamba-full-memory-ratio
 blocks are found by BLAKE2b; --no-enable-prefix-caching turns the cache off
     --prefix-caching-hash-algo
 give --no-enable-prefix-caching

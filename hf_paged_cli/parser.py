@@ -201,6 +201,17 @@ def _add_sizes(add: Any) -> None:
     add("--max-num-batched-tokens", type=number(int, 1), default=2048, help="tokens of a step (2048)")
     add("--block-size", type=number(int, 1), default=16, help="tokens of a block (16)")
     add("--num-blocks", type=number(int, 1), help="blocks of a pool, instead of a share of the memory")
+    add(
+        "--state-slots",
+        type=number(int, 1),
+        help="slots for recurrent states, one for each sequence that runs",
+    )
+    add(
+        "--state-snapshots",
+        type=number(int, 0),
+        help="slots beyond those, of states to go on from; 0 for none",
+    )
+    add("--state-every", type=number(int, 1), default=512, help="tokens of a prompt between snapshots (512)")
     add("--gpu-memory-utilization", type=number(float, 0.001, 1), help="share of the free memory for pools")
 
 

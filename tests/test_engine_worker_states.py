@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -75,10 +76,101 @@ def test_sequences_beyond_the_slots_are_preempted(model: Any) -> None:
         engine.check()
 
 
+# ---- snapshots
+
+
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_a_turn_of_a_chat_goes_on_from_the_last_answer(model: Any, ahead: bool) -> None:
+    """C18: to the token, in blocks that are not full."""
+    said, known = prompts()[1], 0
+    with Engine(model, block_size=4, max_batch_tokens=16, state_every=8, run_ahead=ahead) as engine:
+        for _ in range(3):
+            output = engine.submit(said, max_new_tokens=NEW).result()
+            tokens = output.sequences[0].token_ids
+            assert tokens == alone(model, said)
+            assert output.cached_tokens == known
+            known = len(said) + len(tokens) - 1
+            said = [*said, *tokens, 7, 8]
+        states = engine.stats()["states"]
+        assert (states["hits"], states["used"]) == (2, 0)
+        assert states["snapshots"] >= 3
+        engine.check()
+
+
 @pytest.mark.parametrize("model", ["qwen3_5_text"], indirect=True)
-def test_no_prefixes_are_kept_and_the_stats_say_why(model: Any) -> None:
-    with Engine(model, max_batch_sequences=2) as engine:
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_an_answer_that_ends_by_itself_is_found_by_what_was_computed(model: Any, ahead: bool) -> None:
+    """C22: a step in flight has computed its last token too, which the next turn repeats."""
+    said = prompts()[4]
+    first = alone(model, said)
+    model.generation_config.eos_token_id = end = first[5]
+    answer = first[: first.index(end) + 1]
+    with Engine(model, block_size=4, max_batch_tokens=16, run_ahead=ahead) as engine:
+        assert engine.submit(said, max_new_tokens=NEW).result().sequences[0].token_ids == answer
+        said = [*said, *answer, 7, 8]
+        output = engine.submit(said, max_new_tokens=NEW).result()
+        assert output.cached_tokens == len(said) - 2 - (not ahead)
+        assert output.sequences[0].token_ids == alone(model, said)
+        engine.check()
+
+
+@pytest.mark.parametrize("model", ["qwen3_5_text", "zaya"], indirect=True)
+def test_prompts_part_where_nobody_expected_it(model: Any) -> None:
+    """The second leaves what the third hits; of two at once the first leaves it, and the second hits."""
+    common = (prompts()[4] * 5)[:85]
+    with Engine(model, block_size=4, max_batch_tokens=256) as engine:
+        found = []
+        for own in ([1, 2], [3], [4, 5], [6]):
+            output = engine.submit([*common, *own], max_new_tokens=4).result()
+            assert output.sequences[0].token_ids == alone(model, [*common, *own], max_new_tokens=4)
+            found.append(output.cached_tokens)
+        assert found == [0, 0, 85, 85]
+    with Engine(model, block_size=4, max_batch_tokens=64, state_every=32) as engine:
+        handles = [engine.submit([*common, *own], max_new_tokens=4) for own in ([1, 2, 9], [3], [4, 5])]
+        outputs = [handle.result() for handle in handles]
+        assert [output.cached_tokens for output in outputs] == [0, 84, 84]
+        for output, own in zip(outputs, ([1, 2, 9], [3], [4, 5]), strict=True):
+            assert output.sequences[0].token_ids == alone(model, [*common, *own], max_new_tokens=4)
+        engine.check()
+
+
+@pytest.mark.parametrize("model", ["qwen3_5_text", "lfm2"], indirect=True)
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_snapshots_give_way_to_sequences(model: Any, ahead: bool) -> None:
+    """C9: with hardly a slot to spare, beams and samples among what runs, no answer changes and none waits."""
+    chance = random.Random(4)
+    base = prompts()[4] * 2
+    options = {"state_slots": 4, "state_snapshots": 1, "state_every": 8, "max_batch_sequences": 4}
+    with Engine(
+        model, block_size=4, num_blocks=60, max_batch_tokens=16, run_ahead=ahead, **options
+    ) as engine:
+        asked = []
+        for number in range(14):
+            prompt = [
+                *base[: chance.choice([5, 17, 33, 40])],
+                *range(6, 6 + chance.randrange(1, 4)),
+                number + 5,
+            ]
+            ways = {1: {}, 2: {"num_beams": 2}, 3: {"num_return_sequences": 3, "do_sample": True, "top_k": 1}}
+            way = ways[chance.choice([1, 1, 2, 3])]
+            asked.append((prompt, way, engine.submit(prompt, max_new_tokens=6, **way)))
+        for prompt, way, handle in asked:
+            beams = {"num_beams": 2} if "num_beams" in way else {}
+            for each in handle.result().sequences[: 1 if beams else None]:
+                assert each.token_ids == alone(model, prompt, max_new_tokens=6, **beams)
+        stats = engine.stats()
+        assert min(stats["states"]["hits"], stats["states"]["evictions"]) > 0
+        engine.check()
+
+
+@pytest.mark.parametrize("model", ["qwen3_5_text"], indirect=True)
+def test_without_snapshots_no_prefixes_are_kept_and_the_stats_say_why(model: Any) -> None:
+    with Engine(model, max_batch_sequences=2, state_snapshots=0) as engine:
         for _ in range(2):
             assert engine.submit(prompts()[4] * 2, max_new_tokens=2).result().cached_tokens == 0
-        assert "recurrent states" in engine.stats()["off"]["prefix_caching"]
+        assert (
+            engine.stats()["off"]["prefix_caching"] == "layers keep recurrent states, and state_snapshots=0"
+        )
+        assert engine.stats()["states"]["snapshots"] == 0
         engine.check()

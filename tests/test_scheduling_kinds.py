@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduling_prompts import squares as prompt
 from scheduling_requests import one_request
 from simulated import Simulated
 
@@ -20,10 +21,6 @@ from hf_paged.scheduling import Infeasible, Limits, Request, Status
 
 LIMITS = Limits(64, 8, 0.0)
 STATE = (State(), 12, 1)
-
-
-def prompt(count: int, first: int = 1) -> tuple[int, ...]:
-    return tuple((first * 31 + i * i) % 50 for i in range(count))
 
 
 def ended(world: Simulated, request: Request, beams: bool = False) -> int:
@@ -161,17 +158,18 @@ def test_more_sequences_than_states_are_infeasible() -> None:
 
 
 def test_a_state_is_found_by_the_tokens_it_covers() -> None:
-    """C18, C21: at the end of a chunk, or of an answer, and nowhere between."""
+    """C18, C21: where a snapshot was left, and nowhere between."""
     world = Simulated.mixed([(Full(), 100, 4), STATE], Limits(16, 8, 0.0))
-    ended(world, Request(0, prompt(40), 43))  # its chunks end at 16, 32 and 40, its answer at 42
+    ended(world, Request(0, prompt(40), 43))  # it leaves them at 16, 32 and 40, and its answer at 42
     whole = world.requests[0].prompt + tuple(world.answers[0][0][40:])
     assert ended(world, Request(1, (*whole, 5, 6), 47)) == 42
     assert ended(world, Request(2, (*whole[:39], 5, 6), 47)) == 32
     assert ended(world, Request(3, (*whole[:30], 5, 6), 47)) == 16
     assert ended(world, Request(4, whole[:16], 20)) == 0  # its last token must be computed
     assert ended(world, Request(5, whole[:17], 20)) == 16
-    assert ended(world, Request(6, (*whole[:15], 5, 6), 20)) == 0
-    assert world.pools[1].counts["hits"] == 4
+    assert ended(world, Request(6, (*whole[:15], 5, 6), 20)) == 15  # the fifth has left it
+    assert ended(world, Request(7, (*whole[:14], 5, 6), 20)) == 0
+    assert world.pools[1].counts["hits"] == 5
     world.assert_empty()
 
 
@@ -286,6 +284,7 @@ def worlds(draw: st.DrawFn) -> Simulated:
         Limits(draw(st.integers(sequences, 24)), sequences, draw(st.sampled_from([0.0, 0.1]))),
         admission=draw(st.sampled_from(["watermark", "future"])),
         verify=draw(st.booleans()),
+        state_every=draw(st.sampled_from([0, 3, 16])),
         host=draw(st.sampled_from([None, 7, 60])),
     )
 
@@ -329,7 +328,7 @@ def test_every_request_gets_its_own_tokens(world: Simulated, seed: int) -> None:
 
 def test_a_long_walk_meets_everything() -> None:
     world = Simulated.mixed(
-        [(State(), 9, 1), (Full(), 60, 2), (Window(5), 20, 8)], Limits(14, 5, 0.05), host=20
+        [(State(), 9, 1), (Full(), 60, 2), (Window(5), 20, 8)], Limits(14, 5, 0.05), host=20, state_every=5
     )
     rng = random.Random(3)
     hits = []

@@ -24,7 +24,7 @@ from .hashing import ROOT, chain, check_salt, extra_key, parent_key
 from .kinds import Cross, Full, LayerKind, State, Window
 from .partial_index import PartialBlockIndex
 from .pool import NEVER_FULL, BlockPool, OutOfBlocks
-from .prefix import Match, Partial, adopt, commit, commit_tail
+from .prefix import Match, Partial, adopt, commit, commit_tail, tail_name
 from .prefix_lookup import PrefixLookup, Prompt, detach, reach_in_all
 from .prompt_scores import PromptScores
 from .table import BlockTable, Copy, TableView, append, blocks_needed, check_sources, reorder
@@ -35,5 +35,5 @@ __all__ = [
     "ColumnFillers", "Copy", "Cross", "Evictor", "Full", "LayerKind", "Match", "Numbers", "OutOfBlocks",
     "Partial", "PartialBlockIndex", "PrefixLookup", "Prompt", "PromptScores", "State", "TableView", "Window",
     "adopt", "append", "blocks_needed", "chain", "check_salt", "check_sources", "commit", "commit_tail",
-    "detach", "distinct", "extra_key", "move", "parent_key", "reach_in_all", "reorder",
+    "detach", "distinct", "extra_key", "move", "parent_key", "reach_in_all", "reorder", "tail_name",
 ]  # fmt: skip

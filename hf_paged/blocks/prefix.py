@@ -118,15 +118,26 @@ def commit_tail(
     what all tokens of the table have come to, so it has a name only if all are computed.
     """
     pool = table.pool
+    digest = tail_name(table, tokens, extra, until)
+    if digest is None or pool.names.lookup(digest) is not None:
+        return
+    end = table.length if until is None else until
+    full = end // pool.block_size
+    behind = parent_key(table.digests[-1] if full else ROOT, extra)
+    content = tuple(tokens[full * pool.block_size : end])
+    pool.cache(table.blocks[full - table.released], digest, end, content, behind)
+
+
+def tail_name(
+    table: BlockTable, tokens: Sequence[int], extra: bytes = b"", until: int | None = None
+) -> bytes | None:
+    """The hash that `commit_tail` gives the last block; None if that can have none."""
+    pool = table.pool
     end = table.length if until is None else until
     full, rest = divmod(end, pool.block_size)
     place = full - table.released
     if not rest or end > min(len(tokens), table.length) or not 0 <= place < len(table.blocks):
-        return
+        return None
     if len(table.digests) != full or table.epoch != pool.epoch or not (pool.fills or end == table.length):
-        return
-    parent = table.digests[-1] if full else ROOT
-    content = tuple(tokens[full * pool.block_size : end])
-    digest = chain(parent, content, extra)
-    if pool.names.lookup(digest) is None:
-        pool.cache(table.blocks[place], digest, end, content, parent_key(parent, extra))
+        return None
+    return chain(table.digests[-1] if full else ROOT, tokens[full * pool.block_size : end], extra)

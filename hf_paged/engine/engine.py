@@ -702,8 +702,9 @@ def _scheduler_of(pools: Pools, preemption: Preemption, adapters: EngineAdapters
         config.limits(),
         config.policy,
         admission=config.admission,
-        prefix_caching=config.prefix_caching and pools.paged == pools.own,
+        prefix_caching=config.prefix_caching and (pools.paged == pools.own or config.snapshots_every > 0),
         verify=config.check_hits,
+        state_every=config.snapshots_every,
         swap=preemption.decide,
         adapters=adapters.slots,
     )

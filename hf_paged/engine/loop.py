@@ -120,12 +120,14 @@ class StepLoop:
 
     def step(self) -> list[Output]:
         """Plan and launch a step, then apply the tokens of the one before: the requests that have ended."""
+        ended: list[Output] = []
         if not self.scheduler.running:
+            ended = self.finish_in_flight()  # nothing is left to run ahead of
             self.executor.expect([*self.scheduler.preempted, *self.scheduler.waiting])
         plan = self.scheduler.schedule()
         if plan.takes_blocks:
             self.executor.prepare(plan)
-        ended = self._end_unloadable() if self.adapters.failed else []
+        ended += self._end_unloadable() if self.adapters.failed else []
         if not plan.batch.sequences:
             return ended + (self.finish_in_flight() if ended else self._idle())
         if plan.admitted or self.recorders:

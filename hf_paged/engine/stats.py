@@ -55,6 +55,18 @@ class AdapterStats(TypedDict):
     bytes: int
 
 
+class SlotStats(TypedDict, total=False):
+    """Slots of recurrent states; nothing where no layer keeps any."""
+
+    slots: int
+    used: int
+    """Those of sequences that run."""
+    snapshots: int
+    hits: int
+    """Prompts that went on from a snapshot."""
+    evictions: int
+
+
 class CaptureStats(TypedDict, total=False):
     """Captured steps; nothing where none are wanted."""
 
@@ -82,6 +94,7 @@ class EngineStats(TypedDict):
     blocks: dict[str, BlockStats]
     memory: MemoryStats
     host: dict[str, HostStats]
+    states: SlotStats
     adapters: AdapterStats
     graphs: CaptureStats
     steps: int
@@ -122,6 +135,7 @@ def stats_of(loop: StepLoop, state: EngineState, counts: Mapping[str, int]) -> E
         "blocks": loop.pools.usage(),
         "memory": loop.pools.memory_usage(),
         "host": loop.pools.host_usage(),
+        "states": loop.pools.slot_usage(),
         "adapters": loop.adapters.stats(),
         "graphs": {} if runner.captured is None else runner.captured.stats(),
         **{name: scheduler.counts[name] for name in get_args(Count)},
@@ -171,8 +185,8 @@ def _why_no_graphs(loop: StepLoop) -> str | None:
 def _why_no_prefixes(loop: StepLoop) -> str | None:
     if not loop.pools.config.prefix_caching:
         return "prefix_caching=False"
-    if loop.pools.paged != loop.pools.own:
-        return "layers keep recurrent states, of which no prefixes are kept yet"
+    if loop.pools.paged != loop.pools.own and not loop.pools.config.snapshots_every:
+        return "layers keep recurrent states, and state_snapshots=0"
     if loop.runner.eager.encoder is not None:
         return "a decoder's keys and values depend on its encoder's output"
     return None

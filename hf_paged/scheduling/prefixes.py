@@ -19,13 +19,18 @@ from ..blocks.prefix_lookup import WORTH_A_COPY
 from .limits import KVCacheGroup, finest
 from .plan_builder import PlanBuilder
 from .request import SequenceGroup, Status, TokenSequence
+from .snapshots import Snapshots
 
 
 class SharedPrefixes:
     """The beginnings of groups that are cached, and the blocks that running groups are about to cache."""
 
-    def __init__(self, kv_groups: tuple[KVCacheGroup, ...], enabled: bool, verify: bool) -> None:
-        """enabled: whether groups share any. verify: compare the tokens of hits."""
+    def __init__(
+        self, kv_groups: tuple[KVCacheGroup, ...], enabled: bool, verify: bool, state_every: int
+    ) -> None:
+        """enabled: whether groups share any. verify: compare the tokens of hits. state_every: tokens of a
+        prompt between snapshots of its states.
+        """
         self.kv_groups = kv_groups
         self.enabled = enabled
         self.verify = verify
@@ -33,6 +38,7 @@ class SharedPrefixes:
         """Those whose tables hold a sequence's own tokens; what it attends to across is made anew."""
         self.finest = finest(kv_groups)
         """The number of the group with the smallest blocks."""
+        self.snapshots = Snapshots(self.growing, state_every if enabled else 0)
         self.scores = PromptScores(kv_groups[self.finest].pool)
         """The numbers known about the tokens of cached blocks."""
         self._largest = max(each.pool.block_size for each in self.growing)
@@ -43,6 +49,8 @@ class SharedPrefixes:
         """Digests of the blocks that running groups are about to compute: twins wait for them instead of
         computing them too.
         """
+        self._computing: dict[SequenceGroup, None] = {}
+        """Those groups."""
 
     def shares(self, group: SequenceGroup) -> bool:
         """True if a group takes prefixes of others, and leaves its own."""
@@ -70,10 +78,15 @@ class SharedPrefixes:
             known = self.scores.known(prompt.digests, group.request.scored)
             most = max(0, min(most, known * prompt.size - ahead))
         reached = reach_in_all(lookups, most)
+        filling = [each for each in lookups if each.pool.fills]
+        if 0 < len(filling) < len(lookups):
+            group.parts_at = reach_in_all(filling, most)
         while whole and reached % self._largest:
             reached = reach_in_all(lookups, reached - reached % self._largest)
         full = (reached + ahead) // prompt.size
         if full < len(names) and self._coming[names[full]]:
+            for twin in self._computing:
+                self.snapshots.part(twin, _common(twin.names(), names) * prompt.size)
             return None
         cross = [Match([], [])] * (len(self.kv_groups) - len(self.growing))
         return [lookup.take(reached) for lookup in lookups] + cross
@@ -85,6 +98,8 @@ class SharedPrefixes:
             adopt(table, each)
             builder.detach(i, table)
         leader.computed = leader.tables[0].length
+        if self.shares(group):
+            self.snapshots.place(group)
         if group.status is Status.WAITING:
             group.cached_tokens = leader.computed
         counted = 0, 0
@@ -103,6 +118,7 @@ class SharedPrefixes:
         if self.shares(group) and group.leader.computed < group.common:
             group.in_flight = group.names()[len(group.leader.tables[self.finest].digests) :]
             self._coming.update(group.in_flight)
+            self._computing[group] = None
 
     def forget(self, group: SequenceGroup) -> None:
         """The group has computed it, or will not do so: no other waits for it any more."""
@@ -111,19 +127,22 @@ class SharedPrefixes:
             if not self._coming[name]:
                 del self._coming[name]
         group.in_flight = []
+        self._computing.pop(group, None)
 
     def clear(self) -> None:
         """No group runs any more."""
         self._coming.clear()
+        self._computing.clear()
+        self.snapshots.drop()
 
-    def name(self, sequence: TokenSequence, end: int, in_place: bool) -> int | None:
+    def name(self, sequence: TokenSequence, end: int) -> int | None:
         """Let others find the blocks of the first `end` tokens of a sequence: the number of the first block
-        that is another one now, if any is. in_place: its rows may write where they read.
+        that is another one now, if any is.
         """
         deduped = end
         for table in self._named_tables(sequence):
-            if in_place and not table.pool.fills:
-                continue
+            if not table.pool.fills:
+                continue  # by snapshots
             named = len(table.digests) * table.pool.block_size
             request = sequence.group.request
             if commit(table, sequence.tokens, request.key, keep_tokens=True, until=end):
@@ -131,11 +150,13 @@ class SharedPrefixes:
         return deduped // self._largest if deduped < end else None
 
     def name_tail(self, sequence: TokenSequence) -> None:
-        """Let others find the last, partly filled block of a sequence that ends (C17). Its last token was
-        never computed.
+        """Let others find the last, partly filled block of a sequence that ends, and its states (C17). Its
+        last token was never computed, or is on its way.
         """
-        tokens = sequence.tokens
-        for table in self._named_tables(sequence):
+        tokens, tables = sequence.tokens, self._named_tables(sequence)
+        if tables and self.snapshots.finish(sequence, tables):
+            return
+        for table in tables:
             commit_tail(table, tokens, sequence.group.request.key, until=len(tokens) - 1)
 
     def _named_tables(self, sequence: TokenSequence) -> tuple[BlockTable, ...]:
@@ -147,4 +168,10 @@ class SharedPrefixes:
     @property
     def idle(self) -> bool:
         """True if no group waits for another's blocks."""
-        return not self._coming
+        return not self._coming and self.snapshots.idle
+
+
+def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """How many names two lists begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (here, there) in pairs if here != there), min(len(one), len(other)))

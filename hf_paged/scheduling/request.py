@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -171,6 +172,10 @@ class SequenceGroup:
         """How many tokens of the prompt were there already when it was first admitted."""
         self.awaits_tokens = False
         """True if it was preempted while tokens were on their way to the host: it runs again behind them."""
+        self.parts_at = 0
+        """The tokens that it has in common with blocks that are cached, whatever states are."""
+        self.stops: list[int] = []
+        """Where its chunks end, to leave a snapshot of its states."""
         self.in_flight: list[bytes] = []
         """Names of the blocks that it has still to compute and that others wait for."""
         self._prompt: Prompt | None = None
@@ -263,17 +268,23 @@ class SequenceGroup:
             return []
         if not self.forked:
             count = min(self.common - self.leader.computed, room)
-            return [(self.leader, count)] if count > 0 else []
+            return [(self.leader, self._to_stop(self.leader, count))] if count > 0 else []
         running = [sequence for sequence in self.sequences if sequence.pending and not sequence.complete]
         if sum(sequence.behind for sequence in running) <= room:
-            return [(sequence, sequence.behind) for sequence in running]
+            return [(sequence, self._to_stop(sequence, sequence.behind)) for sequence in running]
         steps = []
         for sequence in running:
             count = min(sequence.behind - 1, room)
             if count > 0:
+                count = self._to_stop(sequence, count)
                 steps.append((sequence, count))
                 room -= count
         return steps
+
+    def _to_stop(self, sequence: TokenSequence, count: int) -> int:
+        """`count` tokens of a sequence, or those up to the next stop."""
+        place = bisect_right(self.stops, sequence.computed)
+        return min(count, self.stops[place] - sequence.computed) if place < len(self.stops) else count
 
     def need(self, kv_group: int, chunk: int) -> int:
         """The blocks that the tokens so far fill. The common prefix is counted once; with a window, only what

@@ -66,6 +66,7 @@ class Scheduler:
         admission: str = "watermark",
         prefix_caching: bool = True,
         verify: bool = False,
+        state_every: int = 0,
         swap: Decide = never,
         adapters: AdapterSlots | None = None,
     ) -> None:
@@ -75,7 +76,7 @@ class Scheduler:
             raise ValueError(f"admission={admission!r} is not one of {sorted(ADMISSIONS)}")
         self.kv_groups = tuple(kv_groups)
         self.limits = limits
-        self.prefixes = SharedPrefixes(self.kv_groups, prefix_caching, verify)
+        self.prefixes = SharedPrefixes(self.kv_groups, prefix_caching, verify, state_every)
         """The beginnings of groups that are cached."""
         self._growing = self.prefixes.growing
         self._never_full = tuple(i for i, each in enumerate(self.kv_groups) if not each.kind.fills)
@@ -274,6 +275,8 @@ class Scheduler:
         self.rows.limit(self.limits.tokens - others)
         steps = share(self._others, self.limits.tokens - self.rows.pending)
         while last := self._victim(steps):
+            if self.prefixes.snapshots.drop():
+                continue
             self.preempt(last)
             last.setbacks += 1
             builder.preempted.append(last)
@@ -324,6 +327,7 @@ class Scheduler:
                 self.rows.note(sequence)
             if not group.forked and sequence.computed >= group.common:
                 group.fork()
+        self.prefixes.snapshots.launched(plan, without)
 
     def confirm(
         self,
@@ -341,7 +345,7 @@ class Scheduler:
         for sequence, end in batch.full:
             if sequence.computed >= end and sequence.group not in without:
                 known = min(end, len(sequence.tokens) - sequence.drafts)
-                renamed = self.prefixes.name(sequence, known, in_place=sequence in self.rows)
+                renamed = self.prefixes.name(sequence, known)
                 if renamed is not None:
                     self.rows.renamed(sequence, renamed)
         for sequence, start, count, _ in batch.other_rows if len(batch.sequences) > batch.decodes else ():
@@ -349,6 +353,7 @@ class Scheduler:
             end = start + count
             if group.in_flight and end >= group.common and sequence.computed >= end and group not in without:
                 self.prefixes.forget(group)
+        self.prefixes.snapshots.confirm(plan, without)
 
     def extend(self, sequences: Iterable[TokenSequence], tokens: Iterable[int]) -> None:
         """The host has the next tokens of sequences, which run or were preempted since the tokens' step."""

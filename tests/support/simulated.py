@@ -98,6 +98,7 @@ class Simulated:
     admission: str = "watermark"
     prefix_caching: bool = True
     verify: bool = False
+    state_every: int = 16
     host: int | None = None
     """Blocks of the host for each pool; without it nobody is swapped."""
     swap: Callable[[Victim], bool] = lambda victim: True
@@ -140,6 +141,7 @@ class Simulated:
             "admission": self.admission,
             "prefix_caching": self.prefix_caching,
             "verify": self.verify,
+            "state_every": self.state_every,
             "adapters": adapters,
         }
         self.scheduler = Scheduler(

@@ -36,6 +36,10 @@ class EngineConfig:
     num_blocks: blocks of every layer group.
     state_slots: slots for recurrent states: one for each sequence that runs, each of its beams and samples.
         Default: as many as may run at once, within a share of the memory.
+    state_snapshots: slots beyond those for snapshots of states, from which other prompts go on: 0 for none.
+        Default: as many as state_slots, within the same share. What runs may take their place.
+    state_every: tokens of a prompt between two snapshots. There is one behind every prompt and answer too,
+        and where a prompt parts from one that is cached.
     memory_fraction: instead of num_blocks, the share of the device's free memory for the blocks. Without
         either the engine takes what max_batch_sequences of the model's longest length need, within a share of
         the memory.
@@ -101,6 +105,8 @@ class EngineConfig:
     fuse_projections: bool = False
     graphs: bool = True
     state_slots: int | None = None
+    state_snapshots: int | None = None
+    state_every: int = 512
     run_ahead: bool | None = None
     rank_timeout: float = 300.0
     max_adapters: int = 16
@@ -128,6 +134,7 @@ class EngineConfig:
             raise ValueError(
                 f"rank_timeout={self.rank_timeout} leaves a step no time; give more than 0 seconds"
             )
+        self._check_states()
         check_int("max_adapters", self.max_adapters)
         if self.max_adapters < 1:
             raise ValueError(f"max_adapters={self.max_adapters} is not a number of adapters; give 1 or more")
@@ -136,6 +143,20 @@ class EngineConfig:
             raise ValueError(
                 "compile=True is for captured steps and graphs=False has none; leave one of them out"
             )
+
+    def _check_states(self) -> None:
+        for name, least in (("state_slots", 1), ("state_snapshots", 0), ("state_every", 1)):
+            value = getattr(self, name)
+            if value is None and name != "state_every":
+                continue
+            check_int(name, value)
+            if value < least:
+                raise ValueError(f"{name}={value} is too few; give {least} or more, or leave it out")
+
+    @property
+    def snapshots_every(self) -> int:
+        """Tokens of a prompt between two snapshots of its states; 0 if there are none."""
+        return self.state_every if self.prefix_caching and self.state_snapshots != 0 else 0
 
     def _check_shares(self) -> None:
         if not isinstance(self.cache_shares, Mapping):
@@ -237,6 +258,8 @@ class EngineOptions(TypedDict, total=False):
     fuse_projections: bool
     graphs: bool
     state_slots: int | None
+    state_snapshots: int | None
+    state_every: int
     run_ahead: bool | None
     rank_timeout: float
     max_adapters: int

@@ -213,10 +213,17 @@ class Pools:
         return min(affordable, sequences * (row + 1))
 
     def _slots(self, states: LayerGroup, free: int) -> int:
-        """Slots for the states of all sequences that run at once, and of some that are forked from them."""
-        wanted = self.config.limits().sequences + SPARE_SLOTS
+        """Slots for the states of all sequences that run at once, and of some that are forked from them; and
+        for snapshots.
+        """
+        config = self.config
         affordable = int(MOST_OF_STATES * free) // states.block_bytes
-        return self.config.state_slots or min(wanted, affordable)
+        wanted = config.limits().sequences + SPARE_SLOTS
+        slots = config.state_slots or min(wanted, affordable)
+        if not config.snapshots_every:
+            return slots
+        snapshots = config.state_snapshots
+        return slots + (min(slots, max(0, affordable - slots)) if snapshots is None else snapshots)
 
     def expect(self, groups: Iterable[Requests]) -> None:
         """While no request runs: reserve memory for what these can come to hold, before they do.
@@ -367,6 +374,20 @@ class Pools:
             "reserved_bytes": sum(group.bytes for group in groups),
             "used_bytes": sum((group.pool.held + group.pool.cached) * group.block_bytes for group in groups),
             "most_bytes": sum(group.pool.total * group.block_bytes for group in groups),
+        }
+
+    def slot_usage(self) -> dict[str, int]:
+        """Slots of recurrent states: all, those of running sequences, snapshots, and what became of these."""
+        group = self.groups.get(STATES)
+        if group is None:
+            return {}
+        pool = group.pool
+        return {
+            "slots": pool.total,
+            "used": pool.held,
+            "snapshots": pool.cached,
+            "hits": pool.counts["hits"],
+            "evictions": pool.counts["evictions"],
         }
 
     def host_usage(self) -> dict[str, dict[str, Any]]:

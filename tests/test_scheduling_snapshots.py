@@ -1,0 +1,133 @@
+"""Snapshots of recurrent states: where a prompt leaves them, when they have a name, and what they give way to.
+
+Held here: C9, C14, C18, C22.
+"""
+
+from __future__ import annotations
+
+from scheduling_prompts import squares as prompt
+from simulated import Simulated
+
+from hf_paged.blocks import Full, State
+from hf_paged.scheduling import Limits, Request, Status, StepPlan
+
+
+def world(slots: int = 12, every: int = 16, tokens: int = 64, **options) -> Simulated:
+    return Simulated.mixed(
+        [(Full(), 100, 4), (State(), slots, 4)], Limits(tokens, 8, 0.0), state_every=every, **options
+    )
+
+
+def covered(made: Simulated) -> list[int]:
+    """The tokens behind each snapshot."""
+    names = made.pools[1].names
+    return sorted(names.covered(block) for block in names.of)
+
+
+def counts(made: Simulated) -> list[int]:
+    """The tokens of each chunk, to the end of all requests."""
+    return [row.count for plan in made.run() for row in plan.rows if row.count > 1]
+
+
+def test_a_prompt_leaves_one_every_so_many_tokens_and_at_its_ends() -> None:
+    made = world()
+    made.submit(Request(0, prompt(40), 43))
+    assert counts(made) == [16, 16, 8]
+    assert covered(made) == [16, 32, 40, 42]
+    assert made.scheduler.prefixes.idle
+    made.assert_answered()
+    made.assert_empty()
+
+
+def test_a_prompt_of_few_tokens_leaves_none_but_its_answer_does() -> None:
+    made = world(every=64)
+    made.submit(Request(0, prompt(9), 13))
+    assert counts(made) == [9]
+    assert covered(made) == [12]
+
+
+def test_a_second_prompt_leaves_one_where_it_parts_from_the_first() -> None:
+    """C18: its blocks reach farther than its states; the third goes on from there."""
+    made = world(every=64)
+    hits = []
+    for number in range(3):
+        group = made.submit(Request(number, (*prompt(33), *prompt(9, number + 2)), 44))
+        made.run()
+        hits.append(group.cached_tokens)
+    assert hits == [0, 0, 33]
+    made.assert_answered()
+    made.assert_empty()
+
+
+def test_a_twin_marks_where_it_will_part() -> None:
+    """The first is in its prompt still: the second waits for it, and hits."""
+    made = world(every=32, tokens=40)
+    groups = [made.submit(Request(n, (*prompt(50), *prompt(9, n + 2)), 61)) for n in range(2)]
+    assert counts(made)[:3] == [32, 16, 11]
+    assert [group.cached_tokens for group in groups] == [0, 48]
+    made.assert_answered()
+    made.assert_empty()
+
+
+def launched(made: Simulated) -> StepPlan:
+    """A step, up to its launch."""
+    plan = made.scheduler.schedule()
+    made.copy(plan)
+    for row in plan.rows:
+        made.compute(row.sequence, row.start, row.count)
+    made.scheduler.launch(plan)
+    return plan
+
+
+def test_it_has_a_name_once_its_step_is_computed() -> None:
+    """C22: though the next step was launched meanwhile, which wrote in a copy (C14)."""
+    made = world(tokens=16)
+    made.submit(Request(0, prompt(40), 42))
+    first = launched(made)
+    (kept,) = [block for block, state in enumerate(made.pools[1].states()) if state]
+    second = launched(made)
+    assert [copy.source for copy in second.copies[1]] == [kept]
+    assert covered(made) == []
+    made.scheduler.confirm(first)
+    assert covered(made) == [16]
+    made.scheduler.confirm(second)
+    assert covered(made) == [16, 32]
+    made.run()
+    made.assert_answered()
+    made.assert_empty()
+
+
+def test_a_step_that_fails_leaves_none() -> None:
+    made = world(tokens=16)
+    group = made.submit(Request(0, prompt(40), 42))
+    plan = launched(made)
+    made.scheduler.confirm(plan, [group])
+    assert covered(made) == []
+    assert made.scheduler.prefixes.snapshots.idle
+    made.scheduler.abort(group)
+    made.assert_empty()
+
+
+def test_they_give_way_before_anyone_is_preempted() -> None:
+    """C9: there is a slot for each sequence and none for copies."""
+    made = world(slots=3, tokens=64)
+    groups = [made.submit(Request(n, prompt(20, n), 30)) for n in range(3)]
+    while made.scheduler.unfinished:
+        made.step()
+        assert sum(group.status is not Status.WAITING for group in groups) == 3
+    assert made.scheduler.counts["preemptions"] == 0
+    made.assert_answered()
+    made.assert_empty()
+
+
+def test_a_preempted_prompt_goes_on_from_the_last_one() -> None:
+    made = world(tokens=16)
+    group = made.submit(Request(0, prompt(60), 62))
+    for _ in range(3):
+        made.step()
+    made.scheduler.preempt(group, swap=False)
+    plan = made.step()
+    assert [(row.start, row.count) for row in plan.rows] == [(48, 12)]
+    made.run()
+    made.assert_answered()
+    made.assert_empty()
