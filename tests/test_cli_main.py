@@ -549,7 +549,7 @@ def test_info_says_how_much_memory(capsys: pytest.CaptureFixture[str], tmp_path:
     config.save_pretrained(tmp_path / "llama")
     assert main(asked) == 0
     assert facts_of(capsys.readouterr().out)["weights"].endswith("before they are quantized by bitsandbytes")
-    for family, told in (("falcon_h1", "264 state slots"), ("jetmoe", "not known without weights")):
+    for family, told in (("falcon_h1", "528 state slots"), ("jetmoe", "not known without weights")):
         cls = config_class("causal", family)
         cls(**tiny(cls), architectures=[model_class_of("causal", cls).__name__]).save_pretrained(
             tmp_path / family

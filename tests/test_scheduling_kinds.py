@@ -153,7 +153,9 @@ def test_forks_write_in_copies(beams: bool) -> None:
 def test_more_sequences_than_states_are_infeasible() -> None:
     """C11."""
     world = states(total=2)
-    with pytest.raises(Infeasible, match=r"need 3 blocks of one sequence each and 2 can be had"):
+    with pytest.raises(
+        Infeasible, match=r"need 3 slots for recurrent states and 2 can be had.*raise state_slots"
+    ):
         world.submit(Request(0, prompt(5), 9, width=3))
 
 

@@ -45,6 +45,11 @@ def why_infeasible(request: Request, kv_groups: Sequence[KVCacheGroup], limits: 
                 f"cross attention to {request.source} tokens needs {need} {kv_group.pool.unit} and {most} "
                 "can be had; give a shorter input or fewer pictures, or raise num_blocks"
             )
+        if need > most and not kv_group.kind.fills:
+            return (
+                f"{request.width} sequence(s) need {need} slots for recurrent states and {most} can be had; "
+                "lower num_beams or num_return_sequences, or raise state_slots"
+            )
         if need > most:
             return (
                 f"{request.width} sequence(s) of up to {request.most_tokens} tokens (prompt "
