@@ -29,6 +29,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _earlier_modules_stay() -> None:
+    """A full collection looks at nothing that earlier modules of tests have left: imports, compiled code, kept models."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _whole_pools() -> Iterator[None]:
     yield
