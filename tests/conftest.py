@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import BY_NAME, VOCABULARY, build
+from fresh_process import FreshProcess
 from hypothesis import HealthCheck, settings
 
 import hf_paged
@@ -99,6 +100,13 @@ def native_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
     """Where tests of the C++ ops build them, once for all processes of the suite."""
     own = tmp_path_factory.getbasetemp()
     return (own.parent if hasattr(request.config, "workerinput") else own) / "native"
+
+
+@pytest.fixture(scope="session")
+def fresh_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FreshProcess]:
+    process = FreshProcess(tmp_path_factory.mktemp("fresh"))
+    yield process
+    process.close()
 
 
 @pytest.fixture

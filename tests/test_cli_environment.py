@@ -60,21 +60,26 @@ def test_a_cpp_op_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_python_m_hf_paged(tmp_path: Path) -> None:
-    """A line for each fact; a fresh process needs nothing but the package."""
+    """A line for each fact, and for a model's; a fresh process needs nothing but the package, and no web framework."""
+    script = (
+        "import runpy, sys\n"
+        "for name in ('fastapi', 'starlette', 'uvicorn', 'pydantic'): sys.modules[name] = None\n"
+        "runpy.run_module('hf_paged', run_name='__main__')"
+    )
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
         "TORCH_EXTENSIONS_DIR": str(tmp_path),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "hf_paged", "info"],
+        [sys.executable, "-c", script, "info", "demo"],
         capture_output=True,
         text=True,
         env=environment,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    said = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines()}
+    said = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line}
     assert said["hf_paged"] == hf_paged.__version__
     assert said["torch"] == version("torch")
     assert said["transformers"] == version("transformers")
@@ -82,3 +87,4 @@ def test_python_m_hf_paged(tmp_path: Path) -> None:
     assert said["device"]
     assert said["kernels='torch'"] == "available"
     assert "not built" in said["kernels='native'"]
+    assert "llama" in said["model"].lower()

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import LIMIT
+from fresh_process import FreshProcess
 from tiny import config_class, model_class_of, tiny
 from transformers.utils import logging as progress
 
@@ -63,19 +62,6 @@ OTLP_ERROR = (
     if find_spec("opentelemetry.sdk")
     else "--otlp-traces-endpoint needs opentelemetry.exporter: pip install 'hf_paged[otel]'"
 )
-
-
-def test_commands_need_no_extra() -> None:
-    """Beside `serve`: what their modules import at first, and those import in turn, needs no web framework."""
-    script = (
-        "import sys\n"
-        "for name in ('fastapi', 'starlette', 'uvicorn', 'pydantic'): sys.modules[name] = None\n"
-        "from hf_paged_cli.main import main\n"
-        "sys.exit(main(['info', 'demo']))"
-    )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT)
-    assert ran.returncode == 0, ran.stderr
-    assert "llama" in ran.stdout.lower()
 
 
 def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -610,15 +596,12 @@ def test_the_page_names_every_flag_field_and_metric() -> None:
         assert len(line) <= 150 or line.startswith("|"), line
 
 
-def test_a_full_disk_is_said_where_it_can_be(tmp_path: Path) -> None:
+def test_a_full_disk_is_said_where_it_can_be(tmp_path: Path, fresh_process: FreshProcess) -> None:
     """The log cannot be written at the start: why it ends is on the other stream, and the code is not 0."""
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
-    with open("/dev/full", "w") as full:
-        run = subprocess.run(
-            [sys.executable, "-m", "hf_paged", "serve", str(tmp_path / "none")],
-            stdout=subprocess.PIPE, stderr=full, text=True, timeout=600, check=False,
-        )  # fmt: skip
-    assert run.returncode == 1
-    assert "hf-paged serve: " in run.stdout
-    assert "No space left" in run.stdout
+    module = "import runpy; runpy.run_module('hf_paged', run_name='__main__')"
+    ended = fresh_process.run(module, "serve", str(tmp_path / "none"), stderr="/dev/full")
+    assert ended.code == 1
+    assert "hf-paged serve: " in ended.stdout
+    assert "No space left" in ended.stdout

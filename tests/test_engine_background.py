@@ -5,13 +5,10 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +18,7 @@ from engine_answers import PROMPTS, alone, answers
 from engine_faults import Does
 from engine_parts import is_waited_for, thread_of
 from engine_threads import GREEDY, GUARD, Gate, in_threads, join, meanwhile
+from fresh_process import FreshProcess
 
 from hf_paged.engine import Engine
 from hf_paged.model.registry import memory_of
@@ -309,50 +307,26 @@ def test_an_engine_that_is_dropped_takes_its_thread_along(model: Any) -> None:
     assert memory.held == 0
 
 
-ENDS = ["raise ValueError('mine')", "import threading; threading.Thread(target=handle.result).start()"]
-SCRIPT = f"""
-import os, signal, sys
+SCRIPT = """
 from families import BY_NAME, build
 from hf_paged import Engine
-for number, end in enumerate({ENDS}):
-    child = os.fork()
-    if not child:
-        os.dup2(os.open(sys.argv[1] + f"/{{number}}", os.O_CREAT | os.O_WRONLY), 2)
-        signal.alarm({int(5 * GUARD)})
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
-    sys.exit()
 engine = Engine(build(BY_NAME["llama"]), num_blocks=60).start()
 handle = engine.submit([5, 6, 7], max_new_tokens=200, min_new_tokens=200)
 next(iter(handle))
-exec(end)
 """
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """For each end its exit code and stderr, of a fork of one process that has imported for all."""
-    folder, tree = tmp_path_factory.mktemp("ends"), Path(__file__).parent.parent
-    paths = [str(tree), str(tree / "kernels"), str(tree / "tests"), str(tree / "tests" / "support")]
-    code = f"import sys; sys.path[:0] = {paths}\n{SCRIPT}"
-    ran = subprocess.run([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True, check=True)
-    codes = map(int, ran.stdout.split())
-    return {
-        end: (code, (folder / str(number)).read_text())
-        for number, (end, code) in enumerate(zip(ENDS, codes, strict=True))
-    }
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_the_interpreter_ends(end: str, ended: dict[str, tuple[int, str]]) -> None:
+@pytest.mark.parametrize(
+    "end", ["raise ValueError('mine')", "import threading; threading.Thread(target=handle.result).start()"]
+)
+def test_the_interpreter_ends(end: str, fresh_process: FreshProcess) -> None:
     """With requests on their way, with an error, with a thread that still waits: nothing keeps the
     process.
     """
-    code, written = ended[end]
-    assert code == ("ValueError" in end), written
-    assert ("mine" in written) == ("mine" in end)
-    assert "Fatal" not in written
+    ended = fresh_process.run(SCRIPT + end)
+    assert ended.code == ("ValueError" in end), ended.stderr
+    assert ("mine" in ended.stderr) == ("mine" in end)
+    assert "Fatal" not in ended.stderr
 
 
 def test_a_forked_process_waits_for_no_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
