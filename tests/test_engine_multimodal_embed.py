@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from computed_once import computed_once
 from engine_answers import PROMPTS, SCORED, alone, answers, new_tokens_of, small_engine
 from engine_ways import GREEDY, WAYS
 from families import BY_NAME, FAMILIES, build
@@ -33,9 +34,12 @@ def vectors(model: Any, count: int, seed: int = 0) -> torch.Tensor:
 def right(model: Any, embeds: torch.Tensor, ids: list[int] | None = None, **options: Any) -> list[list[int]]:
     """The new tokens of generate() on these embeddings alone."""
     given = {} if ids is None else {"input_ids": torch.tensor([ids])}
-    return new_tokens_of(
-        model.generate(**given, inputs_embeds=embeds[None], **SCORED, **options), len(ids or [])
-    )
+
+    def compute() -> list[list[int]]:
+        answer = model.generate(**given, inputs_embeds=embeds[None], **SCORED, **options)
+        return new_tokens_of(answer, len(ids or []))
+
+    return computed_once(compute, model, embeds, ids, options)
 
 
 small = functools.partial(small_engine, num_blocks=40)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from computed_once import computed_once
 
 from hf_paged import Engine
 
@@ -19,6 +20,10 @@ def alone(model: Any, ids: list[int], adapter: Any, **options: Any) -> list[int]
     """The answer of peft alone on an adapter."""
     call = {"input_ids": torch.tensor([ids]), "max_new_tokens": NEW, "do_sample": False, **options}
     call["attention_mask"] = torch.ones_like(call["input_ids"])
+    return computed_once(lambda: _computed_alone(model, call, adapter), model, call, adapter)
+
+
+def _computed_alone(model: Any, call: dict[str, Any], adapter: Any) -> list[int]:
     before = model.base_model.active_adapters if hasattr(model.base_model, "active_adapters") else None
     if adapter is None:
         with model.disable_adapter():
@@ -27,7 +32,7 @@ def alone(model: Any, ids: list[int], adapter: Any, **options: Any) -> list[int]
         model.base_model.set_adapter([adapter] if isinstance(adapter, str) else list(adapter))
         out = model.generate(**call)
         model.base_model.set_adapter(list(before))
-    return list(out[0, len(ids) :].tolist())
+    return list(out[0, call["input_ids"].shape[1] :].tolist())
 
 
 def ask(engine: Engine, ids: list[int] | None = None, **options: Any) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from computed_once import computed_once
 from families import BY_NAME, build
 from processes import LIMIT
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -38,12 +39,15 @@ def greedy(**options: Any) -> GenerationConfig:
 
 
 def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
-    ids = torch.tensor([prompt])
     config = greedy(**options)
     config.eos_token_id = None
-    return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[
-        0, len(prompt) :
-    ].tolist()
+
+    def compute() -> list[int]:
+        ids = torch.tensor([prompt])
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        return found[0, len(prompt) :].tolist()
+
+    return computed_once(compute, model, prompt, options)
 
 
 def manager_of(model: Any, **options: Any) -> EngineBatchingManager:

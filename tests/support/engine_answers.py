@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from computed_once import computed_once
 from families import BY_NAME, VOCABULARY, build
 
 from hf_paged.engine import Engine
@@ -32,14 +33,18 @@ def new_tokens_of(answer: Any, begin: int) -> list[list[int]]:
 
 def alone(model: Any, prompt: list[int], **options: Any) -> list[list[int]]:
     """The new tokens of generate() on that prompt alone."""
-    return new_tokens_of(
-        model.generate(torch.tensor([prompt], device=model.device), **SCORED, **options), len(prompt)
-    )
+    return alone_with_media(model, {"input_ids": torch.tensor([prompt], device=model.device)}, **options)
 
 
 def alone_with_media(model: Any, inputs: Mapping[str, Any], **options: Any) -> list[list[int]]:
     """The same of a prompt as a processor answers."""
-    return new_tokens_of(model.generate(**inputs, **SCORED, **options), inputs["input_ids"].shape[1])
+
+    def compute() -> list[list[int]]:
+        return new_tokens_of(model.generate(**inputs, **SCORED, **options), inputs["input_ids"].shape[1])
+
+    if options.get("do_sample", model.generation_config.do_sample):
+        return compute()
+    return computed_once(compute, model, dict(inputs), options)
 
 
 def small_engine(model: Any, **options: Any) -> Engine:
