@@ -7,11 +7,13 @@ the tokens may not.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from captures import reasons
+from cases import once_each
 from engine_answers import PROMPTS
 from engine_logprobs import DEVICE, assert_own_logprobs, bound_of, one_forward
 from families import BY_NAME, build
@@ -38,9 +40,17 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+DTYPES = [torch.float32, torch.bfloat16]
+combined = once_each if DEVICE == "cpu" else itertools.product
+"""On a CPU an operation's dtype is torch's own matter."""
+
+
 @pytest.mark.parametrize("kernels", ["auto", "torch"] if DEVICE == "cuda" else ["auto"])
-@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma2", "mistral-window", "gpt2", "bloom"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    combined(["llama", "qwen2-window", "gemma2", "mistral-window", "gpt2", "bloom"], DTYPES),
+    ids=str,
+)
 def test_logprobs_are_those_of_one_forward(name: str, kernels: str, dtype: torch.dtype) -> None:
     """C23, C35: chunks, decoding, forks and recomputation, through the kernels where there are any."""
     model = build(BY_NAME[name]).to(DEVICE, dtype)
@@ -60,8 +70,7 @@ def test_logprobs_are_those_of_one_forward(name: str, kernels: str, dtype: torch
         assert_own_logprobs(model, output)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "qwen2-window"])
+@pytest.mark.parametrize(("name", "dtype"), combined(["llama", "qwen2-window"], DTYPES), ids=str)
 def test_swapped_keys_and_values_are_their_own(name: str, dtype: torch.dtype) -> None:
     """C30: out of the stores and back on a stream of their own, while everybody else goes on."""
     model = build(BY_NAME[name]).to(DEVICE, dtype)
@@ -77,8 +86,7 @@ def test_swapped_keys_and_values_are_their_own(name: str, dtype: torch.dtype) ->
         assert_own_logprobs(model, output)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "qwen2-window"])
+@pytest.mark.parametrize(("name", "dtype"), combined(["qwen2-window", "llama"], DTYPES), ids=str)
 def test_swapped_while_the_next_step_is_planned(name: str, dtype: torch.dtype) -> None:
     """Run ahead, whatever the device: greedy tokens are the model's likeliest, up to rounding."""
     model = build(BY_NAME[name]).to(DEVICE, dtype)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from cases import pairwise
 from dropout import stop_dropout, train_with_dropout
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import GREEDY, POISON, Does, Fails, assert_neighbours_unharmed, neighbours
@@ -31,9 +32,14 @@ def steps(engine: Engine, count: int) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("after", [0, 4])
-@pytest.mark.parametrize("where", ["logits_processor", "stopping_criteria"])
-@pytest.mark.parametrize("kind", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
+@pytest.mark.parametrize(
+    ("where", "after", "kind"),
+    pairwise(
+        ["logits_processor", "stopping_criteria"],
+        [0, 4],
+        [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}],
+    ),
+)
 def test_a_processor_or_criterion_that_raises(
     engine: Engine, where: str, after: int, kind: dict[str, Any]
 ) -> None:
@@ -228,8 +234,18 @@ def test_the_engine_is_not_driven_from_within(engine: Engine) -> None:
     assert_neighbours_unharmed(engine, handles)
 
 
-@pytest.mark.parametrize("where", ["forward", "processor", "copy", "schedule"])
-@pytest.mark.parametrize("kind", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        ("forward", {}),
+        ("forward", {"num_beams": 3}),
+        ("processor", {}),
+        ("processor", {"do_sample": True, "num_return_sequences": 2}),
+        ("copy", {"num_beams": 3}),
+        ("copy", {"do_sample": True, "num_return_sequences": 2}),
+        ("schedule", {}),
+    ],
+)
 def test_an_interrupt(
     model: Any, engine: Engine, where: str, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,8 +369,8 @@ def test_a_soak_of_aborts_and_faults(model: Any, seed: int, preemption: str) -> 
         }
         alive: list[tuple[Any, int, int, bool]] = []
         through = 0
-        for step in range(250):
-            if step < 200 and rng.random() < 0.4 and len(alive) < 10:
+        for step in range(170):
+            if step < 130 and rng.random() < 0.4 and len(alive) < 10:
                 p, k, bad = rng.randrange(len(PROMPTS)), rng.randrange(len(kinds)), rng.random() < 0.2
                 trouble = {"logits_processor": [Fails(rng.randrange(9), ZeroDivisionError())]} if bad else {}
                 alive.append(
@@ -367,7 +383,7 @@ def test_a_soak_of_aborts_and_faults(model: Any, seed: int, preemption: str) -> 
                 engine.resume()
             engine.step()
             engine.check()
-            for handle, p, k, bad in [each for each in alive if each[0].done or step == 249]:
+            for handle, p, k, bad in [each for each in alive if each[0].done or step == 169]:
                 alive.remove((handle, p, k, bad))
                 output = handle.result()
                 assert (output.error is not None) == (bad and output.finish_reason == "error")
@@ -379,4 +395,4 @@ def test_a_soak_of_aborts_and_faults(model: Any, seed: int, preemption: str) -> 
         assert all(kind["held"] == 0 for kind in [*stats["blocks"].values(), *stats["host"].values()])
         assert stats["preemptions"] > 5
         assert (stats["swapped_out"] > 0) == (preemption != "recompute")
-        assert through > 20
+        assert through > 12

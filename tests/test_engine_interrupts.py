@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import examples, pairwise
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import GREEDY, Fails, assert_neighbours_unharmed, neighbours
 from engine_parts import has_unfinished, thread_of
@@ -47,12 +48,14 @@ class Decodes:
 # ---- a request's own code
 
 
-@pytest.mark.parametrize("error", OWN, ids=NAMES)
-@pytest.mark.parametrize("where", ["logits_processor", "stopping_criteria"])
 @pytest.mark.parametrize(
-    "kind",
-    [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}],
-    ids=["greedy", "beams", "samples"],
+    ("error", "where", "kind"),
+    pairwise(
+        OWN,
+        ["logits_processor", "stopping_criteria"],
+        [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}],
+    ),
+    ids=str,
 )
 def test_own_code_ends_its_request(
     engine: Engine, error: BaseException, where: str, kind: dict[str, Any]
@@ -184,7 +187,7 @@ def test_ctrl_c_at_random_moments(engine: Engine, who: str) -> None:
         engine.submit(PROMPTS[0], **PLAIN).result()
 
     clients = in_threads([client])
-    bombard(engine, act, 100)
+    bombard(engine, act, examples(60))
     over.set()
     join(clients)
     assert not wrong
@@ -311,7 +314,7 @@ def test_a_fork_while_another_thread_is_at_work(model: Any, engine: Engine, busy
         engine.start()
     workers = in_threads([work])
     rng = random.Random(0)
-    for _ in range(6):
+    for _ in range(4):
         time.sleep(rng.uniform(0.0, 0.02))
         assert in_a_fork(child) == repr(expected)
     over.set()

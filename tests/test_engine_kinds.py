@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from captures import counts, reasons
+from cases import pairwise
 from engine_answers import PROMPTS, alone, checked_answers, small_engine
 from engine_parts import layer_groups
 from families import BY_NAME, build
@@ -29,8 +30,11 @@ def window_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     return request.param
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2-window"])
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("name", "preemption", "window_blocks"),
+    pairwise(["gemma3", "qwen2-window"], ["recompute", "swap"], [1, 2, 16]),
+    indirect=["window_blocks"],
+)
 def test_every_request_gets_its_own_tokens(name: str, preemption: str, window_blocks: int) -> None:
     """C23, C28 to C31: samples and beams too, cut in chunks, preempted, and continued from what is cached."""
     model = build(BY_NAME[name])

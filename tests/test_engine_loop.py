@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from cases import examples, once_each
 from engine_answers import PROMPTS, alone, answers
 from engine_ends import ENDS
 from engine_parts import checks_of, preempt, running
@@ -68,8 +69,7 @@ def test_a_running_sequence_keeps_its_row(ahead: bool) -> None:
         engine.check()
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "ahead"), once_each(range(examples(4)), [False, True]))
 def test_rows_that_change_owners_change_no_token(seed: int, ahead: bool) -> None:
     """C7, C23: a walk of few rows and few blocks, with swaps, aborts, beams, samples and pauses."""
     kinds: list[dict[str, Any]] = [

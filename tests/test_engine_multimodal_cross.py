@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from cases import pairwise
 from engine_answers import PROMPTS, alone, answers, checked_answers, small_engine
 from engine_answers import alone_with_media as right
 from engine_parts import preempt, running
@@ -168,9 +169,10 @@ def test_one_table_a_request(model: Any, way: str) -> None:
         other.result()
 
 
-@pytest.mark.parametrize("way", ["greedy", "beams"])
-@pytest.mark.parametrize("admission", ["watermark", "future"])
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize(
+    ("preemption", "admission", "way"),
+    pairwise(["swap", "recompute"], ["watermark", "future"], ["greedy", "beams"]),
+)
 def test_preemption(model: Any, preemption: str, admission: str, way: str) -> None:
     """C29, C30: a group that must go takes its cross-attention table along, or makes it again."""
     options = {**WAYS[way], "max_new_tokens": 24, "min_new_tokens": 24}

@@ -11,30 +11,25 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from cases import once_each
+from computed_once import computed_once
 from engine_answers import PROMPTS, SCORED, answers, checked_answers, new_tokens_of, small_engine
 from engine_steps import job_of
+from engine_ways import GREEDY
+from engine_ways import WAYS as OF_DECODERS
 from families import BY_NAME, TOKENS, VOCABULARY, build
 from transformers import GenerationMixin
 
 import hf_paged
 
-GREEDY = {"max_new_tokens": 9, "do_sample": False}
 WAYS: dict[str, dict[str, Any]] = {
-    "greedy": GREEDY,
+    **OF_DECODERS,
     "processed": {
         **GREEDY,
         "repetition_penalty": 1.3,
         "no_repeat_ngram_size": 2,
         "encoder_no_repeat_ngram_size": 2,
         "forced_bos_token_id": 7,
-    },
-    "beams": {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2, "do_sample": False},
-    "early": {
-        "max_new_tokens": 9,
-        "num_beams": 3,
-        "early_stopping": "never",
-        "eos_token_id": [2, 9, 30, 41, 60, 77],
-        "do_sample": False,
     },
 }
 PADDED = [0, 0, *PROMPTS[1]]
@@ -71,15 +66,18 @@ def right(model: Any, *inputs: Any, begin: list[int] | None = None, **options: A
     """The new tokens of generate() on this input alone; Whisper's own generate() does more."""
     given = {} if begin is None else {"decoder_input_ids": torch.tensor([begin])}
     ids = [torch.tensor([each]) if isinstance(each, list) else each for each in inputs]
-    answer = GenerationMixin.generate(model, *ids, **given, **SCORED, **options)
-    return new_tokens_of(answer, len(begin or [0]))
+
+    def compute() -> list[list[int]]:
+        answer = GenerationMixin.generate(model, *ids, **given, **SCORED, **options)
+        return new_tokens_of(answer, len(begin or [0]))
+
+    return computed_once(compute, model, ids, begin, options)
 
 
 small = functools.partial(small_engine, num_blocks=40)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.parametrize(("name", "way"), [*once_each(["t5", "bart"], [*WAYS]), ("t5", "processed")])
 def test_text(name: str, way: str) -> None:
     """Beside others, and computed again."""
     model, options = text_model(name), WAYS[way]
@@ -224,8 +222,7 @@ def test_room_for_cross_tables() -> None:
         assert "made for 256 tokens, got 300" in str(engine.submit([5] * 300, **GREEDY).result().error)
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.parametrize(("name", "preemption"), once_each(["t5", "bart"], ["swap", "recompute"]))
 def test_few_blocks(name: str, preemption: str) -> None:
     """C30, C36: cross tables are swapped with their groups and come back as they were, or are made again."""
     model = text_model(name)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from cases import once_each
 from engine_answers import PROMPTS, alone, answers
 from engine_answers import alone_with_media as right
 from engine_answers import small_engine as small
@@ -449,8 +450,9 @@ def stands(
     }
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("name", "way"), [*once_each(["qwen2_vl", "qwen3_vl"], [*WAYS]), ("qwen3_vl", "greedy")]
+)
 def test_tokens_that_stand_elsewhere(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On several axes, in chunks, behind hits that leave nothing to look at, recomputed and beside others
     whose tokens stand as ever.

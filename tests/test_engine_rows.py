@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from cases import examples, once_each
 from clocked_rows import ClockedRows
 from engine_answers import PROMPTS, alone, answers, small_engine
 from engine_parts import scheduler_of
@@ -22,8 +23,7 @@ FEW = {"num_blocks": 26, "max_batch_tokens": 20, "max_batch_sequences": 8}
 NEW = {"max_new_tokens": 14, "min_new_tokens": 14}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("name", "captured"), once_each(["llama", "gemma3"], [False, True]))
 def test_rows_take_any_number_of_tokens(name: str, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that the host has, waiting, preemption by swap and recomputation beside beams: each answer is its own."""
     if captured:
@@ -34,7 +34,7 @@ def test_rows_take_any_number_of_tokens(name: str, captured: bool, monkeypatch: 
         truths = [answers(engine.submit(prompt, **kind).result()) for prompt, kind in asked]
         assert truths[0] == alone(model, PROMPTS[0], **PLAIN[0], **NEW)
     options = {"max_batch_tokens": 20, "max_batch_sequences": 8, "num_blocks": 80, "run_ahead": False}
-    for seed in range(3):
+    for seed in range(examples(3)):
         with small_engine(model, **options) as engine:
             handles = [engine.submit(prompt, **kind) for prompt, kind in asked]
             took = advance(engine, handles, truths, random.Random(seed))
@@ -74,8 +74,7 @@ def planned(engine: Engine) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("name", "ahead"), once_each(["llama", "mistral-window"], [False, True]))
 def test_plans_are_those_of_one_clock(name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every row takes one token, the plans of captured steps are those of the table with one clock, with the
     tokens of the step in flight unknown or known; under preemption, with samples, beams and requests that end early.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import once_each
 from engine_answers import KINDS, PROMPTS, _model, alone, answers, right
 from engine_parts import block_bytes, block_pools, costs_of, layer_groups, preempt, running
 from engine_steps import new_tokens, unseen_tokens, watch_plans
@@ -59,8 +60,7 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: " ".join(map(str, mode.values())))
-@pytest.mark.parametrize("name", ["llama", "qwen2-window"])
+@pytest.mark.parametrize(("name", "mode"), once_each(["llama", "qwen2-window"], MODES))
 def test_a_fifth_of_the_blocks_changes_no_token(name: str, mode: dict[str, Any]) -> None:
     """Greedy, processors, samples under a seed, beams; with windows and without."""
     with Engine(_model(name), prefix_caching=mode["preemption"] != "swap", **TIGHT, **mode) as engine:
@@ -82,14 +82,14 @@ def test_a_fifth_of_the_blocks_changes_no_token(name: str, mode: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    "mode",
+    ("name", "mode"),
     [
-        {"preemption": "swap", "host_blocks": 400},
-        {"preemption": "swap", "host_blocks": 12},
-        {"preemption": "recompute"},
+        ("llama", {"preemption": "swap", "host_blocks": 400}),
+        ("qwen2-window", {"preemption": "swap", "host_blocks": 400}),
+        ("qwen2-window", {"preemption": "swap", "host_blocks": 12}),
+        ("llama", {"preemption": "recompute"}),
     ],
 )
-@pytest.mark.parametrize("name", ["llama", "qwen2-window"])
 def test_a_group_that_leaves_while_its_step_is_in_flight(name: str, mode: dict[str, Any]) -> None:
     """Planned ahead: a group leaves with a token that the host has not heard of, and may turn out to have
     ended.

@@ -14,6 +14,7 @@ import torch
 from adapter_answers import NEW, alone, ask, first, prompt, tokens
 from adapters import adapted, lora
 from captures import counts, drop, policy, reasons
+from cases import examples, once_each
 from engine_parts import checks_of, count_steps_only, eager_of, preempt, preempted, running
 from families import BY_NAME, build
 from kernel_cases import load
@@ -380,8 +381,7 @@ def change_at_random(chance: random.Random, model: Any, there: bool) -> bool:
     return there
 
 
-@pytest.mark.parametrize("threaded", [False, True], ids=["steps", "thread"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "threaded"), once_each(range(examples(4)), [False, True]))
 def test_an_adapter_that_comes_or_goes_concerns_its_own_requests_alone(seed: int, threaded: bool) -> None:
     """C24: on layers that had no LoRA so far, too, and under the engine's own thread."""
     chance = random.Random(seed)

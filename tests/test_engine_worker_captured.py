@@ -4,17 +4,18 @@ really made them.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from captures import counts, forms, kept, logits_of, policy, pool_of, reasons, sizes
+from cases import pairwise
 from engine_answers import PROMPTS, alone, answers
 from engine_parts import eager_of
 from engine_steps import watch_plans
@@ -323,9 +324,9 @@ def test_a_replay_that_differs_is_never_trusted(llama: Any, monkeypatch: pytest.
     assert answers(output) == alone(llama, PROMPTS[0], **GREEDY)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window"])
-@pytest.mark.parametrize("size", [1, 4, 16])
-@pytest.mark.parametrize("form", ["rows", "spans"])
+@pytest.mark.parametrize(
+    ("form", "size", "name"), pairwise(["rows", "spans"], [1, 4, 16], ["llama", "gemma3", "mistral-window"])
+)
 def test_chunks_of_prompts_in_a_graph(
     form: str, name: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,7 +350,9 @@ def test_chunks_of_prompts_in_a_graph(
         assert form in forms(engine)
     assert [answers(output) for output in outputs] == [alone(model, prompt, **GREEDY) for prompt in params]
     replayed = [
-        brought for (before, brought), (after, _) in pairwise(plans) if after > before and max(brought) > 1
+        brought
+        for (before, brought), (after, _) in itertools.pairwise(plans)
+        if after > before and max(brought) > 1
     ]
     assert any(1 in brought for brought in replayed)
 

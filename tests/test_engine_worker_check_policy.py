@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from captures import counts, kept, notice
+from cases import pairwise
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import Does
 from engine_parts import checks_of, count_steps_only, scheduler_of
@@ -292,8 +293,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("ends", ["length", "stop"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("engine", "kind", "ends"), pairwise([False, True], [*KINDS], ["length", "stop"]), indirect=["engine"]
+)
 def test_no_request_ends_before_the_model_is_checked(engine: Engine, kind: str, ends: str) -> None:
     """Weights that were changed a few steps before an end are found there, however it comes: by its length,
     or by a token.

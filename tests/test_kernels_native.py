@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import examples, pairwise
 from compare import assert_clean, assert_equal
 from families import BY_NAME, VOCABULARY, build
 from hypothesis import given, settings
@@ -88,9 +89,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("registers", RUNS_HERE)
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "registers"), pairwise([*CASES], [FP32, BF16, FP16], RUNS_HERE), ids=str
+)
 def test_like_the_reference(name: str, dtype: torch.dtype, registers: str) -> None:
     """C3: blocks anywhere, NaN wherever nothing was written, for each kind of registers that this machine
     has.
@@ -103,7 +104,7 @@ def test_like_the_reference(name: str, dtype: torch.dtype, registers: str) -> No
     assert_close(attend(native.load(native.build(registers)), case, tokens), case.expected())
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_attention_over_any_history(data: st.DataObject) -> None:
     """C3, C10, C14: appends, forks, reorders and crops in any order, over any block size, window and

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cases import pairwise
 from kernel_cases import DEVICE, load
 
 kernels = load()
@@ -101,11 +102,10 @@ def compare(shape: tuple[int, ...], count: int, dtype: torch.dtype, centered: bo
     torch.testing.assert_close(found[0][1], normed, **norms)
 
 
-@pytest.mark.parametrize("shots", [1, 2])
-@pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("shape", [(1, 1, 64), (5, 1, 300), (1, 3, 1024)])
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dtype", "centered", "shots"),
+    pairwise([(1, 1, 64), (5, 1, 300), (1, 3, 1024)], [2, 3, 4], [FP32, BF16, FP16], [False, True], [1, 2]),
+)
 def test_as_one_after_the_other(
     shape: tuple[int, ...], ranks: int, dtype: torch.dtype, centered: bool, shots: int
 ) -> None:
@@ -129,7 +129,7 @@ def test_ranks_that_compute_at_once(ranks: int) -> None:
     what another has not read, however far one is behind.
     """
     shapes = [(1, 64), (7, 64), (3, 128), (2, 64)]
-    sums = [(shape, shots) for _ in range(3) for shape in shapes for shots in (1, 2)]
+    sums = [(shape, shots) for _ in range(2) for shape in shapes for shots in (1, 2)]
     inboxes = [torch.full((2, ranks, 512 * 4), 255, dtype=torch.uint8).share_memory_() for _ in range(ranks)]
     totals = torch.zeros(ranks, len(sums), 512).share_memory_()
     normed = torch.zeros_like(totals).share_memory_()

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from cases import examples, pairwise
 from scheduling_prompts import prompt
 from simulated import Simulated
 
@@ -487,9 +488,9 @@ def test_the_pool_of_cross_attention_is_the_last() -> None:
         Scheduler([KVCacheGroup(Cross(), pools[0]), KVCacheGroup(Full(), pools[1])], Limits(16, 8))
 
 
-@pytest.mark.parametrize("admission", ["watermark", "future"])
-@pytest.mark.parametrize("host", [None, 30])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "host", "admission"), pairwise(range(examples(3)), [None, 30], ["watermark", "future"])
+)
 def test_a_walk_of_texts_and_pictures(seed: int, host: int | None, admission: str) -> None:
     """C18, C23, C24, C30, C36: texts beside requests that attend to one of two pictures, on few blocks of both
     kinds, preempted and aborted.
@@ -521,9 +522,9 @@ def test_a_walk_of_texts_and_pictures(seed: int, host: int | None, admission: st
     assert (world.scheduler.counts["swapped_out"] > 0) == (host is not None)
 
 
-@pytest.mark.parametrize("admission", ["watermark", "future"])
-@pytest.mark.parametrize("host", [None, 30])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "host", "admission"), pairwise(range(examples(3)), [None, 30], ["watermark", "future"])
+)
 def test_a_walk_behind_encoders(seed: int, host: int | None, admission: str) -> None:
     """C23, C30, C36: random groups on few blocks of both kinds, preempted and aborted: everybody reads what
     his own encoder made.

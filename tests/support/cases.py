@@ -1,0 +1,36 @@
+"""Fewer cases of tests: combinations of parameters that cover them, and how many random ones there are."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+MORE = float(os.environ.get("HF_PAGED_EXAMPLES", "1"))
+"""The factor of all random examples and walks: HF_PAGED_EXAMPLES=10 for a long run."""
+
+
+def examples(count: int) -> int:
+    return max(1, round(count * MORE))
+
+
+def once_each(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Cases in which each value of each parameter is there: for parameters that have nothing to do with each other."""
+    return [tuple(values[i % len(values)] for values in parameters) for i in range(max(map(len, parameters)))]
+
+
+def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Cases in which each pair of values of two parameters is there."""
+    every = list(itertools.product(*(range(len(values)) for values in parameters)))
+    missing = {pair for case in every for pair in _pairs(case)}
+    found = []
+    while missing:
+        best = max(every, key=lambda case: len(missing & _pairs(case)))
+        missing -= _pairs(best)
+        found.append(tuple(values[i] for values, i in zip(parameters, best, strict=True)))
+    return found
+
+
+def _pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
+    return set(itertools.combinations(enumerate(case), 2))
