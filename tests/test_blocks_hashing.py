@@ -1,6 +1,7 @@
 """The names of full blocks (contract C18, C24, C25)."""
 
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,7 @@ def test_c18_a_name_is_decided_by_parent_tokens_and_extra():
     assert len({name, *others}) == 7
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(tokens, st.binary(max_size=24), tokens, st.binary(max_size=24))
 def test_c24_no_choice_of_tokens_imitates_another_extra(one, extra, other, other_extra):
     """C24, C25: names are equal only if tokens and extras are."""
@@ -45,7 +46,7 @@ def test_c24_bytes_that_look_like_tokens_differ_from_tokens():
     assert len({chain(ROOT, [7, 7]), chain(ROOT, [7], seven), chain(ROOT, [], seven + seven)}) == 3
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(st.lists(plain, max_size=3), st.lists(plain, max_size=3))
 def test_c24_extra_keys_are_equal_only_for_equal_parts(one, other):
     """C24: adapter, weight version and salt cannot be mistaken for each other."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,7 +150,7 @@ def test_forgetting_and_recovering_keep_the_tenants() -> None:
     assert Counter(pool.owners.values()) == {"b": 2}
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 @given(
     seed=st.integers(0, 10**6),
     total=st.integers(6, 60),
@@ -188,7 +189,7 @@ def test_what_fits_beside_reserved_blocks_takes_none_of_them(
     assert pool.held == 0
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 @given(
     seed=st.integers(0, 10**6),
     tenants=st.integers(1, 12),

@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from cases import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -362,7 +363,7 @@ class Walk(RuleBasedStateMachine):
             self.world.end()
 
 
-Walk.TestCase.settings = settings(max_examples=100, stateful_step_count=50)
+Walk.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=50)
 TestWalk = Walk.TestCase
 
 
@@ -395,14 +396,14 @@ def move(world: World, rng: random.Random) -> None:
     ("seed", "total", "size"), [(1, 30, 4), (2, 14, 8), (3, 60, 2), (4, 90, 1), (5, 12, 16)]
 )
 def test_a_long_seeded_walk(seed, total, size):
-    """C7 and all the rest, 2,000 moves each; the walk must have met what it is there for."""
+    """C7 and all the rest: the walk must have met what it is there for."""
     rng = random.Random(seed)
     world = World(total, size, verify=bool(seed % 2))
-    for _ in range(2000):
+    for _ in range(examples(900)):
         move(world, rng)
         world.check()
     counts = world.pool.counts
-    assert min(world.hits, counts["evictions"]) > 20
-    assert counts["copies"] > 20 or size == 1
+    assert min(world.hits, counts["evictions"]) > 8
+    assert counts["copies"] > 8 or size == 1
     assert world.pool.peak_held > total * 0.9
     world.end()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cases import examples
 from engine_answers import KINDS, PROMPTS, _model, alone, answers, right
 from families import BY_NAME, FAMILIES, build
 from hypothesis import given, settings
@@ -102,7 +103,7 @@ def least_blocks(params: list[Ask], size: int) -> int:
     return max(map(need, params)) + 10
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(12))
 @given(
     name=st.sampled_from(["llama", "qwen2-window"]),
     options=engines(),

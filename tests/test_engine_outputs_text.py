@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -35,7 +36,7 @@ def reader_of(tokenizer: Any) -> Detokeniser:
     return Detokeniser(partial(tokenizer.decode, skip_special_tokens=True))
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(36))
 @given(text=st.text(max_size=30), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=8))
 def test_pieces_of_any_text(tokenizer: Any, text: str, sizes: list[int]) -> None:
     """One token at a time or several: characters come whole."""
@@ -50,7 +51,7 @@ def test_pieces_of_any_text(tokenizer: Any, text: str, sizes: list[int]) -> None
     assert "".join(pieces) == text
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(36))
 @given(ids=st.lists(st.integers(0, 255), min_size=1, max_size=30))
 def test_bytes_that_are_no_text(tokenizer: Any, ids: list[int]) -> None:
     """The pieces of any answer, joined, are the text that the tokenizer gives for all of it."""
@@ -92,7 +93,7 @@ def letters(tokens: Sequence[int]) -> str:
     return "".join(map(chr, tokens))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(135))
 @given(st.text("ab", max_size=24), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3), st.booleans())
 def test_nothing_behind_the_first_stop_string_is_shown(full: str, stops: list[str], keep: bool) -> None:
     """The string whose beginning comes first wins among those that are complete when one is."""
@@ -109,7 +110,7 @@ def test_nothing_behind_the_first_stop_string_is_shown(full: str, stops: list[st
     assert shown == full
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(135))
 @given(
     st.text("ab", min_size=1, max_size=16),
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import examples
 from engine_answers import PROMPTS, alone, checked_answers, each_alone, small_engine
 from engine_steps import broken_into, job_of, own_steps
 from families import BY_NAME, VOCABULARY, build
@@ -50,7 +51,7 @@ def counting(model: Any, prompt: list[int], options: dict[str, Any]) -> list[lis
 NUMBERS = st.sampled_from([0.0, 0.5, -0.75, 2.0])
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 @given(
     rows=st.lists(
         st.tuples(st.lists(st.integers(0, 6), max_size=9), NUMBERS, NUMBERS), min_size=1, max_size=5

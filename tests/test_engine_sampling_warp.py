@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList
@@ -74,7 +75,7 @@ def stock(wanted: Warp) -> LogitsProcessorList:
     return made
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(40))
 @given(rows=st.lists(warps, min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_rows_are_cut_as_transformers_cuts_them(rows: list[Warp], seed: int) -> None:
     """Every row under its own options, all in one go: exactly the scores that transformers' processors

@@ -12,6 +12,7 @@ import pytest
 import torch
 from adapter_answers import NEW, alone, ask, first, prompt, tokens
 from adapters import adapted, lora
+from cases import examples
 from families import BY_NAME, build
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -407,7 +408,7 @@ def test_pictures(family: str) -> None:
         engine.check()
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_mix_of_requests(data: st.DataObject, model: Any) -> None:
     """Random adapters, prompts, prefixes, block sizes, cancels, additions and removals."""

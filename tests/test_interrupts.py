@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import examples
 from engine_answers import answers
 from engine_parts import has_unfinished
 from families import BY_NAME, build
@@ -185,7 +186,7 @@ def assert_engine_through_interrupts(
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("files", [DRIVING, ("",)], ids=["driving", "anywhere"])
 def test_a_step_of_the_engine(files: tuple[str, ...], ahead: bool) -> None:
-    assert_engine_through_interrupts(files, most=60 if files == DRIVING else 25, run_ahead=ahead)
+    assert_engine_through_interrupts(files, most=examples(35 if files == DRIVING else 15), run_ahead=ahead)
 
 
 TORCH_FILES = (
@@ -217,7 +218,7 @@ def test_what_torch_keeps_for_a_thread(how: str) -> None:
         assert probe(act)
         # Rotary positions have no context manager of torch's own any more.
         assert probe.count > (20 if how == "generate" and RENAMED else 40)
-        for at in range(1, probe.count + 1, max(1, probe.count // 100)):
+        for at in range(1, probe.count + 1, max(1, probe.count // examples(50))):
             interrupted = Interrupted(at, MODE_FILES, TORCH_FILES)
             interrupted(act)
             assert thread_facts() == before, interrupted.where

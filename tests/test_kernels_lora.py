@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE, GPU, load
@@ -82,7 +83,7 @@ def verify(adapters: Adapters, index: list[int], plan: object | None = None) -> 
         assert torch.equal(got[base], y[base])
 
 
-@settings(max_examples=40 if not GPU else 200)
+@settings(max_examples=examples(20 if not GPU else 200))
 @given(data=st.data())
 def test_any_mix(data: st.DataObject) -> None:
     """Each token gets its own adapter's product, and the base's stay bit for bit as they were."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import GPU, load
@@ -104,7 +105,7 @@ def test_one_sequence_alone(apart: bool, window: int | None) -> None:
     assert (blocks == list(range(blocks[0], blocks[0] + len(blocks)))) == (not apart or window is not None)
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_attention_of_each_is_its_own(data: st.DataObject) -> None:
     """C3, C10, C14: prompts, chunks and decoding in one row, forks among them, over any block size and

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_layer import HEADS, Paged, formula
@@ -19,7 +20,7 @@ from hf_paged.kv.upload import upload
 DIM, VALUE_DIM = 8, 6
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_attention_over_any_history(data: st.DataObject) -> None:
     """C3, C10, C14: appends, forks, reorders and crops in any order, over any block size, window and

@@ -6,6 +6,7 @@ import pytest
 import torch
 from adapter_tables import kernels, snapshot, table_of
 from adapters import adapted, lora
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE
@@ -18,7 +19,7 @@ from hf_paged.model.adapters import (
 )
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(6))
 @given(
     rows=st.lists(st.sampled_from(["__base__", "one", "two", "three"]), min_size=1, max_size=5),
     kernel=st.booleans(),

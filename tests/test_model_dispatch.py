@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import examples
 from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, build
 from interrupting import Interrupted
@@ -205,7 +206,7 @@ def test_an_interrupt_anywhere_leaves_gradients_on(model: Any, used: list[bool],
         own = Interrupted(files=FORWARD[:1])
         own(act)
         places = [(at, FORWARD[:1]) for at in range(1, own.count + 1)]
-        places += [(at, FORWARD) for at in range(1, probe.count + 1, max(1, probe.count // 20))]
+        places += [(at, FORWARD) for at in range(1, probe.count + 1, max(1, probe.count // examples(12)))]
         for at, files in places:
             interrupted = Interrupted(at, files)
             assert not interrupted(act)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import examples
 from functions import FUNCTIONS, OF_SIZES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,7 +47,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
     st.integers(1, 70), st.integers(1, 80), st.integers(1, 140), st.sampled_from(DTYPES), st.booleans(),
     st.booleans(),
 )  # fmt: skip
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 def test_a_row_of_a_product(
     kernels: native.InvariantFunctions,
     rows: int,

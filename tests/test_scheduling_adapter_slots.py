@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupting import Interrupted
@@ -90,7 +91,7 @@ def key_of(names: tuple[str, ...], contents: dict[tuple[str, ...], int]) -> byte
     return f"{names}{contents[names]}".encode()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(68))
 @given(world=worlds(), seed=st.integers(0, 10**6), moves=st.integers(5, 70))
 def test_every_request_gets_its_own_adapter(world: Simulated, seed: int, moves: int) -> None:
     """Slow loads, aborts, preemptions, swaps and adapters of another content at any time."""
@@ -148,7 +149,7 @@ def admissions(world: Simulated, arrivals: dict[int, list[Request]], steps: int)
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(27))
 @given(seed=st.integers(0, 10**6), tokens=st.integers(6, 20), blocks=st.integers(20, 60))
 def test_a_group_that_finds_no_slot_delays_no_other(seed: int, tokens: int, blocks: int) -> None:
     """Base requests, and those of adapters that are there, run exactly when they would without it."""

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterable
 
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling_requests import one_request
@@ -263,7 +264,7 @@ def worlds(draw: st.DrawFn) -> Simulated:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(60))
 @given(world=worlds(), seed=st.integers(0, 10**6), moves=st.integers(5, 80))
 def test_with_the_longest_answers_no_group_is_preempted(world: Simulated, seed: int, moves: int) -> None:
     """C40: samples and beams, shared beginnings, windows, chunks and aborts: whoever runs stays until its

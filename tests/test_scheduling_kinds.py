@@ -10,6 +10,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling_prompts import squares as prompt
@@ -314,7 +315,7 @@ def trouble(world: Simulated, rng: random.Random) -> None:
         world.scheduler.abort(rng.choice(alive))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(40))
 @given(world=worlds(), seed=st.integers(0, 10**6))
 def test_every_request_gets_its_own_tokens(world: Simulated, seed: int) -> None:
     rng = random.Random(seed)
@@ -334,7 +335,7 @@ def test_a_long_walk_meets_everything() -> None:
     )
     rng = random.Random(3)
     hits = []
-    for _ in range(2500):
+    for _ in range(examples(1200)):
         if rng.random() < 0.35:
             trouble(world, rng)
         plan = world.step()
@@ -343,7 +344,7 @@ def test_a_long_walk_meets_everything() -> None:
     world.assert_answered()
     world.assert_empty()
     state = world.pools[0]
-    assert min(state.counts["hits"], state.counts["evictions"], state.counts["copies"]) > 50
-    assert len(set(hits)) > 10
+    assert min(state.counts["hits"], state.counts["evictions"], state.counts["copies"]) > 20
+    assert len(set(hits)) > 5
     counts = world.scheduler.counts
-    assert min(counts["swapped_in"], counts["recomputed"], counts["finished"]) > 40
+    assert min(counts["swapped_in"], counts["recomputed"], counts["finished"]) > 15

@@ -14,6 +14,7 @@ pytest.importorskip("llguidance")
 pytest.importorskip("openai")
 
 import openai
+from cases import examples
 from reply_cases import CALL, CHAT, CLOCK, TEMPLATE, WEATHER, reading, saying
 from serving import Served, serving, tokenizer
 
@@ -177,7 +178,7 @@ def test_text_without_marks_is_content(served: Served) -> None:
 
 def test_required_and_named_calls(client: openai.OpenAI) -> None:
     """By a grammar: the arguments always fit, whatever the model would say."""
-    for seed in range(3):
+    for seed in range(2):
         request = {
             "model": "demo", "messages": CHAT, "max_tokens": 600, "temperature": 1.3, "seed": seed, "tools": [WEATHER, CLOCK],
         }  # fmt: skip
@@ -230,7 +231,7 @@ def test_references_of_tools_mean_their_own_schemas(served: Served, schema: Any,
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     other = {"type": "function", "function": {"name": "g", "parameters": {"const": 7}}}
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
-        for seed in range(2):
+        for seed in range(examples(1)):
             body = {
                 "messages": CHAT, "max_tokens": 400, "temperature": 1, "seed": seed, "tools": [other, tool], "tool_choice": choice, "parallel_tool_calls": False,
             }  # fmt: skip

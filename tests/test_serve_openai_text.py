@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import tokenizer
@@ -17,7 +18,7 @@ from hf_paged.serve.openai.text import decode_of
 TOKENS = st.lists(st.integers(3, 847), min_size=1, max_size=30)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 @given(TOKENS, st.booleans())
 def test_pieces_join_to_the_text(tokens: list[int], special: bool) -> None:
     decoder = decode_of(tokenizer(), skip_special_tokens=not special)
