@@ -63,12 +63,12 @@ def compare_adapters(name: str, rank: int, requests: list[tuple[int, int]], **op
         with Engine(whole(name), **SMALL) as one:
             add_all(one, name)
             expected = asked_with_adapters(one, requests)
-            plain = asked(one, requests)
-        assert expected[0] != plain
+            plain = asked(one, requests[:3])
+        assert expected[1] != plain
         add_all(engine, name)
         found = asked_with_adapters(engine, requests)
         assert found == expected, (found, expected)
-        assert asked(engine, requests[:3]) == plain[:3]
+        assert asked(engine, requests[:3]) == plain
         return engine.stats()
 
     stats: dict[str, Any] = led(rank, loaded(name), act, **options) or {}
@@ -77,9 +77,9 @@ def compare_adapters(name: str, rank: int, requests: list[tuple[int, int]], **op
 
 def adapters_in_few_places(rank: int) -> None:
     """Mixed batches, beams, samples, sets of adapters, prefixes found, and requests that begin again."""
-    name = "llama-3" if dist.get_world_size() == 3 else "llama"
+    name, blocks = ("llama-3", 17) if dist.get_world_size() == 3 else ("llama", 21)
     requests = ASKED if dist.get_world_size() == 2 else ASKED[2:9]
-    options = {"preemption": "recompute", "num_blocks": 26, "max_batch_sequences": 10}
+    options = {"preemption": "recompute", "num_blocks": blocks, "max_batch_sequences": 10}
     stats = compare_adapters(name, rank, requests, max_adapters=2, **options)
     if rank == 0:
         assert stats["preemptions"] > 0
@@ -88,7 +88,7 @@ def adapters_in_few_places(rank: int) -> None:
 
 
 def adapters_and_swap(rank: int) -> None:
-    options = {"preemption": "swap", "num_blocks": 26, "max_batch_sequences": 10}
+    options = {"preemption": "swap", "num_blocks": 21, "max_batch_sequences": 10}
     stats = compare_adapters("llama", rank, ASKED, run_ahead=True, **options)
     if rank == 0:
         assert stats["swapped_in"] > 0
@@ -97,7 +97,7 @@ def adapters_and_swap(rank: int) -> None:
 def adapters_of_other_families(rank: int) -> None:
     """Biases behind the sum, norms of heads, experts, KV heads that lie whole on every rank."""
     for name in ("mixtral", "qwen3", "gpt-oss"):
-        compare_adapters(name, rank, FEW + [(1, 2)])
+        compare_adapters(name, rank, FEW)
 
 
 def adapters_and_pictures(rank: int) -> None:

@@ -79,12 +79,12 @@ def a_manager_of_batches(rank: int) -> None:
             found = [manager.get_result(timeout=LIMIT).generated_tokens for _ in range(NEW)]
             assert found == [expected[0][:count] for count in range(1, NEW + 1)]
             manager.add_request([5] * 100000, request_id="refused")
-            assert "100009 tokens" in manager.get_result(timeout=LIMIT).error
+            assert f"{100_000 + NEW} tokens" in manager.get_result(timeout=LIMIT).error
             with manager.pause(), torch.no_grad():
                 for each in (model, other):
                     each.lm_head.weight.mul_(-1)
                 manager.add_request([5] * 100000, request_id="refused in a pause")
-            assert "100009 tokens" in manager.get_result(timeout=LIMIT).error
+            assert f"{100_000 + NEW} tokens" in manager.get_result(timeout=LIMIT).error
             assert alone(other, PROMPTS[1], **GREEDY) != expected
             manager.add_request(PROMPTS[1], request_id="later")
             later = manager.get_result(timeout=LIMIT)

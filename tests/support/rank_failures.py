@@ -249,7 +249,7 @@ def rank_0_that_ends_at_once(rank: int) -> None:
     model = loaded("llama")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(RECORDERS, "cpu", record)
-        for _ in range(3):
+        for _ in range(4):
             generated(model, MODES[0], cache_implementation="paged")
         assert captures_of(model).pool.sizes()
     closed_too_late = Engine(model, **SMALL)

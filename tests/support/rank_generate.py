@@ -124,8 +124,8 @@ def a_streamer_on_one_rank(rank: int) -> None:
         patch.setattr("hf_paged.model.capture.replay.LEAST_STEPS", 1)
         patch.setattr("hf_paged.model.ranks.votes._votes", {})
         patch.setattr("hf_paged.model.ranks.votes.MEETING", 0.1)
-        for call in range(6):
-            streamer = _Notes(model, 24 + call) if rank == 0 else None
+        for call in range(4):
+            streamer = _Notes(model, 22 + call) if rank == 0 else None
             found = model.generate(ids, streamer=streamer, cache_implementation="paged", **options)
             assert found.tolist() == expected, (found.tolist(), expected)
     counts = captures_of(model).pool.counts

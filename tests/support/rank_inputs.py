@@ -32,7 +32,9 @@ from hf_paged.model.rehearsal import RECORDERS
 
 
 def compare_shown(name: str, rank: int, **options: Any) -> dict[str, Any]:
-    """Pictures beside texts, in chunks, put down in between, and again in several ways from cached blocks."""
+    """Pictures beside texts, in chunks, put down in between, and again from cached blocks; of one family in several
+    ways.
+    """
     model = loaded(name)
     with Engine(model, **{**SMALL, **options}) as engine:
         if rank:
@@ -51,15 +53,16 @@ def compare_shown(name: str, rank: int, **options: Any) -> dict[str, Any]:
         engine.resume()
         found = checked_answers(engine, [*handles, *others])
         assert found == expected + texts, (name, found, expected, texts)
-        ways = (GREEDY, {**GREEDY, "num_beams": 2}, {**KINDS[3], "max_new_tokens": NEW, "seed": 3})
-        with Engine(one, **SMALL) as single:
-            both = []
-            for each in (engine, single):
-                handles = [each.submit(**given[0], **way) for way in ways]
-                both.append(checked_answers(each, handles))
-        assert both[0] == both[1]
-        assert both[0][0] == expected[0]
-        if name == "llava":  # more pictures than places for them: an error of all ranks
+        assert answers(engine.submit(**given[0], **GREEDY).result()) == expected[0]
+        if name == "llava":
+            ways = ({**GREEDY, "num_beams": 2}, {**KINDS[3], "max_new_tokens": NEW, "seed": 3})
+            with Engine(one, **SMALL) as single:
+                both = []
+                for each in (engine, single):
+                    handles = [each.submit(**given[0], **way) for way in ways]
+                    both.append(checked_answers(each, handles))
+            assert both[0] == both[1]
+            # more pictures than places for them: an error of all ranks
             pixels = given[0]["pixel_values"].repeat(2, 1, 1, 1)
             bad = engine.submit(**{**given[0], "pixel_values": pixels}, **GREEDY)
             good = engine.submit(**given[1], **GREEDY)
@@ -85,7 +88,7 @@ def pictures_in_captured_steps(rank: int) -> None:
     finally:
         RECORDERS.pop("cpu", None)
     if rank == 0:
-        assert stats["graphs"]["replayed"] > 10, stats["graphs"]
+        assert stats["graphs"]["replayed"] > 5, stats["graphs"]
 
 
 def embeddings(rank: int) -> None:
@@ -111,7 +114,8 @@ def embeddings(rank: int) -> None:
 def encoders(rank: int) -> None:
     """Encoder-decoders: each rank has its part of the encoder, and of the keys and values across."""
 
-    asked = [(prompt, way) for prompt in PROMPTS[1:4] for way in (GREEDY, {**GREEDY, "num_beams": 3})]
+    greedy = {**GREEDY, "max_new_tokens": 9}
+    asked = [(prompt, way) for prompt in PROMPTS[1:4] for way in (greedy, {**greedy, "num_beams": 3})]
 
     @functools.cache
     def expected() -> list[list[list[int]]]:

@@ -63,7 +63,7 @@ def what_ranks_do_in_a_pause(rank: int) -> None:
                     assert engine.follow()
                     act()
                     continue
-                for _ in range(2):
+                for _ in range(1 + captures):
                     assert answers(engine.submit(PROMPTS[3], **GREEDY).result()) == expected
                 running = engine.submit(PROMPTS[3], **GREEDY)
                 for _ in range(5):
@@ -71,7 +71,8 @@ def what_ranks_do_in_a_pause(rank: int) -> None:
                 engine.pause()
                 act()
                 engine.resume()
-                for handle in (running, *[engine.submit(PROMPTS[3], **GREEDY) for _ in range(2)]):
+                late = [engine.submit(PROMPTS[3], **GREEDY) for _ in range(1 + captures)]
+                for handle in (running, *late):
                     assert answers(handle.result()) == expected, act
             if rank:
                 assert not engine.follow()
@@ -82,7 +83,7 @@ def what_ranks_do_in_a_pause(rank: int) -> None:
 def swapped_blocks_after_a_pause(rank: int) -> None:
     """Blocks on the hosts have memory again where it was given back."""
     model = loaded("llama")
-    options = {**SMALL, "preemption": "swap", "num_blocks": 26, "max_batch_sequences": 10}
+    options = {**SMALL, "preemption": "swap", "num_blocks": 21, "max_batch_sequences": 10}
     for who in ((0, 1), (1,)):
         with Engine(model, **options) as engine:
             for turn in range(2):
@@ -133,7 +134,7 @@ def weights_that_ranks_load(rank: int) -> None:
     two that lie in one, and what is whole on each.
     """
     chance = torch.Generator().manual_seed(9)
-    for family in ("llama", "mixtral", "gpt-oss", "deepseek_v3"):
+    for family in ("mixtral", "gpt-oss", "deepseek_v3"):
         model, other = loaded(family), copy.deepcopy(whole(family))
         state = other.state_dict()
         for tensor in state.values():
@@ -160,7 +161,7 @@ def weights_that_ranks_load(rank: int) -> None:
             if rank == 0:
                 engine.resume()
                 assert answers(handle.result())[0][-3:] != alone(whole(family), PROMPTS[3], **options)[0][-3:]
-                for prompt in PROMPTS[1:4]:
+                for prompt in PROMPTS[1:3]:
                     assert answers(engine.submit(prompt, **options).result()) == alone(
                         other, prompt, **options
                     )
