@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from commands import ForkedPopen
 from processes import LIMIT, ended, has_ended
 from safetensors.torch import save_file
 from serving import until
 
 from hf_paged import demo
+from hf_paged.cli import serve as cli
 from hf_paged.ray.engine_process import start
 from hf_paged.serve.link.engine_client import CallError, EngineClient
 
@@ -28,10 +31,38 @@ IDS = tuple(range(20, 30))
 NEW = 12
 
 
+Started = tuple[socket.socket, subprocess.Popen[bytes]]
+
+
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    """In interpreters of their own."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield from _running()
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    """In forks of this one."""
+    monkeypatch.setattr(subprocess, "Popen", ForkedPopen)
+    yield from _running()
+
+
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    """The second one loads for as long as it lives, and the first one waits for it."""
+    load = cli.engine_of
+
+    def loads(*given: Any) -> Any:
+        return load(*given) if os.environ["RANK"] == "0" else time.sleep(LIMIT)
+
+    monkeypatch.setattr(cli, "engine_of", loads)
+    monkeypatch.setattr(subprocess, "Popen", ForkedPopen)
+    yield from _running()
+
+
+def _running() -> Iterator[Started]:
     connection, process = start(TWO)
     try:
         yield connection, process
@@ -68,7 +99,7 @@ def alone(model: Any) -> list[int]:
     return tokens
 
 
-def test_the_tokens_are_those_of_one_process(started: Any, tmp_path: Path) -> None:
+def test_the_tokens_are_those_of_one_process(started: Started, tmp_path: Path) -> None:
     """Also with new weights, which both ranks read; none is left behind the connection."""
     connection, process = started
     model = demo.model()
@@ -94,7 +125,7 @@ def test_the_tokens_are_those_of_one_process(started: Any, tmp_path: Path) -> No
     assert ended(second)
 
 
-def test_a_rank_that_is_killed_stops_the_engine(started: Any) -> None:
+def test_a_rank_that_is_killed_stops_the_engine(started: Started) -> None:
     """The replica's health check sees that; nothing waits for the rank."""
     connection, process = started
 
@@ -110,9 +141,9 @@ def test_a_rank_that_is_killed_stops_the_engine(started: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_while_it_loads(started: Any, rank: int) -> None:
+def test_a_rank_that_is_killed_while_it_loads(loading: Started, rank: int) -> None:
     """The others end as well, within seconds."""
-    connection, process = started
+    connection, process = loading
     command = psutil.Process(process.pid)
     until(lambda: len(command.children()) == 1)
     both = [command, *command.children()]
@@ -123,9 +154,9 @@ def test_a_rank_that_is_killed_while_it_loads(started: Any, rank: int) -> None:
         EngineClient(connection)
 
 
-def test_a_process_that_loads_ends_with_its_connection(started: Any) -> None:
+def test_a_process_that_loads_ends_with_its_connection(loading: Started) -> None:
     """Also while it waits for another rank."""
-    connection, process = started
+    connection, process = loading
     command = psutil.Process(process.pid)
     until(lambda: len(command.children()) == 1)
     (other,) = command.children()
@@ -136,8 +167,8 @@ def test_a_process_that_loads_ends_with_its_connection(started: Any) -> None:
     until(lambda: has_ended(other))
 
 
-def test_ranks_end_with_the_first(started: Any) -> None:
-    connection, process = started
+def test_ranks_end_with_the_first(forked: Started) -> None:
+    connection, process = forked
     EngineClient(connection)
     (other,) = psutil.Process(process.pid).children()
     process.kill()
