@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from cases import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -272,5 +273,5 @@ class Walk(RuleBasedStateMachine):
             assert [group.pool.held for group in self.groups] == [0, 0]
 
 
-Walk.TestCase.settings = settings(max_examples=70, stateful_step_count=40)
+Walk.TestCase.settings = settings(max_examples=examples(35), stateful_step_count=40)
 TestWalk = Walk.TestCase

@@ -29,7 +29,7 @@ from slow_files import needs_leases, slow
 from hf_paged import demo
 from hf_paged.serve.link import engine_client, engine_host
 
-DRAIN = 3.0
+DRAIN = 1.5
 STREAMS = 12
 LONG = {
     "prompt": "The fox",

@@ -1,0 +1,70 @@
+"""Adapters of a peft model by name: which there are, and whether they have changed since they were read (C24)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from adapters import adapted, lora
+
+from hf_paged.model.adapters.content import AdapterContents
+
+
+@pytest.fixture
+def model() -> Any:
+    return adapted(lora(), lora(r=3))
+
+
+@pytest.fixture
+def contents(model: Any) -> AdapterContents:
+    found = AdapterContents(model.get_base_model())
+    assert not found.differ()  # all are read
+    return found
+
+
+def weight(model: Any, name: str) -> torch.nn.Parameter:
+    return next(each for path, each in model.named_parameters() if f"lora_B.{name}." in path)
+
+
+def test_names_follow_the_model(model: Any, contents: AdapterContents) -> None:
+    assert (contents.names, contents.has("one"), contents.has("three")) == (["one", "two"], True, False)
+    assert not contents.refresh()
+    model.add_adapter("three", lora(r=2))
+    contents.look_if_moved()
+    assert contents.has("three")
+    assert contents.refresh()
+    assert contents.changed(["one", "two"]) == {"one", "two"}  # until they are read again
+    assert not contents.differ()
+    model.delete_adapter("one")
+    contents.look_if_moved()
+    assert contents.names == ["two", "three"]
+    assert contents.changed(["one", "two"]) == {"one"}
+
+
+def test_a_write_changes_its_adapter_alone(model: Any, contents: AdapterContents) -> None:
+    with torch.no_grad():
+        weight(model, "two").mul_(2)
+    assert contents.changed(["one", "two"]) == {"two"}
+    assert contents.rewritten(["two"])
+    assert not contents.rewritten(["one"])
+    assert contents.differ()
+    assert contents.changed(["one", "two"]) == set()
+    assert not contents.differ()
+
+
+def test_a_write_that_torch_does_not_count(model: Any, contents: AdapterContents) -> None:
+    weight(model, "one").data.view(-1)[0] += 1.0
+    assert contents.changed(["one"]) == set()
+    assert contents.rewritten(["one"])
+
+
+def test_a_step_of_an_optimizer_is_a_write_to_what_has_gradients(
+    model: Any, contents: AdapterContents
+) -> None:
+    one, two = weight(model, "one"), weight(model, "two")
+    one.grad = torch.ones_like(one)
+    contents.note_step(torch.optim.SGD([one, two], lr=0.1))
+    assert contents.changed(["one", "two"]) == {"one"}
+    assert not contents.differ()  # nothing was written after all
+    assert contents.changed(["one", "two"]) == set()
