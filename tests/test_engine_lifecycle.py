@@ -471,7 +471,7 @@ def storages_like(tensor: torch.Tensor) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_memory_is_flat_over_rollouts_and_steps(model: Any) -> None:
-    """Rollout, loss, step, 200 times: the pool, the captured steps, the books and the process stay as large as they
+    """Rollout, loss, step, 80 times: the pool, the captured steps, the books and the process stay as large as they
     are, no token is stale, and the weights are there once.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -483,9 +483,9 @@ def test_memory_is_flat_over_rollouts_and_steps(model: Any) -> None:
     weight = model.model.layers[0].mlp.up_proj.weight
     before = storages_like(weight)
     with Engine(model, block_size=4, num_blocks=60) as engine:
-        for i in range(200):
+        for i in range(80):
             outputs = engine.generate(PROMPTS[1:3], **way)
-            if i % 20 == 0:
+            if i % 8 == 0:
                 assert [answers(each) for each in outputs] == [
                     alone(model, each, **way) for each in PROMPTS[1:3]
                 ]
@@ -498,5 +498,5 @@ def test_memory_is_flat_over_rollouts_and_steps(model: Any) -> None:
                 seen.add((usage["bytes"], usage["total"], usage["held"]))
         assert storages_like(weight) == before
     assert len(seen) == 1
-    assert sizes[-1] - sizes[2] < 2**20, sizes
+    assert sizes[-1] - sizes[2] < 2**19, sizes
     assert model.training

@@ -317,7 +317,7 @@ def test_no_step_goes_for_one_that_may_come(compiler: Compiler, monkeypatch: pyt
     monkeypatch.setattr(loop, "SLACK", -1.0)
     policy(monkeypatch, most=2)
     model = make("Llama", num_hidden_layers=1)
-    prompts = [[5 + (3 * i + row) % 90 for i in range(9)] for row in range(4)]
+    prompts = [[5 + (3 * i + row) % 90 for i in range(7)] for row in range(3)]
     options = {"block_size": 4, "num_blocks": 200, "max_batch_tokens": 8, "max_batch_sequences": 4}
     with Engine(model, **options, run_ahead=True) as engine:
         engine.generate(prompts, max_new_tokens=9, min_new_tokens=9, do_sample=False)
@@ -325,7 +325,7 @@ def test_no_step_goes_for_one_that_may_come(compiler: Compiler, monkeypatch: pyt
         assert counts(engine)["captured"] <= 3
 
 
-WARM = {"block_size": 4, "num_blocks": 200, "max_batch_tokens": 16, "max_batch_sequences": 4}
+WARM = {"block_size": 4, "num_blocks": 200, "max_batch_tokens": 8, "max_batch_sequences": 4}
 """An engine's options."""
 
 
@@ -340,7 +340,7 @@ def test_an_idle_engine_captures_what_requests_will_need(compiler: Compiler) -> 
         assert engine.warm_up()
         warm = counts(engine)["captured"]
         assert sizes(engine, "single") >= {1, 4}
-        assert max(sizes(engine, "spans")) == 16
+        assert max(sizes(engine, "spans")) == 8
         assert engine.warm_up()
         assert (counts(engine)["captured"], reasons(engine)) == (warm, "")
         outputs = engine.generate(prompts, **new)
@@ -438,4 +438,4 @@ def test_a_model_of_another_dtype_is_captured_once_its_layers_are_known(compiler
         assert counts(engine)["refused"] == 0
         assert answers(engine.generate([[5, 6, 7]], **new)[0]) == alone(model, [5, 6, 7], **new)
         assert engine.warm_up()
-        assert (max(sizes(engine, "spans")), reasons(engine)) == (16, "")
+        assert (max(sizes(engine, "spans")), reasons(engine)) == (8, "")

@@ -18,7 +18,7 @@ from hf_paged import demo
 from hf_paged.trace import read
 
 ROOT = Path(__file__).parent.parent
-SHORTENED = {"rollouts": ["--steps", "12", "--svg", "{folder}/curves.svg"], "grpo_trl": ["--steps", "4"]}
+SHORTENED = {"rollouts": ["--steps", "8", "--svg", "{folder}/curves.svg"], "grpo_trl": ["--steps", "4"]}
 """Arguments of examples that take long."""
 
 
@@ -39,12 +39,12 @@ def test_example(
     if example.stem == "rollouts":
         assert len(example.read_text().splitlines()) <= 80
         rows = re.findall(r"reward +(\d+\.\d+) +mismatch (\S+) +memory (\d+) MB", out)
-        assert len(rows) == 12
+        assert len(rows) == 8
         assert sum(float(reward) for reward, *_ in rows[-3:]) > sum(float(reward) for reward, *_ in rows[:3])
         assert {float(mismatch) for _, mismatch, _ in rows} == {0.0}
         assert float(rows[-1][2]) < 1.1 * float(rows[2][2])
         picture = (tmp_path / "curves.svg").read_text()
-        assert [len(points.split()) for points in re.findall(r'points="(.*?)"', picture)] == [12, 12]
+        assert [len(points.split()) for points in re.findall(r'points="(.*?)"', picture)] == [8, 8]
     if example.stem == "one_adapter":
         assert re.findall(r"peft's tokens in (\d of \d)", out) == ["2 of 2", "2 of 2", "1 of 1"]
         assert "refused: adapter='loud': the engine cannot choose among this model's adapters" in out
