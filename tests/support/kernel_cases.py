@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -56,29 +54,53 @@ def _interpreted_triton() -> Iterator[None]:
         theirs = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_triton(name)}
         try:
             yield
-            _keep_names_of_builtins(sys.modules["triton.runtime.interpreter"])
+            _patch_once(sys.modules["triton.runtime.interpreter"])
         finally:
             for name in [name for name in sys.modules if _is_triton(name)]:
                 del sys.modules[name]
             sys.modules.update(theirs)
 
 
-def _keep_names_of_builtins(interpreter: Any) -> None:
-    """For every call of a function the interpreter replaces Triton's builtins, and searches all members of its
-    modules for them: a sixth of the time. The names stay the same.
+def _patch_once(interpreter: Any) -> None:
+    """The interpreter replaces Triton's builtins for every launch, and again for every call of a function within one:
+    a third of the time. This copy of Triton is interpreted for good.
     """
+    language = interpreter.tl
+    interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": language, "core": language.core}))
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+    _remember(interpreter)
 
-    @cache
-    def names(package: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(package) if callable(member)]
 
-    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        for name in names(package):
-            member = getattr(package, name)
-            if interpreter.tl.core.is_builtin(member):
-                interpreter._patch_attr(package, name, member, builder, scope)
+def _remember(interpreter: Any) -> None:
+    """Shapes, names and dtypes of values are found out once for each type, and not for every value: another third."""
+    core, dtypes, blocks, tensors = interpreter.tl.core, {}, {}, {}
+    make_block, make_tensor, dtype_of = (
+        core.block_type.__init__,
+        core.tensor.__init__,
+        interpreter._get_np_dtype,
+    )
 
-    interpreter._patch_builtin = patch_builtin
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *[getattr(size, "value", size) for size in shape])
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = {key: value for key, value in vars(self).items() if key != "handle"}
+        vars(self).update(tensors[type.name], handle=handle)
+
+    def np_dtype(type: Any) -> Any:
+        if type.name not in dtypes:
+            dtypes[type.name] = dtype_of(type)
+        return dtypes[type.name]
+
+    core.block_type.__init__ = block_type
+    core.tensor.__init__ = tensor
+    interpreter._get_np_dtype = np_dtype
 
 
 def _is_triton(name: str) -> bool:
