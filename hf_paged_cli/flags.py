@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         flag = unknown[0].partition("=")[0]
         advice = advice_for(flag)
         if advice is not None:
-            self.error(f"{flag} is not taken: {advice}")
+            self.error(f"{flag} is not supported: {advice}")
         names = {each.lstrip("-"): each for each in self._option_string_actions}
         close = difflib.get_close_matches(flag.lstrip("-"), list(names), 1)
         self.error(f"unknown argument {flag!r}" + (f"; did you mean {names[close[0]]}?" if close else ""))
@@ -125,7 +125,7 @@ def new_socket(given: str) -> str:
             f"{given} has {size} bytes and the path of a socket at most {SOCKET_BYTES}; give a shorter one"
         )
     if Path(given).is_file():
-        raise argparse.ArgumentTypeError(f"{given} is a file and no socket; give another path")
+        raise argparse.ArgumentTypeError(f"{given} is a file, not a socket; give another path")
     return new_file(given)
 
 
@@ -136,4 +136,4 @@ def content_of(flag: str, path: str) -> str:
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be read: {error.strerror}; give a file's path") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{flag} {path} is no text in UTF-8 ({error}); convert it") from error
+        raise ValueError(f"{flag} {path} is not UTF-8 text ({error}); convert it") from error

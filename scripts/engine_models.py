@@ -49,7 +49,7 @@ each alone.
 |---|---|
 | flat | all scheduled tokens of a step run in one row `[1, tokens]`; captured on a CUDA device |
 | rows | one forward per sequence; the remark says why |
-| texts only | text prompts are served, the model's pictures or recordings are refused |
+| texts only | text prompts are served, the model's images or audio are refused |
 | refused | `Engine(model)` or `submit()` raises the remark |
 | not tried, not built | this script has no inputs for the model, or cannot make a tiny one |
 

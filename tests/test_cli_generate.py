@@ -117,4 +117,7 @@ def test_an_interrupt_says_how_to_go_on(
     monkeypatch.setattr(Answers, "_wait", interrupted)
     out = tmp_path / "answers.jsonl"
     assert main(["generate", "demo", "--file", str(prompts), "--lines", "--out", str(out)]) == 130
-    assert f"interrupted; the answers so far are in {out}, and --resume goes on" in capsys.readouterr().err
+    assert (
+        f"interrupted; the answers so far are in {out}, and --resume continues from there"
+        in capsys.readouterr().err
+    )

@@ -58,7 +58,7 @@ def flags(*arguments: str) -> Any:
 
 
 OTLP_ERROR = (
-    "--otlp-traces-endpoint grpc://a:4317 is no URL; spans are sent in OTLP over HTTP"
+    "--otlp-traces-endpoint grpc://a:4317 is not a URL; spans are sent in OTLP over HTTP"
     if find_spec("opentelemetry.sdk")
     else "--otlp-traces-endpoint needs opentelemetry.exporter: pip install 'hf_paged[otel]'"
 )
@@ -80,16 +80,16 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["serve", "demo", "--max-model-length", "5"], "did you mean --max-model-len?"),
         (["serve", "demo", "--max-lora-rank", "64"], "any rank"),
         (["serve", "--model", "demo"], "MODEL"),
-        (["serve", "demo", "--model", "demo"], "--model is not taken: the model is positional"),
+        (["serve", "demo", "--model", "demo"], "--model is not supported: the model is positional"),
         (["serve", "demo", "--continuous-batching"], "always batched continuously"),
-        (["serve", "demo", "--cb-block-size=32"], "--cb-block-size is not taken: give --block-size"),
-        (["serve", "demo", "--cb_num_blocks", "9"], "--cb_num_blocks is not taken: give --num-blocks"),
+        (["serve", "demo", "--cb-block-size=32"], "--cb-block-size is not supported: give --block-size"),
+        (["serve", "demo", "--cb_num_blocks", "9"], "--cb_num_blocks is not supported: give --num-blocks"),
         (["serve", "demo", "--default-seed", "1"], "give --seed"),
         (["serve", "demo", "--swap-space", "4"], "see --preemption"),
         (["serve", "demo", "--disable-log-requests"], "no line of the log has a prompt"),
         (["serve", "demo", "--no-enable-chunked-prefill"], "prompts in chunks"),
         (["serve", "demo", "--structured-outputs-config.backend=xgrammar"], "JSON is compact"),
-        (["serve", "demo", "-tp", "2"], "-tp is not taken: give --tensor-parallel-size"),
+        (["serve", "demo", "-tp", "2"], "-tp is not supported: give --tensor-parallel-size"),
         (["serve", "demo", "--enable-cors"], "give --allowed-origin"),
         (["serve", "demo", "--attn-implementation", "sdpa"], "that of --kernels"),
         (["generate", "demo", "--max-new-tokens", "9"], "give --max-tokens"),
@@ -102,7 +102,7 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ["serve", "demo", "--lora-modules", "demo=b"],
             "--lora-modules demo=b: 'demo' is the name of the model and of an adapter; choose another one",
         ),
-        (["serve", "demo", "--lora-modules", '{"name": '], "is no JSON: Expecting value"),
+        (["serve", "demo", "--lora-modules", '{"name": '], "is not JSON: Expecting value"),
         (
             ["serve", "demo", "--lora-modules", "a=./b"],
             "there is no ./b/adapter_config.json; give a folder as",
@@ -201,11 +201,14 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "--ssl-keyfile-password is for TLS; give --ssl-keyfile",
         ),
         (["serve", "demo", "--ssl-ca-certs", "c"], "--ssl-ca-certs is for TLS; give --ssl-keyfile"),
-        (["serve", "demo", "--dtype", "banana"], "--dtype banana is no type of weights; give auto, float32"),
-        (["generate", "demo", "--dtype", "int8", "--prompt", "a"], "--dtype int8 is no type of weights"),
+        (
+            ["serve", "demo", "--dtype", "banana"],
+            "--dtype banana is not a dtype of weights; give auto, float32",
+        ),
+        (["generate", "demo", "--dtype", "int8", "--prompt", "a"], "--dtype int8 is not a dtype of weights"),
         (
             ["serve", "demo", "--revision", "main"],
-            "--revision main: demo is no checkpoint on the Hub; leave the flag out",
+            "--revision main: demo is not a checkpoint on the Hub; leave the flag out",
         ),
         (
             ["serve", "/no/such/folder"],
@@ -230,7 +233,7 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["serve", "demo", "--uds", "s" * 108], "108 bytes and the path of a socket at most 107"),
         (["serve", "demo", "--uds", "/"], "is a folder; give the path of a file"),
         (["serve", "demo", "--ssl-keyfile=/no/k", "--ssl-certfile=/no/c"], "TLS by /no/k, /no/c cannot be"),
-        (["serve", "demo", "--response-template", "{"], "--response-template is no JSON"),
+        (["serve", "demo", "--response-template", "{"], "--response-template is not JSON"),
         (["serve", "demo", "--chat-template", "{{ broken"], "--chat-template is broken in line 1: "),
         (
             ["generate", "demo", "--prompt=a", "--temperature=-1"],
@@ -241,8 +244,8 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["generate", "demo", "--prompt=a", "--top-p=7"], "--top-p: expected a number from 0 to 1, got '7'"),
         (["generate", "demo", "--prompt=a", "--top-k=a"], "--top-k: expected a whole number from 0 on"),
         (["generate", "demo", "--prompt=a", "--max-tokens=0"], "expected a whole number from 1 on, got '0'"),
-        (["generate", "demo", "--prompt=a", "--seed=1"], "--seed is for answers that are drawn; give --temp"),
-        (["generate", "demo", "--prompt=a", "--top-p=0.5"], "--top-p is for answers that are drawn"),
+        (["generate", "demo", "--prompt=a", "--seed=1"], "--seed needs sampling; give --temp"),
+        (["generate", "demo", "--prompt=a", "--top-p=0.5"], "--top-p needs sampling"),
         (["generate", "demo", "--prompt=a", "--stop="], "--stop: expected a text, got an empty one"),
         (["generate", "demo", "--prompt=\udcff"], "--prompt: expected UTF-8"),
         (
@@ -262,11 +265,14 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "there is no file /no/in.jsonl; give one with a request",
         ),
         (["batch", "demo", "in.jsonl", "/no/folder/out"], "there is no folder /no/folder"),
-        (["batch", "demo", "in.jsonl", "out", "-i", "a"], "-i is not taken: the files are positional"),
+        (["batch", "demo", "in.jsonl", "out", "-i", "a"], "-i is not supported: the files are positional"),
         (["run-batch", "demo"], "did you mean batch?"),
-        (["generate", "demo", "--prompt=a", "--device=foo"], "--device foo is no device of this machine ("),
-        (["generate", "demo", "--prompt=a", "--device=cuda:99"], "--device cuda:99 is no device of this"),
-        (["generate", "demo", "--prompt=a", "--device-map=foo"], "--device-map foo is no device of this"),
+        (
+            ["generate", "demo", "--prompt=a", "--device=foo"],
+            "--device foo is not a device of this machine (",
+        ),
+        (["generate", "demo", "--prompt=a", "--device=cuda:99"], "--device cuda:99 is not a device of this"),
+        (["generate", "demo", "--prompt=a", "--device-map=foo"], "--device-map foo is not a device of this"),
         (["bench", "demo", "--out", "/no/folder/a.svg"], "--out: /no/folder/a.svg: there is no folder"),
         (
             ["trace", "a.jsonl", "--html", "/no/folder/a.html"],
@@ -291,10 +297,10 @@ def test_files_that_are_no_text_are_named(capsys: pytest.CaptureFixture[str], tm
     absent = failing(capsys, "serve", "demo", "--api-key-file", str(file))
     assert f"--api-key-file {file} cannot be read: No such file or directory; give a file's path" in absent
     file.write_bytes(b"\xff\x00")
-    assert f"--file {file} is no text in UTF-8" in failing(capsys, "generate", "demo", "--file", str(file))
+    assert f"--file {file} is not UTF-8 text" in failing(capsys, "generate", "demo", "--file", str(file))
     said = failing(capsys, "serve", "demo", "--api-key-file", str(file))
-    assert f"--api-key-file {file} is no text in UTF-8" in said
-    assert f"{file} is a file and no socket" in failing(capsys, "serve", "demo", "--uds", str(file))
+    assert f"--api-key-file {file} is not UTF-8 text" in said
+    assert f"{file} is a file, not a socket" in failing(capsys, "serve", "demo", "--uds", str(file))
 
 
 def test_a_page_is_not_written_over_its_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -400,7 +400,7 @@ def test_answers_of_another_job_are_not_mixed_in(stories: Engine, texts: list[st
     assert stories.map(PROMPTS[:1], out, overwrite=True, **{**GREEDY, "max_new_tokens": 7}).resumed == 0
     assert list(rows(out)) == [0]
     out.write_text("my prompts\nare here\n")
-    with pytest.raises(ValueError, match=r"line 1 of .* is no row of answers"):
+    with pytest.raises(ValueError, match=r"line 1 of .* is not a row of answers"):
         stories.map(PROMPTS[:1], out, **GREEDY)
     assert out.read_text() == "my prompts\nare here\n"
 
@@ -472,7 +472,7 @@ def test_interrupts_at_any_place_lose_no_answer(stories: Engine, texts: list[str
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_process_that_ends_leaves_its_answers(tmp_path: Path, number: signal.Signals) -> None:
-    """Of the command line: `--resume` goes on with the file."""
+    """Of the command line: `--resume` continues the file."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"The fox {i}\n" for i in range(400)))
     out = tmp_path / "answers.jsonl"

@@ -132,7 +132,7 @@ def test_an_engine_by_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"num_block": 30}, "'num_block' is no option .*; did you mean 'num_blocks'"),
+        ({"num_block": 30}, "'num_block' is not an option .*; did you mean 'num_blocks'"),
         ({"num_blocks": 0}, "num_blocks=0 is not a pool"),
         ({"num_blocks": 30, "adapters": {"poet": "/no/such/folder"}}, "/no/such/folder"),
     ],
@@ -400,7 +400,7 @@ def test_layers_that_round_by_the_batch_are_refused(model: Any) -> None:
     """A neighbour would change what they make of a token."""
     layer = model.model.layers[0].self_attn
     layer.q_proj = EightBit(layer.q_proj, threshold=6.0)
-    with pytest.raises(Unservable, match="round a token by the rest of its batch"):
+    with pytest.raises(Unservable, match="round a token depending on the rest of its batch"):
         Engine(model)
     layer.q_proj.state.threshold = 0.0
     with Engine(model, num_blocks=60) as engine:

@@ -107,7 +107,7 @@ def test_recordings(way: str) -> None:
         assert checked_answers(engine, handles) == expected
         assert handles[0].result().prompt_token_ids == []
         for arguments, error in (
-            ({"prompt": [5, 6]}, "takes no text; give input_features"),
+            ({"prompt": [5, 6]}, "takes no text prompt; give input_features"),
             ({"input_features": recording(0)[:, :, :30]}, r"\[1, 8, 30\], expected \[1, 8, 40\]"),
             ({"input_features": [1.0]}, "give input_features"),
         ):
@@ -267,8 +267,8 @@ def test_what_cannot_be_is_refused() -> None:
     with small(model) as engine:
         for arguments, error in (
             ({}, "needs a prompt"),
-            ({"inputs_embeds": torch.zeros(3, 32)}, "of whose prompts the engine takes input_ids"),
-            ({"input_features": torch.zeros(1, 3, 32)}, "of whose prompts the engine takes input_ids"),
+            ({"inputs_embeds": torch.zeros(3, 32)}, "the engine takes its prompt as input_ids only"),
+            ({"input_features": torch.zeros(1, 3, 32)}, "the engine takes its prompt as input_ids only"),
             ({"prompt": [5, 6], "decoder_input_ids": [0, 5, 6], "max_length": 3}, "leaves none to generate"),
             ({"prompt": [5, 6], "encoder_outputs": 1}, "does not take"),
         ):

@@ -600,7 +600,7 @@ def test_what_cannot_be_is_refused(model: Any) -> None:
         assert answers(engine.submit(**asks(1), **GREEDY).result()) == right(model, asks(1), **GREEDY)
     with (
         small(family(BY_NAME["t5"])) as engine,
-        pytest.raises(ValueError, match=r"pictures or recordings .* for T5"),
+        pytest.raises(ValueError, match=r"images or audio .* for T5"),
     ):
         engine.submit([5, 6], pixel_values=picture(1))
 

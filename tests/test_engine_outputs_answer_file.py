@@ -103,11 +103,11 @@ def test_a_file_is_overwritten_by_its_first_row(path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"my notes", "line 1 of .* is no row of answers .it is no JSON object."),
-        (b"my notes\n", "line 1 of .* .it is no JSON.; give another path, or overwrite it"),
+        (b"my notes", "line 1 of .* is not a row of answers .it is not a JSON object."),
+        (b"my notes\n", "line 1 of .* .it is not JSON.; give another path, or overwrite it"),
         (b'{"key": 1, "digest": "a"}\n{"key": 2}\n', "line 2 of .* .it has no 'digest'."),
-        (b"[]\n", "line 1 of .* .it is no JSON object."),
-        (b'\xff\n{"key": 1, "digest": "a"}\n', "line 1 of .* .it is no JSON."),
+        (b"[]\n", "line 1 of .* .it is not a JSON object."),
+        (b'\xff\n{"key": 1, "digest": "a"}\n', "line 1 of .* .it is not JSON."),
     ],
 )
 def test_other_files_are_left_alone(path: Path, content: bytes, said: str) -> None:
@@ -118,7 +118,7 @@ def test_other_files_are_left_alone(path: Path, content: bytes, said: str) -> No
 
 
 def test_a_path_that_cannot_be_a_file_is_refused(path: Path) -> None:
-    with pytest.raises(ValueError, match="is no regular file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         opened(path.parent)
     with pytest.raises(ValueError, match="there is no folder"):
         opened(path / "a")

@@ -447,7 +447,7 @@ def test_a_step_is_measured_from_the_tokens_of_the_one_before(
         ({"host_blocks": -1}, ValueError, "host_blocks=-1"),
         ({"host_blocks": True}, TypeError, "host_blocks must be an int"),
         ({"host_blocks": 2.5}, TypeError, "host_blocks must be an int"),
-        ({"preemption": "recompute", "host_blocks": 4}, ValueError, "nothing would ever wait there"),
+        ({"preemption": "recompute", "host_blocks": 4}, ValueError, "nothing would ever be swapped there"),
         ({"preemption": "swap", "host_blocks": 0}, ValueError, "host_blocks=0 gives none"),
     ],
 )
@@ -476,7 +476,7 @@ def test_when_the_hosts_memory_is_taken(model: Any, caplog: pytest.LogCaptureFix
             "free": 17,
             "bytes": 17 * block_bytes(engine),
         }
-        assert "up to 17 blocks of the full layers may wait on the host" in caplog.text
+        assert "up to 17 swapped blocks of the full layers fit on the host" in caplog.text
     with Engine(model, block_size=2, num_blocks=34, prefix_caching=False, preemption="swap") as engine:
         assert (engine.stats()["host"]["full"]["total"], engine.stats()["host"]["full"]["most"]) == (0, 34)
         until_swapped(engine)

@@ -345,9 +345,7 @@ def test_models_whose_adapters_are_more_serve_what_is_active() -> None:
     with Engine(model, block_size=4) as engine:
         assert ask(engine, prompt(1)) == alone(model, prompt(1), "one")
         for wanted in ("two", None):
-            with pytest.raises(
-                ValueError, match=rf"adapter={wanted!r}: the engine cannot choose.*since.*Dora"
-            ):
+            with pytest.raises(ValueError, match=rf"adapter={wanted!r}: requests cannot choose.*since.*Dora"):
                 engine.submit(prompt(1), adapter=wanted)
 
 

@@ -47,7 +47,7 @@ def test_example(
         assert [len(points.split()) for points in re.findall(r'points="(.*?)"', picture)] == [8, 8]
     if example.stem == "one_adapter":
         assert re.findall(r"peft's tokens in (\d of \d)", out) == ["2 of 2", "2 of 2", "1 of 1"]
-        assert "refused: adapter='loud': the engine cannot choose among this model's adapters" in out
+        assert "refused: adapter='loud': requests cannot choose among this model's adapters" in out
         said = dict(re.findall(r"^(greedy|products alone): (.*)$", out, re.M))
         assert "!" in said["greedy"]
         assert said["greedy"] != said["products alone"]

@@ -245,7 +245,7 @@ def test_the_engine_serves_them(family: str) -> None:
     if (
         family == "paligemma"
     ):  # its attention is causal only under a mask, which stock leaves out where it has no cache
-        with pytest.raises(ValueError, match="when its prompt comes in pieces"):
+        with pytest.raises(ValueError, match="when its prompt is computed in chunks"):
             Engine(model, block_size=4, num_blocks=60)
         return
     rows = [prompt(tokens)[0].tolist() for tokens in (4, 11, 7)]

@@ -102,7 +102,7 @@ def test_memory_comes_in_slabs_up_to_what_is_allowed(
     assert (on_host.pool.total, on_host.bytes) == (0, 0)
     with caplog.at_level(logging.INFO, "hf_paged"):
         assert on_host.reserve(3)
-    assert "4 blocks of the full layers may wait on the host now" in caplog.text
+    assert "4 swapped blocks of the full layers fit on the host now" in caplog.text
     assert (on_host.pool.total, on_host.bytes) == (4, 4 * group.block_bytes)
     assert on_host.reserve(4)
     assert on_host.pool.total == 4

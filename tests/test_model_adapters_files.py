@@ -70,7 +70,7 @@ def test_a_pipe_is_no_file(folder: Path, name: str) -> None:
     (folder / SAFETENSORS).unlink() if name == PICKLED else (folder / name).unlink()
     os.mkfifo(folder / name)
     with Engine(build(BY_NAME["llama"]), num_blocks=32) as engine:
-        with pytest.raises(ValueError, match=f"{name} is no regular file"):
+        with pytest.raises(ValueError, match=f"{name} is not a regular file"):
             engine.add_adapter("poet", folder)
         assert engine.generate([[5, 6, 7]], max_new_tokens=2)
         engine.check()
@@ -81,7 +81,7 @@ def test_a_folder_without_weights_says_so(folder: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has neither"):
         read_folder(str(folder), None)
     (folder / files.CONFIG).unlink()
-    with pytest.raises(FileNotFoundError, match="no folder with"):
+    with pytest.raises(FileNotFoundError, match="not a folder with"):
         require_folder(str(folder))
 
 

@@ -150,24 +150,24 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: torch.vmap(F.scaled_dot_product_attention)(*numbers(3, 5, 2, 4, 7, 8)),
         "no attention under transforms of torch.func",
     ),
-    "sums of complex numbers": (lambda: COMPLEX.sum(-1), "half numbers, got torch.complex64"),
+    "sums of complex numbers": (lambda: COMPLEX.sum(-1), "half precision, got torch.complex64"),
     "signs of complex numbers": (lambda: COMPLEX.sgn(), "no fixed order for sgn of torch.complex64"),
     "angles": (lambda: COMPLEX.angle(), "no fixed order for aten.angle"),
     "quotients of complex numbers": (lambda: COMPLEX / COMPLEX, "quotients of complex numbers"),
-    "doubles": (lambda: X.double().exp(), "float32 and half numbers, got torch.float64"),
-    "means of doubles": (lambda: X.double().mean(), "half numbers, got torch.float64"),
-    "means of complex numbers": (lambda: COMPLEX.mean(), "half numbers, got torch.complex64"),
-    "deviations of doubles": (lambda: X.double().std(), "half numbers, got torch.float64"),
-    "norms of doubles": (lambda: torch.linalg.vector_norm(X.double()), "half numbers, got torch.float64"),
+    "doubles": (lambda: X.double().exp(), "float32 and half precision, got torch.float64"),
+    "means of doubles": (lambda: X.double().mean(), "half precision, got torch.float64"),
+    "means of complex numbers": (lambda: COMPLEX.mean(), "half precision, got torch.complex64"),
+    "deviations of doubles": (lambda: X.double().std(), "half precision, got torch.float64"),
+    "norms of doubles": (lambda: torch.linalg.vector_norm(X.double()), "half precision, got torch.float64"),
     "norms in doubles": (
         lambda: torch.linalg.vector_norm(X, dtype=torch.float64),
-        "half numbers, got torch.float64",
+        "half precision, got torch.float64",
     ),
     "layer norms of doubles": (
         lambda: F.layer_norm(X.double(), (12,)),
-        "half numbers, got torch.float64",
+        "half precision, got torch.float64",
     ),
-    "powers in doubles": (lambda: X ** X.double(), "half numbers, got torch.float64"),
+    "powers in doubles": (lambda: X ** X.double(), "half precision, got torch.float64"),
     "an operation of another library": (
         lambda: multiply(X[0], numbers(12, 9)),
         "no fixed order for hf_paged_tests.mul",
@@ -176,7 +176,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: torch.ops.hf_paged_tests.mul(X[0], numbers(12, 9)),
         "no fixed order for hf_paged_tests.mul",
     ),
-    "products of doubles": (lambda: X.double() @ numbers(12, 3).double(), "half numbers, got torch.float64"),
+    "products of doubles": (
+        lambda: X.double() @ numbers(12, 3).double(),
+        "half precision, got torch.float64",
+    ),
 }
 
 

@@ -135,7 +135,9 @@ def test_layers_that_round_by_the_batch_keep_prompts_private(llama: Any) -> None
     for expected in (1, 2):
         assert scored(llama)[0] == 45
         assert (
-            hf_paged.stats(llama).reasons["a quantized layer rounds a token by what else is computed with it"]
+            hf_paged.stats(llama).reasons[
+                "a quantized layer rounds a token depending on the rest of its batch"
+            ]
             == expected
         )
 

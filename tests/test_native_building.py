@@ -120,7 +120,7 @@ def test_a_compiler_in_trouble(
 
 def test_a_compiler_that_is_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++ -v")
-    with pytest.raises(native.Unavailable, match="CXX='/nowhere/c\\+\\+ -v' is no program"):
+    with pytest.raises(native.Unavailable, match="CXX='/nowhere/c\\+\\+ -v' is not a program"):
         native.build()
 
 

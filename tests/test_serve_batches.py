@@ -107,7 +107,7 @@ def test_answers_are_those_of_the_server(served: Served, tmp_path: Path) -> None
 
 
 NO_REQUESTS = [
-    ("no JSON\n", "invalid_json", "line 2: it is no JSON"),
+    ("no JSON\n", "invalid_json", "line 2: it is not JSON"),
     ("[]\n", "invalid_json", "line 3: it is a list, expected an object"),
     ('{"method": "POST"}\n', "missing_custom_id", "line 4: custom_id is None"),
     (line("a", "/v1/completions", {"prompt": "The owl"}), "duplicate_custom_id", "'a' is given before"),
@@ -180,7 +180,7 @@ def test_an_engine_that_stops_ends_the_batch(tmp_path: Path) -> None:
         with torch.no_grad():
             engine.model.model.norm.weight *= 1.5
 
-    with pytest.raises(RuntimeError, match=r"the engine has stopped .* --resume goes on"):
+    with pytest.raises(RuntimeError, match=r"the engine has stopped .* --resume continues from there"):
         answered(asked, out, engine, progress=change)
     kept = rows(out)
     complete = [each for each in kept.values() if each["response"]["status_code"] == 200]

@@ -520,12 +520,12 @@ def test_a_trace_becomes_one_file(name: str, tmp_path: Path) -> None:
 def test_a_file_that_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("hello\n")
     assert main(["trace", str(tmp_path / "a.txt"), "--html", str(tmp_path / "out.html")]) == 1
-    assert "is no trace" in capsys.readouterr().err
+    assert "is not a trace" in capsys.readouterr().err
     assert main(["trace", str(tmp_path / "nope.jsonl")]) == 1
     path = records(tmp_path / "steps.jsonl")
     path.write_text("".join(path.read_text().splitlines(True)[:-1]))
     assert main(["trace", str(path), "--html", str(tmp_path / "out.html")]) == 1
-    assert "breaks off" in capsys.readouterr().err
+    assert "is cut off" in capsys.readouterr().err
     assert main(["trace", str(path), "--partial", "--html", str(tmp_path / "out.html")]) == 0
 
 

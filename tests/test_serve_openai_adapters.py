@@ -166,7 +166,7 @@ def test_an_adapter_in_use_goes_when_its_last_request_has_ended(
     ("body", "status", "said"),
     [
         ({"lora_name": "x", "lora_path": "/no/such/folder"}, 404, "adapter_config.json"),
-        ({"lora_name": "x", "lora_path": "someone/on-the-hub"}, 404, "no folder"),
+        ({"lora_name": "x", "lora_path": "someone/on-the-hub"}, 404, "not a folder"),
         ({"lora_name": "x", "lora_path": "BROKEN"}, 400, "cannot be loaded"),
         ({"lora_name": "x", "lora_path": "OTHER"}, 400, "for another model"),
         ({"lora_name": "demo", "lora_path": "pirate"}, 400, "taken"),

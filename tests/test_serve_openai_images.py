@@ -310,7 +310,7 @@ def test_images_that_fail_at_the_start_are_refused_by_name(caplog: pytest.LogCap
     processor.num_additional_image_tokens = 0
     with serving(model=model, tokenizer=processor) as served:
         found = served.refusal(CHAT, messages=messages(seen(1), "=a"))
-        assert "images are not taken" in found["message"]
+        assert "images are not accepted" in found["message"]
         assert "tokens" in found["message"]
         assert any("images are not served" in each.message for each in caplog.records)
         assert asked(served, "=The fox")["choices"]

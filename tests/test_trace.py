@@ -161,7 +161,7 @@ def test_a_trace_that_breaks_off(name: str, tmp_path: Path) -> None:
     data = path.read_bytes()
     for keep in range(len(data) - (2 if name == "a.jsonl" else 30), 0, -7):
         path.write_bytes(data[:keep])
-        with pytest.raises(TraceError, match=r"breaks off after \d records|is no trace|is empty"):
+        with pytest.raises(TraceError, match=r"is cut off after \d records|is not a trace|is empty"):
             read(path)
         try:
             trace = read(path, partial=True)
@@ -172,13 +172,13 @@ def test_a_trace_that_breaks_off(name: str, tmp_path: Path) -> None:
         assert "the trace breaks off" in str(trace)
         len(list(trace.maps()))
     path.write_bytes(b"")
-    with pytest.raises(TraceError, match=r"is empty|is no trace"):
+    with pytest.raises(TraceError, match=r"is empty|is not a trace"):
         read(path, partial=True)
 
 
 def test_a_writer_that_was_stopped(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", close=False)
-    with pytest.raises(TraceError, match="breaks off after 4 records"):
+    with pytest.raises(TraceError, match="is cut off after 4 records"):
         read(tmp_path / "a.jsonl")
     assert read(tmp_path / "a.jsonl", partial=True).steps == STEPS
 
@@ -186,8 +186,8 @@ def test_a_writer_that_was_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "text", "error"),
     [
-        (0, "hello\n", "is no trace of hf_paged"),
-        (0, "[1]\n", "is no trace of hf_paged"),
+        (0, "hello\n", "is not a trace of hf_paged"),
+        (0, "[1]\n", "is not a trace of hf_paged"),
         (
             0,
             json.dumps({"hf_paged": "trace", "version": 9}) + "\n",
@@ -200,12 +200,12 @@ def test_a_writer_that_was_stopped(tmp_path: Path) -> None:
         ),
         (2, "{half\n", "line 3 of .* is broken"),
         (2, "[]\n", "line 3 of .* expected an object"),
-        (2, '{"at":1}\n', "line 3 of .* is no step"),
+        (2, '{"at":1}\n', "line 3 of .* is not a step"),
         (2, '{"at":1,"requests":[0,0,0],"blocks":[[1,0,0,1],[0,0,0,12]]}\n', "do not add up to"),
         (
             3,
             '{"at":1,"requests":[0,0,0],"blocks":[[0,0,0,12],[0,0,0,12]],"tables":{"a":null}}\n',
-            "line 4 of .* is no step",
+            "line 4 of .* is not a step",
         ),
     ],
 )
@@ -226,7 +226,7 @@ def test_lines_of_deep_lists(at: int, tmp_path: Path) -> None:
     lines = path.read_text().splitlines(keepends=True)
     lines[at] = "[" * 200_000 + "\n"
     path.write_text("".join(lines))
-    with pytest.raises(TraceError, match="line 3 of .* is broken" if at else "is no trace"):
+    with pytest.raises(TraceError, match="line 3 of .* is broken" if at else "is not a trace"):
         read(path, partial=True)
 
 

@@ -26,14 +26,14 @@ def sampling_of(given: argparse.Namespace) -> dict[str, Any]:
         return {"do_sample": True, "temperature": given.temperature, **drawn}
     if drawn:
         flag = "--" + next(iter(drawn)).replace("_", "-")
-        raise ValueError(f"{flag} is for answers that are drawn; give --temperature above 0, or leave it out")
+        raise ValueError(f"{flag} needs sampling; give --temperature above 0, or leave it out")
     return {"do_sample": False}
 
 
 def require_out(given: argparse.Namespace) -> None:
     """Raise unless a file of answers is new, or is to be continued or replaced."""
     if given.resume and given.overwrite:
-        raise ValueError("--resume goes on with the file and --overwrite replaces it; give one of them")
+        raise ValueError("--resume continues the file and --overwrite replaces it; give one of them")
     if given.out is None and (given.resume or given.overwrite):
         flag = "--resume" if given.resume else "--overwrite"
         raise ValueError(f"{flag} is for a file of answers; give --out FILE")
@@ -51,4 +51,4 @@ def require_out(given: argparse.Namespace) -> None:
 
 def interrupted(out: str) -> str:
     """The last line of a command whose file can be continued."""
-    return f"interrupted; the answers so far are in {out}, and --resume goes on"
+    return f"interrupted; the answers so far are in {out}, and --resume continues from there"

@@ -114,7 +114,7 @@ def adapter_sources(given: Sequence[str], models: Sequence[str]) -> dict[str, st
             try:
                 module = json.loads(each)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"--lora-modules {each} is no JSON: {error}; give name=path") from error
+                raise ValueError(f"--lora-modules {each} is not JSON: {error}; give name=path") from error
             name = str(module.get("name", ""))
             path = str(module.get("path", ""))
         else:
@@ -282,7 +282,7 @@ def chat_template_of(given: argparse.Namespace, tokenizer: Any) -> str | None:
         ) from error
     except Exception as error:  # it may want more than this message, and requests get what it says
         logging.getLogger("hf_paged.serve").info(
-            "--chat-template writes no lone message of a user (%s: %s); requests that it refuses are 400",
+            "--chat-template cannot render a single user message (%s: %s); requests that it refuses get 400",
             type(error).__name__,
             error,
         )
@@ -296,7 +296,7 @@ def response_template_of(given: argparse.Namespace) -> dict[str, Any] | None:
     try:
         found = json.loads(template)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--response-template is no JSON ({error}); give an object") from error
+        raise ValueError(f"--response-template is not JSON ({error}); give an object") from error
     if not isinstance(found, dict):
         raise ValueError("--response-template is a JSON object, as transformers documents it")
     return found
@@ -306,9 +306,10 @@ def _warn_if_open(options: ServerOptions) -> None:
     if not (options.api_keys or options.admin_api_keys):
         log = logging.getLogger("hf_paged.serve")
         if options.loopback:
-            log.info("no API key: every process of this machine may ask")
+            log.info("No API key set: any local process can use this server")
         else:
             log.warning(
-                "OPEN: anyone who reaches %s may use this model; give --api-key, or --host 127.0.0.1",
+                "No API key set: any client that reaches %s can use this server; give --api-key, or "
+                "--host 127.0.0.1",
                 options.host,
             )

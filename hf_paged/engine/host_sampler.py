@@ -284,7 +284,7 @@ def _drawn(request: SamplingRows, scores: torch.Tensor) -> torch.Tensor:
 def _sound(scores: torch.Tensor, job: Job) -> torch.Tensor:
     """Scores [rows, vocabulary], checked to leave a token in every row, or for beams in any row."""
     if bool(scores.isnan().any()):
-        raise NoToken("a logits processor made NaN scores")
+        raise NoToken("a logits processor returned NaN scores")
     best = scores.amax(-1) if job.beams is None else scores.amax()
     if not bool((best > -torch.inf).all()):
         raise NoToken("no token is left after the logits processors: all scores of a row are -inf")

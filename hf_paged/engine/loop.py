@@ -170,7 +170,8 @@ class StepLoop:
     def _idle(self) -> list[Output]:
         if self.jobs and self.in_flight is None and not self.adapters.wait():
             raise RuntimeError(
-                f"none of {self.scheduler.unfinished} requests can run: the engine's books are broken"
+                f"none of {self.scheduler.unfinished} requests can run: the engine's bookkeeping is "
+                "wrong, please report this"
             )
         return self.finish_in_flight()
 

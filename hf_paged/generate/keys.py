@@ -104,7 +104,7 @@ def _tokens(arguments: Mapping[str, Any], secret: bytes) -> torch.Tensor:
         return ids
     if isinstance(embeddings, torch.Tensor) and embeddings.ndim == 3 and ids is None:
         return fold(embeddings, secret)
-    raise NotShareable("what is fed are neither token ids nor embeddings")
+    raise NotShareable("the inputs are neither token ids nor embeddings")
 
 
 def fold(embeddings: torch.Tensor, secret: bytes) -> torch.Tensor:

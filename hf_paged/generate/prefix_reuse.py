@@ -197,7 +197,7 @@ class Reuse:
         if snapshot.turns_with_length:
             raise NotShareable("the rotary embedding depends on the longest row")
         if snapshot.looks_around:
-            raise NotShareable("a quantized layer rounds a token by what else is computed with it")
+            raise NotShareable("a quantized layer rounds a token depending on the rest of its batch")
         if identity.trust.get(state) == "none":
             raise NotShareable("a part of a prompt is not computed like the whole")
         if self.history.columns and self.state != state:
@@ -228,13 +228,13 @@ class Reuse:
             and (not known or not cache.prompt_in_chunks or ids is None or ids.shape[1] == 1)
         ):
             if ids is None:
-                raise NotShareable("a step was fed something else than token ids")
+                raise NotShareable("a step had other inputs than token ids")
             return None
         if not self.sequences.padding_known:
             raise NotShareable("the attention mask is not left padding")
         fed = origin.read(arguments, self.sequences.starts, before)
         if before and fed.keys != self._keys_now():
-            raise NotShareable("what follows was computed differently from what the cache holds")
+            raise NotShareable("the new tokens are computed differently from those in the cache")
         return None if first and before else fed
 
     def _prompt(

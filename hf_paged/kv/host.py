@@ -112,7 +112,7 @@ class HostBlocks:
         self.grown(total)
         self.pool.grow(total)
         logger.info(
-            "%d blocks of the %s layers may wait on the host now, %.1f MB",
+            "%d swapped blocks of the %s layers fit on the host now, %.1f MB",
             self.pool.total,
             self.group.kind.name,
             self.bytes / 1e6,

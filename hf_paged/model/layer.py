@@ -101,7 +101,7 @@ class PagedLayer(DynamicLayer):
         """The same in a step that is being captured: the replay's caller keeps the books."""
         batch = (self.sequences.static or {}).get(self.kind)
         if batch is None or not batch.new:
-            raise NotCapturable("layers that attend across are given another picture")
+            raise NotCapturable("cross-attention layers are given another image")
         pages = self._pages()
         if isinstance(key_states, LazyRotated) and key_states.rotation.fits(pages, value_states):
             key_states.rotation.write(pages, value_states)
@@ -281,5 +281,5 @@ def require_all(sequences: Sequences, number: int, method: str) -> None:
 def _only_none(value: object) -> None:
     if value is not None:
         raise AttributeError(
-            "keys and values live in the pool's pages and cannot be assigned; feed them to update()"
+            "keys and values live in the pool's pages and cannot be assigned; pass them to update()"
         )

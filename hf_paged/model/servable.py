@@ -46,15 +46,12 @@ def check_servable(model: Any, outer: Any) -> None:
         if weight is not None
     ):
         raise Unservable(
-            f"{name} has quantized layers that round a token by the rest of its batch, so its "
+            f"{name} has quantized layers that round a token depending on the rest of its batch, so its "
             "neighbours would change its tokens; "
             "use generate(), or layers with a scale for each row (threshold 0 in bitsandbytes' int8)"
         )
     if any(getattr(each, "is_prompt_learning", False) for each in getattr(outer, "peft_config", {}).values()):
-        raise Unservable(
-            "prompt and prefix tuning change what the model is given, which the engine does not know yet; "
-            "use generate()"
-        )
+        raise Unservable("the engine does not support prompt and prefix tuning yet; use generate()")
 
 
 def check_architecture(model: Any) -> None:
@@ -62,14 +59,13 @@ def check_architecture(model: Any) -> None:
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise Unservable(
-            "this is what torch.compile() makes of a model; give the engine the model itself, and "
-            "compile=True"
+            "torch.compile() has wrapped this model; give the engine the model itself, and compile=True"
         )
     if not issubclass(type(model), GenerationMixin):
         raise Unservable(f"{name} cannot generate; the engine needs a model with a language modeling head")
     if getattr(model, "_is_stateful", False) and not _keeps_states_in_its_cache(model):
         raise Unservable(
-            f"{name} keeps a state of its own, which the engine cannot take back or fork; use generate()"
+            f"{name} keeps a state of its own, which the engine cannot roll back or fork; use generate()"
         )
     if model.generation_config.use_cache is False:
         raise Unservable("model.generation_config.use_cache=False and the engine is a cache; set it to True")
@@ -101,7 +97,7 @@ def check_writes(model: nn.Module, before: list[int]) -> None:
     if versions(model) != before:
         raise Unservable(
             f"a forward of {type(model).__name__} writes to its own weights, as with LoRA on experts "
-            "(target_parameters), which the engine would take for a change of them; use generate(), or merge "
+            "(target_parameters), which looks like a change of the weights; use generate(), or merge "
             "the adapter"
         )
 
@@ -115,7 +111,7 @@ def check_routers(model: Any, tokens: int) -> None:
     if routers.modules and not (routers.known and routers.keep_tokens_apart(most)):
         raise Unservable(
             f"{type(model).__name__} has routers that drop tokens beyond an expert's capacity; the engine "
-            f"cuts and joins up to {most} tokens otherwise than generate() does, which would change which "
+            f"splits and batches up to {most} tokens unlike generate(), which would change which "
             "are dropped; use generate(), or raise the capacity"
         )
 

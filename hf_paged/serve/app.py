@@ -267,7 +267,7 @@ def _add_map(app: FastAPI, service: Service) -> None:
     async def prompt(request: Request, number: int) -> Any:
         owner = owners.of(number, Context.of(request.scope).tenant)
         if owner is None:
-            raise ApiError(404, f"request {number} is not under way, or it is not of this key")
+            raise ApiError(404, f"request {number} has ended, or it belongs to another key")
         size = service.engine.facts.block_size
         ids = owner.ids[: SHOWN_BLOCKS * size]
         blocks = [service.tokenizer.text(list(ids[i : i + size])) for i in range(0, len(ids), size)]
@@ -331,7 +331,7 @@ def _require_may_change_adapters(service: Service, http: Request) -> None:
     if not (service.options.allow_runtime_lora_updating or Context.of(http.scope).tenant.admin):
         raise ApiError(
             403,
-            "adapters are loaded by an admin key here; start the server with --admin-api-key, or with "
+            "only an admin key may load adapters here; start the server with --admin-api-key, or with "
             "--allow-runtime-lora-updating",
         )
 

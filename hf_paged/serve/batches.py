@@ -78,7 +78,7 @@ def _object(line: bytes) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise LineError("invalid_json", f"it is no JSON ({error})") from error
+        raise LineError("invalid_json", f"it is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise LineError("invalid_json", f"it is a {type(found).__name__}, expected an object")
     return found
@@ -201,7 +201,9 @@ class BatchRun:
         body = json.loads(content)
         told = body["error"]["message"] if status >= 500 else ""
         if status == 503 or is_of_device(told):
-            raise RuntimeError(f"{told}; the answers so far are in the file, and --resume goes on")
+            raise RuntimeError(
+                f"{told}; the answers so far are in the file, and --resume continues from there"
+            )
         return {"status_code": status, "request_id": number, "body": body}
 
 

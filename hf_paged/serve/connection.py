@@ -109,7 +109,7 @@ class Connection(HttpToolsProtocol):
         if self._head_bytes > HEAD_BYTES:  # the parser takes no longer path, either
             self._refuse()
             return
-        self._end_with(ApiError(400, f"this is no valid HTTP request: {msg}"), "400 Bad Request")
+        self._end_with(ApiError(400, f"this is not a valid HTTP request: {msg}"), "400 Bad Request")
 
     def _end_with(self, error: ApiError, status: str) -> None:
         body = json.dumps(error.body).encode()

@@ -37,7 +37,7 @@ def add_dev_routes(app: FastAPI, service: Service) -> None:
     async def admitted(http: Request) -> None:
         """Refuse a request that may not, or that has options which the route does not know."""
         if service.options.admin_api_keys and not Context.of(http.scope).tenant.admin:
-            raise ApiError(403, "training loops use an admin key here; send that of --admin-api-key")
+            raise ApiError(403, "this route needs an admin key; send one that --admin-api-key has given")
         route = http.scope["route"]
         known = [each.alias for each in route.dependant.query_params]
         given = list(http.query_params)

@@ -83,7 +83,7 @@ class Guard:
         if tenant is None:
             raise ApiError(
                 401,
-                "this server needs an API key it knows; send it as 'Authorization: Bearer KEY'",
+                "the API key is missing or unknown; send one as 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )

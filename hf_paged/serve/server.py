@@ -256,7 +256,7 @@ def _unix_socket(path: str | None) -> Iterator[list[socket.socket] | None]:
         return
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise ValueError(f"--uds {path} is a file and no socket; give another path")
+            raise ValueError(f"--uds {path} is a file, not a socket; give another path")
         with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
             probe.connect(path)
             raise ValueError(f"--uds {path} is the socket of a server that runs; give another path")

@@ -427,21 +427,21 @@ def read(path: str | os.PathLike[str], partial: bool = False) -> Trace:
                     steps.append(_decode(len(steps), value, header))
                 except (LookupError, TypeError, ValueError, AttributeError) as error:
                     raise TraceError(
-                        f"line {number} of {path} is no step of a trace ({error}); it was written over or "
+                        f"line {number} of {path} is not a step of a trace ({error}); it was written over or "
                         "changed"
                     ) from error
             else:
                 value = None
         except (EOFError, UnicodeDecodeError, gzip.BadGzipFile, zlib.error) as error:
             if header is None:
-                raise TraceError(f"{path} is no trace of hf_paged ({error})") from error
+                raise TraceError(f"{path} is not a trace of hf_paged ({error})") from error
             value = None
     if header is None:
         raise TraceError(f"{path} is empty; a trace of hf_paged begins with a header")
     whole = value is not None and value.get("steps") == len(steps)
     if not whole and not partial:
         raise TraceError(
-            f"{path} breaks off after {len(steps)} records: it is still being written, or its writer was "
+            f"{path} is cut off after {len(steps)} records: it is still being written, or its writer was "
             "stopped, or it is damaged; partial=True, or hf-paged trace --partial, gives what is there"
         )
     return Trace(
@@ -484,7 +484,7 @@ def _header(path: object, line: str) -> Trace:
     except (ValueError, LookupError, TypeError, RecursionError):
         is_trace = False
     if not is_trace:
-        raise TraceError(f"{path} is no trace of hf_paged: it begins with {line[:40]!r}")
+        raise TraceError(f"{path} is not a trace of hf_paged: it begins with {line[:40]!r}")
     if value.get("version") != VERSION:
         raise TraceError(
             f"{path} is a trace of version {value.get('version')!r} and this hf_paged reads version {VERSION}"

@@ -99,7 +99,7 @@ def build(registers: str | None = None) -> Path:
     if command is None:
         wanted = os.environ.get("CXX")
         looked = (
-            f"CXX={wanted!r} is no program here"
+            f"CXX={wanted!r} is not a program of this machine"
             if wanted
             else f"none of {', '.join(COMPILERS)} is on the PATH"
         )

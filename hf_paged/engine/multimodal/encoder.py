@@ -40,7 +40,8 @@ class Encoder:
         self.input_name: str = model.main_input_name
         if self.input_name not in INPUTS:
             raise Unservable(
-                f"the encoder of {name} takes {self.input_name}, the engine has {INPUTS} only; use generate()"
+                f"the encoder of {name} takes {self.input_name}, the engine takes {INPUTS} only; use "
+                "generate()"
             )
         if self.input_name == "input_features" and not all(hasattr(model.config, name) for name in RECORDING):
             raise Unservable(f"{name} does not give the length of a recording; use generate()")

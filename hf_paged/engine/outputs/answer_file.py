@@ -46,7 +46,7 @@ class AnswerFile:
         self._name = os.fspath(path)
         self._read = read
         if self.path.exists() and not self.path.is_file():
-            raise ValueError(f"{self._name} is no regular file; give the path of one")
+            raise ValueError(f"{self._name} is not a regular file; give the path of one")
         if not self.path.parent.is_dir():
             raise ValueError(f"{self._name}: there is no folder {self.path.parent}; make it")
         self._known: dict[Hashable, str | None] = {}
@@ -102,7 +102,7 @@ class AnswerFile:
             for number, line in enumerate(opened, 1):
                 if not line.endswith(b"\n"):
                     if line.strip(b"\0") and not line.startswith(b"{"):  # a file system may leave zeros
-                        raise self._foreign(number, "it is no JSON object")
+                        raise self._foreign(number, "it is not a JSON object")
                     break
                 key = self._key(number, line)
                 self._known[key.key] = key.digest
@@ -115,20 +115,21 @@ class AnswerFile:
         try:
             row = json.loads(line)
             if not isinstance(row, dict):
-                raise TypeError("it is no JSON object")
+                raise TypeError("it is not a JSON object")
             return self._read(row)
         except (TypeError, KeyError) as error:
             raise self._foreign(
                 number, f"it has no {error}" if isinstance(error, KeyError) else error
             ) from error
         except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise self._foreign(number, "it is no JSON") from error
+            raise self._foreign(number, "it is not JSON") from error
         except ValueError as error:
             raise ValueError(f"{self._name}: {error}; give another path, or overwrite it") from error
 
     def _foreign(self, number: int, why: object) -> ValueError:
         return ValueError(
-            f"line {number} of {self._name} is no row of answers ({why}); give another path, or overwrite it"
+            f"line {number} of {self._name} is not a row of answers ({why}); give another path, "
+            "or overwrite it"
         )
 
     # ---- rows that others have replaced

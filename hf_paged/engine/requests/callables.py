@@ -58,14 +58,14 @@ def checked_scores(answer: object, rows: int, vocabulary: int, drawn: bool, sing
     """
     if not isinstance(answer, torch.Tensor):
         raise TypeError(
-            f"the logits processors made {short(answer)}, expected a tensor [{rows}, {vocabulary}]"
+            f"the logits processors returned {short(answer)}, expected a tensor [{rows}, {vocabulary}]"
         )
     leading = tuple(answer.shape[:-1])
     alike = single and (leading == (1,) or (leading == () and answer.ndim == 1 and not drawn))
     if leading != (rows,) and not alike:
         raise ValueError(
-            f"the logits processors made scores {list(answer.shape)} of {[rows, vocabulary]}; they must keep "
-            "the shape"
+            f"the logits processors returned scores {list(answer.shape)} of {[rows, vocabulary]}; they must "
+            "keep the shape"
         )
     return answer.expand(rows, answer.shape[-1])
 
@@ -74,7 +74,7 @@ def require_known(tokens: list[int], vocabulary: int, scores: torch.Tensor) -> l
     """Tokens chosen by processed scores, if all of them are in the model's vocabulary."""
     if max(tokens) >= vocabulary:
         raise ValueError(
-            f"the logits processors made scores {list(scores.shape)} in which token {max(tokens)} is the "
+            f"the logits processors returned scores {list(scores.shape)} in which token {max(tokens)} is the "
             f"next one, and the model has {vocabulary} tokens; they must keep the shape"
         )
     return tokens

@@ -102,6 +102,6 @@ def _check_names(item: Mapping[Any, Any]) -> None:
         close = [OPENAI[name]] if name in OPENAI else difflib.get_close_matches(name, OPTIONS, 1, CLOSE)
         if close:
             raise TypeError(
-                f"an item has the key {name!r}, which is no option of a request; did you mean {close[0]!r}? "
-                "For a data set with a column of that name give key='prompt'"
+                f"an item has the key {name!r}, which is not an option of a request; did you mean "
+                f"{close[0]!r}? For a data set with a column of that name give key='prompt'"
             )

@@ -141,8 +141,7 @@ def _read(model: Any, generation_config: Any, keywords: dict[str, Any]) -> Parse
     shown = sorted(name for name in unknown if SHOWN.search(name))
     if shown:
         raise ValueError(
-            f"the engine does not take pictures or recordings ({shown}) for {type(model).__name__}; use "
-            "generate()"
+            f"the engine does not take images or audio ({shown}) for {type(model).__name__}; use generate()"
         )
     if unknown:
         raise ValueError(why_unknown(unknown, {*KNOWN, *BESIDE}))

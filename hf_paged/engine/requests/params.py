@@ -298,7 +298,7 @@ def _beside(keywords: dict[str, Any], shown: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a request with what its processor has made to be shown."""
     twice = sorted(name for name in shown if keywords.get(name) is not None)
     if twice:
-        raise ValueError(f"the prompt shows something and so do {twice}; give one of them")
+        raise ValueError(f"the prompt has images or audio and so do {twice}; give one of them")
     keywords.update(shown)
     return keywords
 
@@ -309,7 +309,7 @@ def _showing(model: Any, given: ParsedPrompt, shown: dict[str, Any]) -> ParsedPr
         return given
     if given.embeds is not None:
         raise ValueError(
-            f"{sorted(shown)} are put in the place of token ids, got a prompt of embeddings; give one of them"
+            f"{sorted(shown)} replace token ids of the prompt, got a prompt of embeddings; give one of them"
         )
     if cross_layers(model.config.get_text_config(decoder=True)):
         return given._replace(media=CrossMedia(shown, given.tokens, KEY, cross_length(model, shown)))
@@ -348,8 +348,8 @@ def _for_encoder(
     name = model.main_input_name
     if inputs_embeds is not None or (name == "input_ids" and input_features is not None):
         raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder, of whose prompts the engine takes {name}; or use "
-            "generate()"
+            f"{type(model).__name__} is an encoder-decoder; the engine takes its prompt as {name} only. Give "
+            "that, or use generate()"
         )
     if name == "input_ids":
         if prompt is None:
@@ -359,8 +359,8 @@ def _for_encoder(
     else:
         if prompt is not None or not isinstance(input_features, torch.Tensor):
             raise ValueError(
-                f"{type(model).__name__} takes no text; give {name}=..., and decoder_input_ids if it shall "
-                "begin with some"
+                f"{type(model).__name__} takes no text prompt; give {name}=..., and decoder_input_ids for "
+                "the first tokens of the answer"
             )
         features = input_features[None] if input_features.ndim == 2 else input_features
         ids = ()

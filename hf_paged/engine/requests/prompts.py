@@ -98,7 +98,7 @@ def tokenize_prompt(model: Any, tokenizer: Any, prompt: Any, keywords: dict[str,
     chat = _conversation(prompt)
     if not isinstance(tokenizer, ProcessorMixin):
         if raw or (chat and _shows(chat.messages)):
-            what = sorted(raw) or "messages with pictures or recordings"
+            what = sorted(raw) or "messages with images or audio"
             raise ValueError(
                 f"{what} are for the model's processor; make the engine with it, Engine(model, processor)"
             )

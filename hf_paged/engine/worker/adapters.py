@@ -235,7 +235,7 @@ class EngineAdapters:
             if in_model.reads_prompts is not None:
                 raise ValueError(
                     f"the active adapter {in_model.reads_prompts!r} is an aLoRA, which begins at its "
-                    "invocation tokens; the engine does not look for them, use generate()"
+                    "invocation tokens; the engine does not support that, use generate()"
                 )
             return ()
         names = [] if wanted is None or wanted == BASE else [wanted] if isinstance(wanted, str) else wanted
@@ -244,8 +244,8 @@ class EngineAdapters:
         why_not = self.why_not
         if why_not is not None:
             raise ValueError(
-                f"adapter={wanted!r}: the engine cannot choose among this model's adapters, since "
-                f"{why_not}; leave adapter out for what is active, or use generate()"
+                f"adapter={wanted!r}: requests cannot choose among this model's adapters, since "
+                f"{why_not}; leave adapter out to use the active one, or use generate()"
             )
         for name in names:
             if not self.contents.has(name):

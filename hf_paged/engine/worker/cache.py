@@ -181,7 +181,8 @@ class OwnCrossLayer(StepLayer):
         """Store what the sequence attends to; a step of texts has no table for it."""
         if CROSS not in self.step.batches:
             raise Unservable(
-                f"layer {self.number} attends across and the step has no table for it; use generate()"
+                f"layer {self.number} is a cross-attention layer and the step has no table for it; use "
+                "generate()"
             )
         return super().update(key_states, value_states, *args, **kwargs)
 

@@ -178,8 +178,8 @@ class EngineConfig:
             )
         if blocks and self.preemption == "recompute":
             raise ValueError(
-                f"host_blocks={blocks} and preemption='recompute': nothing would ever wait there; leave one "
-                "of them out"
+                f"host_blocks={blocks} and preemption='recompute': nothing would ever be swapped there; "
+                "leave one of them out"
             )
         if not blocks and self.preemption == "swap":
             raise ValueError(
@@ -275,6 +275,6 @@ def options_among(keywords: dict[str, Any]) -> EngineOptions:
         close = difflib.get_close_matches(name, known, 1, NEARLY)
         if close:
             raise ValueError(
-                f"{name!r} is no option of the engine, nor of from_pretrained(); did you mean {close[0]!r}?"
+                f"{name!r} is not an option of the engine or of from_pretrained(); did you mean {close[0]!r}?"
             )
     return cast(EngineOptions, {name: keywords.pop(name) for name in known if name in keywords})

@@ -93,7 +93,7 @@ class Merger:
         media.extras = decoder_extras({each: shown.get(each) for each in others}, len(media.ids))
         if others and (media.extras is None or any(plain.get(each) is not None for each in others)):
             raise Unservable(
-                f"{name} gives its decoder {others} of their own beside {sorted(media.kind)}; use generate()"
+                f"{name} gives its decoder other {others} with {sorted(media.kind)}; use generate()"
             )
         merged = shown.get("inputs_embeds")
         if not isinstance(merged, torch.Tensor):
@@ -103,7 +103,7 @@ class Merger:
         own = self._eager.embedded(torch.tensor([media.plain], device=device))
         if merged.shape != own.shape:
             raise ValueError(
-                f"{name} made embeddings {list(merged.shape)} of a prompt with {list(own.shape)}; use its "
+                f"{name} makes embeddings {list(merged.shape)} of a prompt with {list(own.shape)}; use its "
                 "processor"
             )
         merged = merged.to(own)

@@ -151,11 +151,11 @@ class ModelCheck:
         self._state: Any = None
         try:
             if any(map(_remembers, numbers.values())):
-                raise Unreadable("a hook may compute with what it has from elsewhere")
+                raise Unreadable("a hook may use values from outside its code")
             self._state = identity_of(snapshot.model).prefix_key(snapshot, whole), list(numbers)
         except Unreadable as reason:
             if not self._unreadable:
-                logger.info("no request shares prefixes with those before an idle engine: %s", reason)
+                logger.info("prefixes are not reused from before the engine was idle: %s", reason)
             self._unreadable = True
         self._changes = identity_of(snapshot.model).changes
 

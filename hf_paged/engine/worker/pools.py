@@ -183,7 +183,7 @@ class Pools:
             if wanted is not None and not group.host.reserve(wanted):
                 raise _no_host(wanted, group)
             logger.info(
-                "up to %d blocks of the %s layers may wait on the host", group.host.most, group.kind.name
+                "up to %d swapped blocks of the %s layers fit on the host", group.host.most, group.kind.name
             )
 
     def _blocks(self, kind: LayerKind, longest: int, captures: int, room: Room | None) -> int:

@@ -71,7 +71,7 @@ def otherwise(model: nn.Module, far: float, again: float | None) -> Unservable:
             "logits): something in it is random or keeps a state, perhaps a hook; remove it"
         )
     return Unservable(
-        f"{name} answers differently when its prompt comes in pieces (by {far:.1e} of its logits); use "
+        f"{name} gives other logits when its prompt is computed in chunks (by {far:.1e} of its logits); use "
         "generate()"
     )
 

@@ -62,7 +62,9 @@ class Runner:
         elif not self.eager.takes_positions:
             self.why_rows = f"{type(model).__name__}.forward takes no position_ids"
         elif not self.eager.configs:
-            self.why_rows = f"the attention of {type(model).__name__} does not ask transformers' registry"
+            self.why_rows = (
+                f"the attention of {type(model).__name__} does not use transformers' attention registry"
+            )
         elif self.eager.cache.states is not None:
             self.why_rows = f"layers of {type(model).__name__} keep recurrent states"
             self.captures_rows = True

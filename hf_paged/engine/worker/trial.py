@@ -130,7 +130,7 @@ class Trial:
                 whole = self._without_cache(rows)
         require_numbers(self._eager.model, whole)
         self.runner.why_no_embeddings = self._why_no_embeddings(rows[:1], whole[:1])  # while kernels compile
-        with tried(f"{name} failed when its forward was tried on pages; use generate()"):
+        with tried(f"{name} failed in a test of its forward on pages; use generate()"):
             pieces = self._on_pages(rows, "rows", cuts)
         check_routers(self._eager.model, self._eager.pools.config.max_batch_tokens)
         off = self._apart(rows, whole, pieces)

@@ -78,7 +78,7 @@ def require_folder(folder: str, over: Callable[[], bool] = lambda: False) -> Non
     path = os.path.join(folder, CONFIG)
     if not done_apart(lambda progress: os.path.exists(path), path, over):
         raise FileNotFoundError(
-            f"{folder[:200]!r} is no folder with {CONFIG} in it; give one as peft saves it"
+            f"{folder[:200]!r} is not a folder with {CONFIG} in it; give one as peft saves it"
         )
 
 
@@ -116,4 +116,4 @@ def _read(path: str, progress: Callable[[], None]) -> bytearray:
 def _require_regular(path: str) -> None:
     """Raise for a pipe, a device or a folder, which would never end, or never begin."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError(f"{path} is no regular file; give a folder as peft saves it")
+        raise ValueError(f"{path} is not a regular file; give a folder as peft saves it")

@@ -80,15 +80,15 @@ class FunctionCalls(TorchFunctionMode):
         """`scaled_dot_product_attention`, each query's sums in the order of the tokens that it sees."""
         if torch._C._functorch.maybe_current_level() is not None:  # tensors without memory
             raise NotInvariant(
-                "batch_invariant() knows no attention under transforms of torch.func (vmap, grad, jvp); call "
-                "the model without them"
+                "batch_invariant() supports no attention under transforms of torch.func (vmap, grad, jvp); "
+                "call the model without them"
             )
         kernels = kernels_for(query)
         if dropout_p:
             raise NotInvariant(f"batch_invariant() with attention dropout of {dropout_p}; set it to zero")
         if query.dim() != 4 or key.dim() != 4:
             raise NotInvariant(
-                f"batch_invariant() knows attention of [batch, heads, tokens, dim], got {[*query.shape]}"
+                f"batch_invariant() supports attention of [batch, heads, tokens, dim], got {[*query.shape]}"
             )
         if torch.is_autocast_enabled(query.device.type):  # torch casts for its own below this
             dtype = torch.get_autocast_dtype(query.device.type)

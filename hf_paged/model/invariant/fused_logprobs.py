@@ -39,7 +39,7 @@ def answer_fused_logprobs(refusal: type[Exception]) -> None:
         why = f"arguments {names}" if names != ARGUMENTS.split() else _why_unknown(asked)
         if why is not None:
             raise refusal(
-                f"batch_invariant() does not know fused log-probabilities with {why}; compute "
+                f"batch_invariant() does not support fused log-probabilities with {why}; compute "
                 "log_softmax(logits / temperature) of the model's logits"
             )
         return (_logprobs(asked), *answer[1:])

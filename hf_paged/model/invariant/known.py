@@ -76,9 +76,9 @@ class NotInvariant(NotImplementedError):
 def kernels_for(x: torch.Tensor) -> Any:
     """The kernels for tensors like x."""
     if x.dtype == torch.float64 or x.is_complex():
-        raise NotInvariant(f"batch_invariant() knows float32 and half numbers, got {x.dtype}")
+        raise NotInvariant(f"batch_invariant() supports float32 and half precision, got {x.dtype}")
     if x.device.type not in ("cpu", "cuda"):
         raise NotInvariant(
-            f"batch_invariant() knows CPUs and CUDA devices, got a tensor on {x.device}; leave it out there"
+            f"batch_invariant() supports CPUs and CUDA devices, got a tensor on {x.device}; leave it out"
         )
     return invariant_kernels(x.device.type)

@@ -159,7 +159,7 @@ class Operations(TorchDispatchMode):
         """Rows of `one` [rows, depth] by experts two [experts, depth, columns]; offs: each one's end."""
         by_experts = one.dim() == 2 and two.dim() == 3 and offs is not None
         if not by_experts or bias is not None or out_dtype not in (None, one.dtype):
-            raise NotInvariant("batch_invariant() knows grouped products of rows by experts only")
+            raise NotInvariant("batch_invariant() supports grouped products of rows by experts only")
         answer: torch.Tensor = kernels_for(one).grouped(one, two, offs)
         return answer
 
@@ -216,7 +216,7 @@ class Operations(TorchDispatchMode):
         self, x: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
     ) -> torch.Tensor:
         if ord not in (1, 2):
-            raise NotInvariant(f"batch_invariant() knows norms of order 1 and 2 only, got {ord}")
+            raise NotInvariant(f"batch_invariant() supports norms of order 1 and 2 only, got {ord}")
         wide = _wide(x.to(dtype or x.dtype))
         total = self._rows("sum", wide.abs() if ord == 1 else wide.square(), dim, keepdim)
         return (total if ord == 1 else total.sqrt()).to(dtype or x.dtype)
@@ -287,7 +287,7 @@ class Operations(TorchDispatchMode):
     def _softplus(self, x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
         if beta != 1 or threshold != 20:
             raise NotInvariant(
-                f"batch_invariant() knows softplus of beta 1 and threshold 20, got {beta}, {threshold}"
+                f"batch_invariant() supports softplus of beta 1 and threshold 20, got {beta}, {threshold}"
             )
         return self._mapped("softplus", x)
 

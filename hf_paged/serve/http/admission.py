@@ -81,7 +81,7 @@ class QueueLimit:
             wait = min(max(math.ceil(self._seconds()), 1), 30)
             raise ApiError(
                 429,
-                f"{self.in_flight} requests are under way, the limit is {self._most}; try again in {wait} s",
+                f"{self.in_flight} requests run or wait, the limit is {self._most}; try again in {wait} s",
                 code="queue_full",
                 headers={"retry-after": str(wait)},
             )

@@ -88,8 +88,8 @@ class ServerOptions:
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ValueError(
-                f"--otlp-traces-endpoint {endpoint} is no URL; spans are sent in OTLP over HTTP, so give one "
-                "such as http://127.0.0.1:4318/v1/traces"
+                f"--otlp-traces-endpoint {endpoint} is not a URL; spans are sent in OTLP over HTTP, so give "
+                "one such as http://127.0.0.1:4318/v1/traces"
             )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(

@@ -185,7 +185,7 @@ class EngineHost:
                 while not self._over and not self._engine.warm_up():
                     time.sleep(WARM)
         except Exception:  # requests get what is wrong with the model
-            logger.info("steps are captured when they come", exc_info=True)
+            logger.info("idle capture failed; steps are captured when they first occur", exc_info=True)
 
     # ---- the map
 

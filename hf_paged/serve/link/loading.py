@@ -51,11 +51,11 @@ class Source:
         dtype = getattr(torch, self.dtype, None)
         if self.dtype != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(
-                f"--dtype {self.dtype} is no type of weights; give auto, float32, bfloat16 or float16"
+                f"--dtype {self.dtype} is not a dtype of weights; give auto, float32, bfloat16 or float16"
             )
         if self.revision is not None and (self.model in DEMO or Path(self.model).is_dir()):
             raise ValueError(
-                f"--revision {self.revision}: {self.model} is no checkpoint on the Hub; leave the flag out"
+                f"--revision {self.revision}: {self.model} is not a checkpoint on the Hub; leave the flag out"
             )
 
     @property
@@ -89,7 +89,7 @@ class Source:
             reason = str(error).partition("\n")[0].rstrip(".")
             others = f" or {', '.join(MAPS)}" if self.device_map else ""
             raise ValueError(
-                f"{flag} {place} is no device of this machine ({reason}); it has {_devices()}{others}"
+                f"{flag} {place} is not a device of this machine ({reason}); it has {_devices()}{others}"
             ) from error
         return place
 

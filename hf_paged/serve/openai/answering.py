@@ -51,7 +51,7 @@ async def complete(service: Service, http: Request, body: bytes) -> Response:
         raise invalid(f"{len(prompts)} prompts are given and the limit is {most}; send them apart", "prompt")
     if request.silent and not request.echo and request.scored is None:
         raise invalid(
-            "max_tokens=0 leaves nothing to answer; give 1 or more, or echo=true, or prompt_logprobs",
+            "max_tokens=0 leaves no token to generate; give 1 or more, or echo=true, or prompt_logprobs",
             "max_tokens",
         )
     if request.silent and request.drawn > 1:
@@ -115,7 +115,7 @@ async def _chat(
         raise invalid("top_logprobs needs logprobs=true; give it, or leave top_logprobs out", "top_logprobs")
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if asked == 0:
-        raise invalid("max_tokens=0 leaves nothing to answer; give 1 or more", "max_tokens")
+        raise invalid("max_tokens=0 leaves no token to generate; give 1 or more", "max_tokens")
     service.replies.check(request, service.options.limits.tools)
 
     async def read() -> list[ChatPrompt]:
@@ -302,7 +302,7 @@ async def _whole(call: EndpointCall, generation: Generation, form: Form, prompts
     if reasons == {"abort"} and not usage.completion_tokens:
         call.service.admission.require_ready()  # a drain is 503
         raise ApiError(
-            504, "the request was broken off before its first token; send it again", code="timeout"
+            504, "the request ran out of time before its first token; send it again", code="timeout"
         )
     if not request.shows_prompt:
         return JSONResponse(form.whole(answers, usage))

@@ -274,7 +274,7 @@ class Generation:
         """The model's scores of the tokens of a prompt, once it has answered."""
         notes = self.answers[prompt].handle.prompt_logprobs
         if notes is None:
-            raise ApiError(504, "the request was broken off before its prompt was computed", code="timeout")
+            raise ApiError(504, "the request ran out of time before its prompt was computed", code="timeout")
         return notes
 
     @property

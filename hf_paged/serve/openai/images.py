@@ -76,7 +76,7 @@ class Images:
         """Raise for images that are not taken, or for too many."""
         if self.refusal is not None:
             raise invalid(
-                f"images are not taken: {self.refusal}; send text", "messages", "unsupported_parameter"
+                f"images are not accepted: {self.refusal}; send text", "messages", "unsupported_parameter"
             )
         if count > self._limits.images:
             raise invalid(
@@ -235,7 +235,7 @@ def _of_data(url: str) -> bytes:
     head, comma, body = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise invalid(
-            f"{head[:40]!r} is no data: URL of an image; send data:image/png;base64,...", "messages"
+            f"{head[:40]!r} is not a data: URL of an image; send data:image/png;base64,...", "messages"
         )
     try:
         return base64.b64decode(body, validate=True)

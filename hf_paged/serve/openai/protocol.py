@@ -498,7 +498,7 @@ def _neutral(name: str, value: Any, neutral: Mapping[str, tuple[tuple[Any, ...],
     harmless, why = neutral[name]
     if any(type(value) is type(each) and value == each for each in harmless):
         return True
-    raise invalid(f"{name} is not taken with this value: {why}", name, "unsupported_parameter")
+    raise invalid(f"{name} is not supported with this value: {why}", name, "unsupported_parameter")
 
 
 def parsed(kind: type[B], fields: dict[str, Any]) -> B:

@@ -244,7 +244,7 @@ class Replies:
             )
         if request.offered and not forced(request) and self._template is None:
             raise invalid(
-                "calls in this model's answers cannot be read: its tokenizer has no response_template. "
+                "tool calls of this model cannot be parsed: its tokenizer has no response_template. "
                 "tool_choice required, or a named function, works; the operator can give --response-template",
                 "tools",
             )

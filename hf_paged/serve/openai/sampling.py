@@ -56,7 +56,7 @@ class Sampling:
         self._require_at_most("prompt_logprobs", request.prompt_logprobs or 0, limits.logprobs)
         if request.prompt_logprobs is not None and request.stream:
             raise invalid(
-                "prompt_logprobs come with whole answers; leave stream out, or use echo and logprobs of "
+                "prompt_logprobs are not sent in streams; leave stream out, or use echo and logprobs of "
                 "/v1/completions",
                 "prompt_logprobs",
             )
@@ -69,7 +69,7 @@ class Sampling:
         if any(not each for each in request.stop or ()):
             raise invalid("a stop string is empty; leave it out", "stop")
         if request.priority and not self._priorities:
-            raise invalid("this server takes requests in order; leave priority out", "priority")
+            raise invalid("this server runs requests in order of arrival; leave priority out", "priority")
         if request.stream_options is not None and not request.stream:
             raise invalid(
                 "stream_options are for streams; give stream=true, or leave them out", "stream_options"

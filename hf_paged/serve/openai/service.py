@@ -114,10 +114,10 @@ class Service:
         """The length of an answer to a prompt; one that does not fit is refused, not shortened."""
         room = self.longest - prompt
         if room < 1 or (asked is not None and asked > room):
-            wish = "an answer" if asked is None else f"{asked} new ones"
+            wish = "an answer" if asked is None else f"{asked} new tokens"
             raise invalid(
-                f"a sequence has at most {self.longest} tokens here, the prompt has {prompt}, {wish} are "
-                "too many; shorten the prompt or lower max_tokens",
+                f"the prompt has {prompt} tokens and a sequence at most {self.longest}, which leaves no room "
+                f"for {wish}; shorten the prompt or lower max_tokens",
                 "max_tokens",
                 "context_length_exceeded",
             )

@@ -51,7 +51,7 @@ class StructuredOutput:
             return None
         if len(asked) > 1:
             first, second, *_ = asked
-            raise invalid(f"{first} and {second} both give the answer a form; give one of them", second)
+            raise invalid(f"{first} and {second} both constrain the answer; give one of them", second)
         [(name, make)] = asked.items()
         if request.ignore_eos or request.min_tokens:
             raise invalid(f"{name} decides where the answer ends; leave ignore_eos and min_tokens out", name)

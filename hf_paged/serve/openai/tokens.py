@@ -190,7 +190,7 @@ class Tokenizer:
             text: str = self.hf.apply_chat_template(messages, tokenize=False, **chosen, **options)
         except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise invalid(
-                f"the chat template does not take these messages: {error!s:.300}", "messages"
+                f"the chat template cannot render these messages: {error!s:.300}", "messages"
             ) from error
         self._require_short(len(text), "messages")
         return text
@@ -198,7 +198,7 @@ class Tokenizer:
     def _require_effort(self) -> None:
         if "reasoning_effort" not in str(self._chat_template or ""):
             raise invalid(
-                "the chat template knows no reasoning_effort; leave it out, or see chat_template_kwargs",
+                "the chat template does not use reasoning_effort; leave it out, or see chat_template_kwargs",
                 "reasoning_effort",
             )
 
