@@ -1,6 +1,6 @@
 """A step of a hybrid (Qwen3.5's shape of 8B, random weights, bf16) in stock and paged generate(), and the engine.
 
-python benchmarks/hybrid.py [--rows 1 8 64] [--layers 32] [--stock] [--engine 1 8 64 256]
+python benchmarks/hybrid.py [--rows 1 8 64] [--layers 32] [--stock] [--engine 1 8 64 256] [--prefixes]
 """
 
 from __future__ import annotations
@@ -62,6 +62,39 @@ def engine_step(engine: hf_paged.Engine, rows: int, steps: int = 64) -> float:
     return 1e3 * taken / steps
 
 
+def tokens(count: int) -> list[int]:
+    """A text of its own."""
+    return torch.randint(10, 150000, (count,)).tolist()
+
+
+def first_token(engine: hf_paged.Engine, prompt: list[int]) -> tuple[float, int, list[int]]:
+    """Milliseconds to the first token of a prompt, the tokens that were cached, and the whole answer."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    handle = engine.submit(prompt, max_new_tokens=64, min_new_tokens=64)
+    next(iter(handle))
+    taken = 1e3 * (time.perf_counter() - begin)
+    output = handle.result()
+    return taken, output.cached_tokens, output.sequences[0].token_ids
+
+
+def prefixes(engine: hf_paged.Engine) -> None:
+    """Turns of a chat, and prompts with a common beginning, one after another."""
+    engine.submit(tokens(64), max_new_tokens=8).result()
+    said = tokens(2048)
+    for turn in range(8):
+        taken, cached, answer = first_token(engine, said)
+        print(f"turn {turn + 1}: {len(said) - cached:5} of {len(said)} tokens computed, first token {taken:7.1f} ms", flush=True)
+        said = [*said, *answer, *tokens(64)]
+    fresh = statistics.median(first_token(engine, tokens(len(said) - cached - 64))[0] for _ in range(3))
+    print(f"a fresh prompt of the last turn's own tokens: {fresh:7.1f} ms", flush=True)
+    for common, own in ((1500, 200), (300, 200), (4096, 2000)):
+        beginning = tokens(common)
+        found = [first_token(engine, [*beginning, *tokens(own)])[1] for _ in range(4)]
+        print(f"common {common}, own {own}: cached {found}", flush=True)
+    print("    ", engine.stats()["states"], flush=True)
+
+
 def bandwidth() -> float:
     """Bytes a second of reading alone."""
     data = torch.ones(2**30, dtype=torch.float32, device="cuda")
@@ -80,6 +113,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--engine", type=int, nargs="+", default=[], help="rows of the engine's steps")
+    parser.add_argument("--prefixes", action="store_true", help="turns of a chat, and common beginnings")
     parser.add_argument("--stock", action="store_true", help="measure stock too")
     given = parser.parse_args()
     config = Qwen3_5TextConfig(**SHAPE, num_hidden_layers=given.layers, pad_token_id=0, eos_token_id=None)
@@ -102,6 +136,9 @@ def main() -> None:
                 found = statistics.median(engine_step(engine, rows) for _ in range(2))
                 print(f"{rows:4} rows: engine {found:6.2f} ms", flush=True)
             print("    ", engine.stats()["graphs"], engine.stats()["off"], flush=True)
+    if given.prefixes:
+        with hf_paged.Engine(model) as engine:
+            prefixes(engine)
 
 
 if __name__ == "__main__":
