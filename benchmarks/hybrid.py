@@ -84,7 +84,10 @@ def prefixes(engine: hf_paged.Engine) -> None:
     said = tokens(2048)
     for turn in range(8):
         taken, cached, answer = first_token(engine, said)
-        print(f"turn {turn + 1}: {len(said) - cached:5} of {len(said)} tokens computed, first token {taken:7.1f} ms", flush=True)
+        print(
+            f"turn {turn + 1}: {len(said) - cached:5} of {len(said)} tokens computed, first token {taken:7.1f} ms",
+            flush=True,
+        )
         said = [*said, *answer, *tokens(64)]
     fresh = statistics.median(first_token(engine, tokens(len(said) - cached - 64))[0] for _ in range(3))
     print(f"a fresh prompt of the last turn's own tokens: {fresh:7.1f} ms", flush=True)

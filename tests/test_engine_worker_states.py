@@ -61,10 +61,14 @@ def test_sequences_answer_as_alone(model: Any, graphs: bool, monkeypatch: pytest
         engine.check()
 
 
-@pytest.mark.parametrize("model", ["qwen3_5_text"], indirect=True)
-def test_sequences_beyond_the_slots_are_preempted(model: Any) -> None:
-    """Samples of a prompt take slots of their own; what does not fit is computed again later."""
-    with Engine(model, state_slots=4, num_blocks=18, block_size=4, max_batch_sequences=4) as engine:
+@pytest.mark.parametrize("model", ["qwen3_5_text", "lfm2"], indirect=True)
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_sequences_beyond_the_slots_are_preempted(model: Any, preemption: Any) -> None:
+    """Samples of a prompt take slots of their own; what does not fit is computed again later, or waits on the
+    host with its states.
+    """
+    options = {"state_slots": 4, "num_blocks": 18, "block_size": 4, "max_batch_sequences": 4}
+    with Engine(model, **options, preemption=preemption) as engine:
         handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts()]
         samples = engine.submit(
             prompts()[3], max_new_tokens=NEW, num_return_sequences=3, do_sample=True, top_k=1
@@ -72,7 +76,9 @@ def test_sequences_beyond_the_slots_are_preempted(model: Any) -> None:
         for prompt, handle in zip(prompts(), handles, strict=True):
             assert handle.result().sequences[0].token_ids == alone(model, prompt)
         assert all(each.token_ids == alone(model, prompts()[3]) for each in samples.result().sequences)
-        assert engine.stats()["preemptions"]
+        stats = engine.stats()
+        assert stats["preemptions"]
+        assert bool(stats["swapped_in"]) is (preemption == "swap")
         engine.check()
 
 

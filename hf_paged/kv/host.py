@@ -6,14 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..blocks import BlockPool, Copy, LayerKind
-from .layout import Layout
 from .ordinary import ordinary_tensors
-from .store import Store
 from .upload import upload
 
 logger = logging.getLogger("hf_paged")
@@ -42,13 +40,15 @@ class Swappable(Protocol):
 
     kind: LayerKind
     pool: BlockPool
-    stores: dict[Layout, Store]
+    stores: dict[Any, Any]
+    """Stores by layout: of keys and values, or of states."""
+    tokens_behind: dict[int, int]
 
     @property
     def block_bytes(self) -> int: ...
 
     @property
-    def layouts(self) -> dict[Layout, int]: ...
+    def layouts(self) -> dict[Any, int]: ...
 
 
 class HostBlocks:
@@ -66,7 +66,9 @@ class HostBlocks:
         self.slab_blocks = max(1, min(most, SLAB_BYTES // max(1, group.block_bytes)))
         self.grown: Callable[[int], object] = lambda blocks: None
         """Called with the blocks that there is memory for, before any is used; may raise MemoryError."""
-        self._buffers: dict[tuple[Layout, int], _HostBuffer] = {}
+        self._buffers: dict[tuple[Any, int], _HostBuffer] = {}
+        self._tokens_behind: dict[int, int] = {}
+        """The number of tokens behind the state in each of its blocks."""
 
     @property
     def bytes(self) -> int:
@@ -120,11 +122,15 @@ class HostBlocks:
 
     def out(self, copies: Sequence[Copy]) -> None:
         """Carry blocks of the device to the host."""
+        for source, target in () if self.group.kind.fills else copies:
+            self._tokens_behind[target] = self.group.tokens_behind.get(source, 0)
         for store in self.group.stores.values():
             self._buffers[store.layout, store.layers].out(store, copies)
 
     def back(self, copies: Sequence[Copy]) -> None:
         """Carry blocks of the host to the device."""
+        for source, target in () if self.group.kind.fills else copies:
+            self.group.tokens_behind[target] = self._tokens_behind.get(source, 0)
         for store in self.group.stores.values():
             self._buffers[store.layout, store.layers].back(store, copies)
 
@@ -156,11 +162,11 @@ class _HostBuffer:
     buffer only if both are in use.
     """
 
-    def __init__(self, layout: Layout, layers: int, block_size: int, slab_blocks: int) -> None:
+    def __init__(self, layout: Any, layers: int, block_size: int, slab_blocks: int) -> None:
         self.device = layout.device
         self.dtype = layout.dtype
         self.slab_blocks = slab_blocks
-        self.elements = layers * block_size * layout.heads * (layout.key_dim + layout.value_dim)
+        self.elements: int = layers * layout.block_bytes(block_size) // layout.dtype.itemsize
         self.slabs: list[torch.Tensor] = []
         """Each [slab_blocks, elements of a block]."""
         self.batch = max(1, min(slab_blocks, STAGING_BYTES // max(1, self.elements * self.dtype.itemsize)))
@@ -171,7 +177,7 @@ class _HostBuffer:
 
     @property
     def bytes(self) -> int:
-        return len(self.slabs) * self.slab_blocks * self.elements * self.dtype.itemsize
+        return len(self.slabs) * self.slab_blocks * self.elements * int(self.dtype.itemsize)
 
     def have(self, slabs: int) -> None:
         """Take memory until there are `slabs` slabs, and the buffers."""
@@ -198,7 +204,7 @@ class _HostBuffer:
 
     # ---- transfers
 
-    def out(self, store: Store, copies: Sequence[Copy]) -> None:
+    def out(self, store: Any, copies: Sequence[Copy]) -> None:
         """Gather blocks copies[i].source of the store, and copy them to the host's blocks
         copies[i].target.
         """
@@ -206,9 +212,8 @@ class _HostBuffer:
             watch = _Measured(self, out=True, blocks=len(part))
             buffer = self._next()
             buffer.emptied.wait()
-            keys, values = self._split(buffer.data[: len(part)], store)
             blocks = upload([copy.source for copy in part], self.device)
-            for data, target in zip(_by_block(store), (keys, values), strict=True):
+            for data, target in _split(buffer.data[: len(part)], store):
                 target.copy_(data.index_select(1, blocks).transpose(0, 1))
             buffer.filled.note()
             watch.ended.note()
@@ -221,7 +226,7 @@ class _HostBuffer:
                 buffer.emptied.note()
             self._measured.append(watch)
 
-    def back(self, store: Store, copies: Sequence[Copy]) -> None:
+    def back(self, store: Any, copies: Sequence[Copy]) -> None:
         """Copy the host's blocks copies[i].source to the device, and put them into blocks copies[i].target of
         the store.
         """
@@ -236,9 +241,8 @@ class _HostBuffer:
                 watch.copied.note()
                 buffer.filled.note()
             buffer.filled.wait()
-            keys, values = self._split(buffer.data[: len(part)], store)
             blocks = upload([copy.target for copy in part], self.device)
-            for data, source in zip(_by_block(store), (keys, values), strict=True):
+            for data, source in _split(buffer.data[: len(part)], store):
                 data.index_copy_(1, blocks, source.transpose(0, 1))
             buffer.emptied.note()
             watch.ended.note()
@@ -257,14 +261,6 @@ class _HostBuffer:
     def _next(self) -> _Staging:
         self._turn = 1 - self._turn
         return self._staging[self._turn]
-
-    def _split(self, rows: torch.Tensor, store: Store) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [blocks, elements] as keys [blocks, layers, elements] and values, views."""
-        heads, key_dim, value_dim = store.layout[2:]
-        tokens = store.block_size * heads
-        border = store.layers * tokens * key_dim
-        keys = rows[:, :border].unflatten(1, (store.layers, tokens * key_dim))
-        return keys, rows[:, border:].unflatten(1, (store.layers, tokens * value_dim))
 
     def _runs(self, blocks: list[int]) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Ascending blocks of the host as stretches that lie in one piece: from place to place in the list,
@@ -347,11 +343,13 @@ class _Measured:
         return Transfer(self.is_out, self.bytes, exposed, self.copied.since(self.copying))
 
 
-def _by_block(store: Store) -> list[torch.Tensor]:
-    """The store's keys [layers, blocks, elements] and values."""
-    size = store.block_size
-    (heads, key_dim, value_dim) = store.layout[2:]
-    return [
-        data.view(store.layers, store.blocks, size * heads * dim)
-        for data, dim in ((store.keys, key_dim), (store.values, value_dim))
-    ]
+def _split(rows: torch.Tensor, store: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The parts of a store [layers, blocks, elements], and those of rows [blocks, elements] that hold as many
+    [blocks, layers, elements], views.
+    """
+    begin = 0
+    for data in store.by_block:
+        layers, _, elements = data.shape
+        end = begin + layers * elements
+        yield data, rows[:, begin:end].unflatten(1, (layers, elements))
+        begin = end

@@ -44,6 +44,11 @@ class StateStore:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self.data,)
 
+    @property
+    def by_block(self) -> list[torch.Tensor]:
+        """The states [layers, slots, elements]."""
+        return [self.data.flatten(2)] if self.data.ndim > 3 else [self.data]
+
     def _allocate(self, blocks: int, on: torch.device | None = None) -> torch.Tensor:
         device, dtype, shape = self.layout
         each = torch.Size(shape).numel()

@@ -50,6 +50,14 @@ class Store:
             self._parts = (both,)
         self._views: dict[tuple[object, int], tuple[torch.Tensor, ...]] = {}
 
+    @property
+    def by_block(self) -> list[torch.Tensor]:
+        """Keys [layers, blocks, elements] and values."""
+        return [
+            data.view(self.layers, self.blocks, self.block_size * data[0, 0].numel())
+            for data in (self.keys, self.values)
+        ]
+
     def pages(self, place: int, batch: Batch, captured: bool = False) -> Pages:
         """The input of attention in the layer at `place` in a step."""
         keys, values = self.of_layer[place]

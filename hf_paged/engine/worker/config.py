@@ -55,6 +55,7 @@ class EngineConfig:
         memory, if there is room. "recompute": they are freed and computed again later. "auto": what costs
         less, by measured times.
     host_blocks: blocks of every layer group that may wait on the host, allocated at once; 0 for none.
+        Of state slots at most as many as the pool has.
         Default: as many as the pool has, within a share of the host's free memory, allocated when they are
         needed.
     admission: "watermark" admits a request that fits now; "future" admits a request that is expected to fit

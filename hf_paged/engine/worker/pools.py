@@ -124,7 +124,7 @@ class Pools:
                     device.type == "cpu" for device in devices[group.kind]
                 ):
                     group.reserved = max(1, int(SHARE_AT_FIRST * total))
-        if self.config.preemption != "recompute" and self.config.host_blocks != 0 and self.paged == self.own:
+        if self.config.preemption != "recompute" and self.config.host_blocks != 0:
             self._make_host()
 
     def planned(
@@ -172,8 +172,10 @@ class Pools:
         """Let blocks wait on the host: as many as the options say, now; else as many as are ever held here,
         when they are needed.
         """
-        wanted = self.config.host_blocks
         for group in self.groups.values():
+            wanted = self.config.host_blocks
+            if wanted is not None and not group.kind.fills:
+                wanted = min(wanted, group.pool.total)
             free = free_bytes(torch.device("cpu"))
             affordable = int(SHARE_OF_HOST * group.share * free) // group.block_bytes
             if wanted is not None and wanted * group.block_bytes > free:
