@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+from fresh_process import FreshProcess
 
 import hf_paged
 from hf_paged.cli.environment import facts
@@ -59,27 +57,17 @@ def test_a_cpp_op_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "not built" not in state
 
 
-def test_python_m_hf_paged(tmp_path: Path) -> None:
+def test_python_m_hf_paged(tmp_path: Path, fresh_process: FreshProcess) -> None:
     """A line for each fact, and for a model's; a fresh process needs nothing but the package, and no web framework."""
     script = (
-        "import runpy, sys\n"
+        "import os, runpy, sys\n"
+        f"os.environ['TORCH_EXTENSIONS_DIR'] = {str(tmp_path)!r}\n"
         "for name in ('fastapi', 'starlette', 'uvicorn', 'pydantic'): sys.modules[name] = None\n"
         "runpy.run_module('hf_paged', run_name='__main__')"
     )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "TORCH_EXTENSIONS_DIR": str(tmp_path),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", script, "info", "demo"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    said = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line}
+    ended = fresh_process.run(script, "info", "demo")
+    assert ended.code == 0, ended.stderr
+    said = {line.split()[0]: line.split(maxsplit=1)[1] for line in ended.stdout.splitlines() if line}
     assert said["hf_paged"] == hf_paged.__version__
     assert said["torch"] == version("torch")
     assert said["transformers"] == version("transformers")

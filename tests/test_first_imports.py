@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from fresh_process import FreshProcess
 
 ROOT = Path(__file__).parent.parent
 COMMAND_LINES = (
@@ -28,12 +29,13 @@ STAGES = ["hf_paged", "hf_paged.serve.app, hf_paged.serve.server, hf_paged.serve
 
 
 @pytest.fixture(scope="module")
-def imported() -> list[list[str]]:
-    """The names of all modules after each of the stages, in one process."""
+def imported(fresh_process: FreshProcess) -> list[list[str]]:
+    """The names of all modules after each of the stages, in a process that has imported the package alone."""
     stages = STAGES if find_spec("fastapi") else STAGES[:1]
     code = "import sys\n" + "".join(f"import {stage}\nprint(*sys.modules)\n" for stage in stages)
-    ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
-    return [line.split() for line in ran.stdout.splitlines()]
+    ended = fresh_process.run(code)
+    assert ended.code == 0, ended.stderr
+    return [line.split() for line in ended.stdout.splitlines()]
 
 
 def test_the_package_imports_nothing_of_ray(imported: list[list[str]]) -> None:

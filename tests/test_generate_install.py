@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from compare import assert_same
+from fresh_process import FreshProcess
 from generate_calls import call
 from transformers import DynamicCache, GenerationMixin
 
@@ -93,12 +92,12 @@ print("quiet")
 '''
 
 
-def test_reloads_and_second_imports() -> None:
-    """Each leaves one plug, which works, without a warning; transformers was imported before."""
-    result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "quiet\n"
-    told = [line for line in result.stderr.splitlines() if line and "Loading weights" not in line]
+def test_reloads_and_second_imports(fresh_process: FreshProcess) -> None:
+    """Each leaves one plug, which works, without a warning; transformers was imported before the last one."""
+    ended = fresh_process.run(SCRIPT)
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout == "quiet\n"
+    told = [line for line in ended.stderr.splitlines() if line and "Loading weights" not in line]
     assert told == []
 
 

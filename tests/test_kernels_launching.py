@@ -9,7 +9,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent / "kernels"
 PROGRAM = """
-import random, sys, threading
+import os, random, sys, threading
 import triton
 import hf_paged_kernels
 
@@ -21,6 +21,14 @@ kernels = {
     for kernel in vars(module).values()
     if isinstance(kernel, triton.JITFunction)
 }
+for _ in range(3):
+    child = os.fork()
+    if not child:
+        break
+    if os.waitpid(child, 0)[1]:
+        sys.exit("a process failed")
+else:
+    sys.exit()
 start = threading.Barrier(8)
 
 def ask(names):
@@ -34,19 +42,20 @@ for each in threads:
     each.start()
 for each in threads:
     each.join()
-print(*[f"{name} {kernel.cache_key}" for name, kernel in sorted(kernels.items())], sep="\\n")
+print(*[f"{name} {kernel.cache_key}" for name, kernel in sorted(kernels.items())], end="\\n", flush=True)
 """
 
 
 def test_kernels_have_one_digest_whatever_threads_ask_for_it() -> None:
-    """Else a process would compile again what another has left in Triton's cache on disk."""
+    """Else a process would compile again what another has left in Triton's cache on disk. The processes are forks, which
+    have asked for none yet.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(FOLDER)
-    runs = [
-        subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    answers = [run.communicate()[0] for run in runs]
-    assert [run.returncode for run in runs] == [0] * 3
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    answers = ran.stdout.splitlines()
+    assert len(answers) == 3
     assert "decode._decode" in answers[0]
     assert set(answers) == {answers[0]}

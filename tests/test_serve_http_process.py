@@ -85,8 +85,8 @@ class Process:
 
 
 @pytest.fixture
-def process() -> Iterator[Process]:
-    made = Process("--limit-drain-seconds", str(DRAIN), "--max-num-seqs", "16", alone=True)
+def process(request: pytest.FixtureRequest) -> Iterator[Process]:
+    made = Process("--limit-drain-seconds", str(DRAIN), "--max-num-seqs", "16", alone=request.param)
     yield made
     made.popen.kill()
     made.popen.wait(LIMIT)
@@ -101,6 +101,7 @@ def assert_same_imports(process: Process) -> None:
     assert shared.pss < 0.7 * shared.rss
 
 
+@pytest.mark.parametrize("process", [True], ids=["alone"], indirect=True)
 def test_every_accepted_stream_ends_after_sigterm(process: Process) -> None:
     """Under load, with streams that run and streams that wait: each ends with a reason within the deadline, new
     ones are refused meanwhile, and the exit code is 0.
@@ -157,6 +158,7 @@ def test_every_accepted_stream_ends_after_sigterm(process: Process) -> None:
     )
 
 
+@pytest.mark.parametrize("process", [False], ids=["forked"], indirect=True)
 def test_a_second_signal_ends_both_processes_with_one_line(process: Process) -> None:
     """During the drain, under streams: requests are cut off, and the log has no traceback of any."""
     [http] = psutil.Process(process.popen.pid).children()

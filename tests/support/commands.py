@@ -48,6 +48,9 @@ class Command(ForkProcess):
             raise subprocess.TimeoutExpired("hf_paged", timeout)
         return self.exitcode
 
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid or 0, number)
+
 
 class ForkedPopen(ForkProcess):
     """Stands for subprocess.Popen of `python -m MODULE ARGUMENTS`: for tests of many processes, which would all import
