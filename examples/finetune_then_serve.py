@@ -36,7 +36,7 @@ def train(name: str, rewrite: Callable[[str], str], steps: int, *callbacks: Trai
             folder,
             max_steps=steps,
             per_device_train_batch_size=8,
-            learning_rate=5e-3,
+            learning_rate=1e-2,
             disable_tqdm=True,
             dataloader_pin_memory=False,
             report_to=[],
@@ -46,8 +46,8 @@ def train(name: str, rewrite: Callable[[str], str], steps: int, *callbacks: Trai
     model.eval()
 
 
-train("loud", lambda story: story.replace(".", "!"), 60)
-train("moonlit", lambda story: story.replace(".", ". The moon shone."), 40)
+train("loud", lambda story: story.replace(".", "!"), 30)
+train("moonlit", lambda story: story.replace(".", ". The moon shone."), 20)
 
 # One batch, three answers.
 prompt, options = "The old bear slept", {"do_sample": False, "max_new_tokens": 40}
@@ -78,7 +78,7 @@ class ServeMeanwhile(TrainerCallback):
 
 served = engine.submit(prompt, adapter="loud", **options)
 engine.step()
-train("moonlit", lambda story: story.replace(".", ". Nobody slept."), 40, ServeMeanwhile())
+train("moonlit", lambda story: story.replace(".", ". Nobody slept."), 20, ServeMeanwhile())
 print(f"loud     : {prompt}{served.result().text}")
 print(f"moonlit  : {prompt}{engine.submit(prompt, adapter='moonlit', **options).result().text}")
 engine.close()

@@ -149,7 +149,7 @@ def test_options_that_a_route_does_not_know_are_refused_and_change_nothing() -> 
 def test_pauses_that_wait_hold_up_no_other_calls() -> None:
     """As many as there are threads for other calls: /metrics and /resume are answered."""
     with serving(dev=True) as served:
-        body = {"prompt": "The fox", "max_tokens": 1000, "ignore_eos": True}
+        body = {"prompt": "The fox", "max_tokens": 400, "ignore_eos": True}
         threads = [threading.Thread(target=served.post, args=("/v1/completions", body))]
         threads += [threading.Thread(target=served.post, args=("/pause?mode=wait", {})) for _ in range(5)]
         threads[0].start()

@@ -228,7 +228,9 @@ def test_a_second_signal_ends_at_once() -> None:
         answer: list[int] = []
         thread = threading.Thread(
             target=lambda: answer.append(
-                served.post("/v1/completions", LONG).json()["usage"]["completion_tokens"]
+                served.post("/v1/completions", {**LONG, "max_tokens": 400}).json()["usage"][
+                    "completion_tokens"
+                ]
             )
         )
         thread.start()
@@ -238,7 +240,7 @@ def test_a_second_signal_ends_at_once() -> None:
         assert served.client.get("/ready").status_code == 503
         assert served.client.get("/health").status_code == 200
         thread.join(LIMIT)
-        assert answer == [900]
+        assert answer == [400]
         until(lambda: served.server.should_exit)
         assert not served.server.force_exit
         assert served.server.exit_code == 0

@@ -89,7 +89,7 @@ def test_one_message_has_the_tokens_of_all_requests_of_a_step() -> None:
 def test_a_server_that_does_not_read_holds_up_nothing() -> None:
     """The engine goes on to the end, and what was not read comes in few messages."""
     with hosted(sent=4096) as (engine, connection):
-        body = {"max_new_tokens": 400, "do_sample": False, "eos_token_id": 2**31 - 1, "logprobs": 20}
+        body = {"max_new_tokens": 150, "do_sample": False, "eos_token_id": 2**31 - 1, "logprobs": 20}
         asked = [Submit(i, (1, 2, 3 + i), body, True) for i in range(4)]
         connection.sendall(b"".join(map(frame, asked)))
         until(lambda: engine.stats()["running"])
@@ -104,15 +104,15 @@ def test_a_server_that_does_not_read_holds_up_nothing() -> None:
             ended += sum(each.end is not None for each in message.progress)
             if ended == 4:
                 break
-        assert set(counts.values()) == {400}
-        assert number < 400
+        assert set(counts.values()) == {150}
+        assert number < 150
 
 
 def test_steps_of_the_map_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the last one that was kept the server is given notice of a gap."""
     monkeypatch.setattr(engine_host, "EVERY", 0.0)
     with hosted(sent=4096) as (engine, connection):
-        body = {"max_new_tokens": 900, "do_sample": False, "eos_token_id": 2**31 - 1}
+        body = {"max_new_tokens": 250, "do_sample": False, "eos_token_id": 2**31 - 1}
         asked = [EngineCall(0, "watch", ()), *(Submit(i, (1, 2, i), body, True) for i in range(1, 9))]
         connection.sendall(b"".join(map(frame, asked)))
         until(lambda: engine.stats()["running"])

@@ -53,7 +53,8 @@ def what_ranks_do_in_a_pause(rank: int) -> None:
         model.eval()
 
     for captures in (False, True):
-        acts = generates, gives_back, functools.partial(gives_back, 0), gives_back_and_moves, trains
+        acts = [generates, gives_back, functools.partial(gives_back, 0)]
+        acts += [gives_back_and_moves, trains] * captures
         with pytest.MonkeyPatch.context() as patch, Engine(model, **SMALL) as engine:
             if captures:
                 patch.setitem(RECORDERS, "cpu", record)
