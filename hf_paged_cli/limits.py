@@ -38,7 +38,7 @@ class ServerLimits:
     chars_per_token: int = _limit(
         16, "a text of more characters than this times the longest sequence is not tokenized"
     )
-    waiting: int = _limit(1024, "prompts under way beyond those that can run; more are answered with 429")
+    waiting: int = _limit(1024, "prompts beyond those that can run; more are answered with 429")
     connections: int = _limit(4096, "requests that are being read or answered; more are answered with 503")
     request_seconds: float = _limit(600.0, "seconds from arrival to the last token")
     body_seconds: float = _limit(30.0, "seconds until a body is complete")

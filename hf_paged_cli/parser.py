@@ -20,22 +20,22 @@ hf-paged serve demo                      serve the model that comes with hf_page
 hf-paged generate demo --prompt "The fox"
 hf-paged batch demo in.jsonl out.jsonl   a file of OpenAI's batch requests
 hf-paged chat demo                       a conversation in the terminal
-hf-paged bench demo --out bench.svg      its speed on this machine, beside stock generate()
-hf-paged info Qwen/Qwen3-8B              what of a model would run on pages
-hf-paged trace steps.jsonl               the map of the blocks, of a file that engine.trace() wrote
+hf-paged bench demo --out bench.svg      its speed on this machine, compared with stock generate()
+hf-paged info Qwen/Qwen3-8B              what the model would run on pages
+hf-paged trace steps.jsonl               the map of the blocks in a file that engine.trace() wrote
 
 The first request to a server:
   curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
        -d '{"model": "demo", "prompt": "The fox", "max_tokens": 20}'
 """
 ABOUT = {
-    "serve": "serve a model over HTTP in OpenAI's form",
+    "serve": "serve a model over HTTP with OpenAI's API",
     "generate": "answer a prompt in the terminal, or each line of a file",
     "batch": "answer a file of OpenAI's batch requests",
     "chat": "talk with a model in the terminal",
-    "bench": "a model's speed here, beside stock generate() in the same batch",
+    "bench": "compare stock generate(), paged generate() and the engine on this machine",
     "completion": "print a script that completes commands in a shell",
-    "info": "versions, devices, kernels; what of a model runs on pages, and its memory",
+    "info": "show versions, devices and kernels, or what a model runs on pages and its memory",
     "trace": "show the map of the blocks of a trace file",
 }
 EXAMPLES = {
@@ -144,7 +144,7 @@ def _add_serve(to: Parser) -> None:
 
 def _add_access(add: Any) -> None:
     add("--api-key", action="append", default=[], help="a client's key; repeatable; also $HF_PAGED_API_KEY")
-    add("--api-key-file", help="file with a key on each line; no process list shows these")
+    add("--api-key-file", help="file with a key on each line, which no process list shows")
     add("--admin-api-key", action="append", default=[], help="key that sees all requests and loads adapters")
     add(
         "--prefix-cache-share", nargs="+", action="extend", default=[], metavar="KEY=SHARE",
@@ -164,7 +164,7 @@ def _add_media(add: Any) -> None:
 
 
 def _add_names(add: Any) -> None:
-    names = "what clients call the model; the first is shown (MODEL)"
+    names = "names of the model for clients; answers have the first (MODEL)"
     add("--served-model-name", nargs="+", action="extend", metavar="NAME", help=names)
 
 
@@ -209,7 +209,7 @@ def _add_sizes(add: Any) -> None:
     add(
         "--state-snapshots",
         type=number(int, 0),
-        help="slots beyond those, of states to go on from; 0 for none",
+        help="further slots, for snapshots of states; 0 for none",
     )
     add("--state-every", type=number(int, 1), default=512, help="tokens of a prompt between snapshots (512)")
     add("--gpu-memory-utilization", type=number(float, 0.001, 1), help="share of the free memory for pools")
@@ -225,9 +225,19 @@ def _add_engine(add: Any) -> None:
     admissions = ["watermark", "future"]
     add("--admission", default="watermark", choices=admissions, help="when a request may begin (watermark)")
     preemptions = ["auto", "swap", "recompute"]
-    add("--preemption", default="auto", choices=preemptions, help="how a request makes room (auto)")
+    add(
+        "--preemption",
+        default="auto",
+        choices=preemptions,
+        help="what a request does that must give up its blocks (auto)",
+    )
     kernels = ["auto", "triton", "native", "torch"]
-    add("--kernels", default="auto", choices=kernels, help="what reads the pages (auto: the fastest here)")
+    add(
+        "--kernels",
+        default="auto",
+        choices=kernels,
+        help="kernels that read the pages (auto: the fastest here)",
+    )
     add("--enforce-eager", action="store_true", help="capture no steps")
     add("--compile", action="store_true", help="compile captured steps")
     add("--seed", type=int, help="seed of torch, for requests without one")
@@ -260,7 +270,7 @@ def _add_generate(to: Parser) -> None:
     _add_sampling(how, 128)
     how.add_argument("--num-beams", type=number(int, 1), help="beams of a beam search (1)")
     how.add_argument(
-        "--stop", type=some_text, action="append", help="a text at which the answer ends; may be repeated"
+        "--stop", type=some_text, action="append", help="a string at which the answer ends; may be repeated"
     )
 
 
@@ -279,17 +289,21 @@ def _add_batch(to: Parser) -> None:
 
 
 def _add_resume(add: Any) -> None:
-    add("--resume", action="store_true", help="go on with the file: compute what it lacks")
+    add("--resume", action="store_true", help="continue the file: compute what it lacks")
     add("--overwrite", action="store_true", help="replace the file")
 
 
 def _add_sampling(group: Any, tokens: int) -> None:
     add = group.add_argument
     add("--max-tokens", type=number(int, 1), default=tokens, help=f"most tokens of an answer ({tokens})")
-    add("--temperature", type=number(float, 0), default=0.0, help="above 0 tokens are drawn (0)")
-    add("--top-p", type=number(float, 0, 1), help="draw from the likeliest tokens of this probability in all")
-    add("--top-k", type=number(int, 0), help="draw from this many of the likeliest tokens")
-    add("--seed", type=number(int, 0, 2**63 - 1), help="seed of the draws")
+    add("--temperature", type=number(float, 0), default=0.0, help="above 0: sample tokens (0)")
+    add(
+        "--top-p",
+        type=number(float, 0, 1),
+        help="sample from the most likely tokens of this total probability",
+    )
+    add("--top-k", type=number(int, 0), help="sample from this many of the most likely tokens")
+    add("--seed", type=number(int, 0, 2**63 - 1), help="seed for sampling")
 
 
 def _add_chat(to: Parser) -> None:
@@ -313,7 +327,7 @@ def _add_bench(to: Parser) -> None:
     add("--input-len", type=number(int, 1), default=128, help="tokens of each prompt (128)")
     add("--output-len", type=number(int, 1), default=64, help="mean tokens of an answer (64)")
     add("--runs", type=number(int, 1), default=3, help="turns whose medians are shown (3)")
-    add("--processor-time", action="store_true", help="count processor time: others use this CPU, too")
+    add("--processor-time", action="store_true", help="count processor time, for a CPU that others use too")
     add("--seed", type=int, default=0, help="seed of prompts and lengths (0)")
     shown = to.add_argument_group("answer")
     shown.add_argument("--out", type=new_picture, metavar="FILE.svg", help="draw a picture")

@@ -90,7 +90,7 @@ def test_adapters_are_models(served: Served, expected: dict[str, str]) -> None:
             found = client.completions.create(model=name, prompt=PROMPT, max_tokens=NEW, temperature=0)
             assert found.model == name
             assert found.choices[0].text == expected[name]
-        with pytest.raises(openai.NotFoundError, match="there is demo, poet"):
+        with pytest.raises(openai.NotFoundError, match="expected one of demo, poet"):
             client.completions.create(model="pirate", prompt=PROMPT)
         chat = client.chat.completions.create(
             model="poet", messages=[{"role": "user", "content": "Hello"}], max_tokens=4

@@ -32,9 +32,9 @@ def test_the_first_request_of_the_log_is_answered(
         caplog.at_level(logging.INFO, logger="hf_paged.serve"),
         serving(tokenizer=texts, **options),
     ):
-        until(lambda: any("a first request: " in each.message for each in caplog.records))
-        message = next(each.message for each in caplog.records if "a first request: " in each.message)
-        pages, _, request = message.partition("a first request: ")
+        until(lambda: any("first request: " in each.message for each in caplog.records))
+        message = next(each.message for each in caplog.records if "first request: " in each.message)
+        pages, _, request = message.partition("first request: ")
         words = shlex.split(request)
         url = next(word for word in words if word.startswith("http://"))
         assert ("/chat/" in url) == (texts.chat_template is not None)

@@ -168,10 +168,8 @@ def greeting(url: str, options: ServerOptions, chats: bool) -> str:
     if options.api_keys or options.admin_api_keys:
         words += ["-H", "authorization: Bearer KEY"]
     request = shlex.join([*words, "-d", json.dumps(body)])
-    pages = (
-        f"the map of the blocks is {url}/ in a browser, the API {url}/docs; " if options.uds is None else ""
-    )
-    return f"{pages}a first request: {request}"
+    pages = f"map of the blocks: {url}/ (in a browser); API: {url}/docs; " if options.uds is None else ""
+    return f"{pages}first request: {request}"
 
 
 def _config(service: Service) -> uvicorn.Config:

@@ -104,7 +104,7 @@ class Service:
             known = [*self.options.names, *(each.name for each in self.adapters)]
             raise ApiError(
                 404,
-                f"the model {name[:80]!r} is not served here; there is {', '.join(known)[:500]}",
+                f"the model {name[:80]!r} is not served here; expected one of {', '.join(known)[:500]}",
                 "model",
                 "model_not_found",
             )
