@@ -28,6 +28,7 @@ The first request to a server:
   curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
        -d '{"model": "demo", "prompt": "The fox", "max_tokens": 20}'
 """
+SELF_TEST = "load MODEL, flip a byte of a cached block, and show that verify='bytes' finds it"
 ABOUT = {
     "serve": "serve a model over HTTP with OpenAI's API",
     "generate": "answer a prompt in the terminal, or each line of a file",
@@ -188,6 +189,7 @@ def _add_adapters(add: Any) -> None:
 
 def _add_info(to: Parser) -> None:
     _add_source(to, optional=True)
+    to.add_argument("--self-test", action="store_true", help=SELF_TEST)
     add = to.add_argument_group("engine").add_argument
     memory = "free memory of a CUDA device, or of the CPU of --device cpu, instead of this machine's: 80GiB"
     add("--memory", type=size, metavar="SIZE", help=memory)
@@ -220,6 +222,8 @@ def _add_engine(add: Any) -> None:
     _add_sizes(add)
     add("--no-enable-prefix-caching", action="store_true", help="compute every prompt whole")
     add("--enable-prefix-caching", action="store_true", help="no effect: it is the default")
+    verify = ["tokens", "bytes"]
+    add("--verify", choices=verify, help="compare cached blocks' tokens, or also their bytes (neither)")
     policies = ["fcfs", "priority"]
     add("--scheduling-policy", default="fcfs", choices=policies, help="order of requests (fcfs)")
     admissions = ["watermark", "future"]

@@ -424,7 +424,7 @@ def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "1.5", "--served-model-name", "a", "b", "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching",
         "--gpu-memory-utilization", "0.5", "--scheduling-policy", "priority", "--host", "0.0.0.0", "--enable-lora", "--max-loras", "3",
         "--lora-modules", "poet=a/b=c", '{"name": "pirate", "path": "d"}', "--allow-runtime-lora-updating",
-        "--rank-timeout", "900",
+        "--rank-timeout", "900", "--verify", "bytes",
     )  # fmt: skip
     options = server_options(given, "demo")
     assert options.api_keys == ("first-key", "two", "three", "four")
@@ -437,6 +437,7 @@ def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert engine["fuse_projections"]
     assert engine["rank_timeout"] == 900
     assert engine["max_adapters"] == 3
+    assert engine["verify"] == "bytes"
     assert "max_adapters" not in engine_options(flags())
     assert adapter_sources(given.lora_modules, options.names) == {"poet": "a/b=c", "pirate": "d"}
     assert options.allow_runtime_lora_updating
@@ -475,6 +476,17 @@ def test_a_reader_that_has_enough_is_no_error(
         assert main(["completion", "bash"]) == 1
         print("what the interpreter writes at its end goes nowhere")
     assert capsys.readouterr().err == ""
+
+
+def test_the_self_test_shows_the_alarm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["info", "demo", "--self-test"]) == 0
+    said = capsys.readouterr().out
+    assert "CorruptedBlock: the bytes in block 0 of the full layers have changed" in said
+    monkeypatch.setattr("hf_paged.engine.self_test.flip_a_byte", lambda *given, **more: None)
+    with pytest.raises(RuntimeError, match="verify='bytes' has not found the byte that was flipped"):
+        main(["info", "demo", "--self-test"])
 
 
 def test_info_says_what_runs_on_pages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

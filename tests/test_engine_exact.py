@@ -60,7 +60,7 @@ def engines(draw: st.DrawFn) -> dict[str, Any]:
         "max_batch_tokens": draw(st.integers(sequences, 40)),
         "max_batch_sequences": sequences,
         "prefix_caching": draw(st.booleans()),
-        "check_hits": draw(st.booleans()),
+        "verify": draw(st.sampled_from([None, "tokens", "bytes", "bytes"])),
         "watermark": draw(st.sampled_from([0.0, 0.05])),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "admission": draw(st.sampled_from(["watermark", "future"])),
@@ -143,6 +143,7 @@ def test_nothing_changes_a_token(name: str, options: dict[str, Any], params: lis
         stats = engine.stats()
         assert all(kind["held"] == 0 for kind in [*stats["blocks"].values(), *stats["host"].values()])
         assert stats["waiting"] == stats["running"] == stats["preempted"] == 0
+        assert stats["verify"]["mismatched"] == 0
         found = [answers(handle.result()) for handle in handles]
     assert found == [right(name, ask.prompt, ask.kind, ask.new) for ask in params]
 

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from captures import counts, policy
+from engine_parts import layer_groups
 from poison import poison_free_slots
 from tape import record
 from tiny import build, config_class
 
 from hf_paged import Engine
+from hf_paged.blocks.pool import CACHED
+from hf_paged.kv.checksums import flip_a_byte
 from hf_paged.model.rehearsal import RECORDERS
 
 FAMILIES = ["falcon_h1", "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text", "zamba2", "zaya"]
@@ -149,7 +152,7 @@ def test_snapshots_give_way_to_sequences(model: Any, ahead: bool) -> None:
     base = prompts()[4] * 2
     options = {"state_slots": 4, "state_snapshots": 1, "state_every": 8, "max_batch_sequences": 4}
     with Engine(
-        model, block_size=4, num_blocks=60, max_batch_tokens=16, run_ahead=ahead, **options
+        model, block_size=4, num_blocks=60, max_batch_tokens=16, run_ahead=ahead, verify="bytes", **options
     ) as engine:
         asked = []
         for number in range(14):
@@ -167,6 +170,24 @@ def test_snapshots_give_way_to_sequences(model: Any, ahead: bool) -> None:
                 assert each.token_ids == alone(model, prompt, max_new_tokens=6, **beams)
         stats = engine.stats()
         assert min(stats["states"]["hits"], stats["states"]["evictions"]) > 0
+        assert stats["verify"]["checked"] > stats["verify"]["mismatched"] == 0
+        engine.check()
+
+
+@pytest.mark.parametrize("model", ["qwen3_5_text"], indirect=True)
+def test_a_snapshot_of_other_bytes_is_not_continued(model: Any) -> None:
+    """verify="bytes" checks slots as it checks blocks: the request ends, and the next one begins anew."""
+    with Engine(model, block_size=4, max_batch_tokens=16, state_every=8, verify="bytes") as engine:
+        said = prompts()[4]
+        assert engine.submit(said, max_new_tokens=NEW).result().error is None
+        group = layer_groups(engine)[1]
+        store = next(iter(group.stores.values()))
+        for slot, state in enumerate(group.pool.states()):
+            if state == CACHED:
+                flip_a_byte(store, slot)
+        bad = engine.submit(said, max_new_tokens=NEW).result()
+        assert "of the state layers have changed" in str(bad.error)
+        assert engine.submit(said, max_new_tokens=NEW).result().sequences[0].token_ids == alone(model, said)
         engine.check()
 
 

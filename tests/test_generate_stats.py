@@ -136,7 +136,7 @@ def test_invalidate_forgets_and_frees(llama: Any) -> None:
     [
         ({"prefix_caching": 1}, TypeError, "prefix_caching must be True or False, got 1"),
         ({"salt": 7}, TypeError, "salt must be a str, got 7"),
-        ({"verify": "yes"}, ValueError, r"verify='yes' is not one of \(None, 'tokens'\)"),
+        ({"verify": "yes"}, ValueError, r"verify='yes' is not one of \(None, 'tokens', 'bytes'\)"),
         ({"prefix_cache": True}, ValueError, "did you mean 'prefix_caching'"),
     ],
 )

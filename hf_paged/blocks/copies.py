@@ -50,6 +50,7 @@ def move(
             if block not in images:
                 images[block] = pool.take(copies[-1].target + 1 if copies else NOWHERE, target.tenant)
                 copies.append(Copy(block, images[block]))
+                source.pool.note(block, "swapped out", images[block])  # only a device's pool has checksums
             elif block not in kept:
                 pool.share(images[block])
             blocks.append(images[block])

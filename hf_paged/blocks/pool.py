@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from .evictor import Evictor
 from .names import BlockName, BlockNames
 from .options import check_int
+from .sealed import NO_HEIR, ByteEvent, SealedBlocks
 from .shares import Shares, TenantBooks, recount
 
 FREE = 0
@@ -85,7 +86,11 @@ class BlockPool:
         self.peak_held = 0
         self.top = 0
         """No block from here on was ever handed out, so none needs memory yet."""
-        self.counts: Counter[Literal["copies", "evictions", "hits", "misses"]] = Counter()
+        self.counts: Counter[Literal["copies", "evictions", "hits", "misses", "checked", "mismatched"]] = (
+            Counter()
+        )
+        self.sealed: SealedBlocks | None = None
+        """The blocks whose bytes are verified; None if none are."""
 
     # ---- sizes
 
@@ -213,6 +218,18 @@ class BlockPool:
         elif self._state[block] == FREE:
             raise ValueError(f"block {block} is free and cannot be shared")
         self._references[block] += 1
+        if self.sealed is not None:
+            self.sealed.note(block, "shared")
+
+    def copied(self, source: int, target: int) -> None:
+        """Count a copy on write, which is still to be carried out."""
+        self.counts["copies"] += 1
+        self.note(source, "copied", target)
+
+    def note(self, block: int, event: ByteEvent, heir: int = NO_HEIR) -> None:
+        """Let the bytes of a block be checked, if any are; `heir` is the block that gets them."""
+        if self.sealed is not None:
+            self.sealed.note(block, event, heir)
 
     def drop(self, block: int, last_access: int = 0) -> None:
         """Take a reference away; with the last one the block is free, or cached if it has a name."""
@@ -244,6 +261,7 @@ class BlockPool:
         lowest = self._lowest_free
         freed = 0
         tenants = self._tenants
+        sealed = self.sealed
         gone: Counter[str] = Counter()
         try:
             for block in blocks:
@@ -256,6 +274,8 @@ class BlockPool:
                         lowest = block
                     if tenants:
                         gone[self.owners.pop(block, "")] += 1
+                    if sealed is not None:
+                        sealed.free(block)
                 else:
                     self.drop(block, last_access)
         finally:
@@ -279,6 +299,8 @@ class BlockPool:
         self._state[block] = FREE
         self._last_access[block] = 0
         self._lowest_free = min(self._lowest_free, block)
+        if self.sealed is not None:
+            self.sealed.free(block)
 
     def _evict(self, tenant: str) -> int:
         if not self.cached:
@@ -289,6 +311,7 @@ class BlockPool:
             loser = shares.loser()
             self.taken[loser] += loser != tenant and not shares.over(loser)
         block = self._evictor.evict(loser)
+        self.note(block, "evicted")
         self.names.remove(block)
         self._set_free(block)
         self.counts["evictions"] += 1
@@ -330,13 +353,27 @@ class BlockPool:
             raise ValueError(
                 f"block {block} is not held and cannot be published; publish before the last reference goes"
             )
-        return self.names.add(block, BlockName(digest, covered, tokens, parent_key if tokens else b""))
+        bearer = self.names.add(block, BlockName(digest, covered, tokens, parent_key if tokens else b""))
+        if self.sealed is not None and bearer == block:
+            self.sealed.seal(block)
+        return bearer
 
     def uncache(self, block: int) -> None:
         """Take the name of `block` away, if it has one: its content is about to change."""
         names = self.names
         if block in names.of:
             names.remove(block)
+        if self.sealed is not None:
+            self.sealed.lift(block)
+
+    def discard(self, block: int) -> None:
+        """Have no prompt find `block` again, whose content is wrong: it is free once no table names it."""
+        if self._state[block] == CACHED:
+            self._evictor.remove(block)
+            self.names.remove(block)
+            self._set_free(block)
+        else:
+            self.uncache(block)
 
     def forget(self) -> None:
         """Drop every hash: cached blocks become free; held ones keep their content but match no prompt any
@@ -358,6 +395,8 @@ class BlockPool:
         except (AssertionError, LookupError):
             named = Counter(block for table in self._tables for block in table.blocks)
         self.forget()
+        if self.sealed is not None:
+            self.sealed.clear()
         self._references = [named[block] for block in range(self.total)]
         self._state = bytearray(HELD if count else FREE for count in self._references)
         self.owners = {
@@ -406,6 +445,8 @@ class BlockPool:
             self._check_shares(self._tenants)
         for block in named_blocks:
             expect(self._state[block] != FREE, f"block {block} is free and has a name")
+        if self.sealed is not None:
+            self.sealed.check(self._state, FREE)
 
     def _check_block(self, block: int, count: int, state: int, named: int) -> None:
         expect(count == named, f"block {block} has {count} references but {named} tables name it")

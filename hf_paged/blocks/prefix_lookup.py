@@ -149,7 +149,7 @@ def detach(tables: Sequence[BlockTable], drop: bool = True) -> list[Copy]:
             near = table.blocks[-2] + 1 if len(table.blocks) > 1 else table.near
             copies.append(Copy(table.blocks[-1], table.pool.take(near, table.tenant)))
             table.blocks[-1] = copies[-1].target
-            table.pool.counts["copies"] += 1
+            table.pool.copied(*copies[-1])
     for table, copy in zip(shared if drop else (), copies, strict=False):
         table.pool.drop(copy.source, table.stamp)
     return copies

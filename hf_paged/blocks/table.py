@@ -154,8 +154,20 @@ class BlockTable(TableView):
             return None
         self.blocks[-1] = pool.take(last + 1, self.tenant)
         pool.drop(last, self.stamp)
-        pool.counts["copies"] += 1
+        pool.copied(last, self.blocks[-1])
         return Copy(last, self.blocks[-1])
+
+    def seal(self, tokens: int) -> None:
+        """The blocks that the first `tokens` tokens fill are computed, and written no more: their bytes are
+        final.
+        """
+        sealed = self.pool.sealed
+        if sealed is None or not self.pool.fills:
+            return
+        for place in reversed(range(min(tokens, self.length) // self.pool.block_size - self.released)):
+            if self.blocks[place] in sealed:
+                break  # earlier ones were full before
+            sealed.seal(self.blocks[place])
 
     def fork(self) -> BlockTable:
         """A second table over the same blocks. It never allocates and cannot fail (C13)."""

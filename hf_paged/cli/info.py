@@ -10,6 +10,7 @@ import torch
 
 from ..engine import EngineConfig
 from ..engine.memory import EngineMemory, bytes_of_weights, sized
+from ..engine.self_test import self_test
 from ..kv.budget import Room, free_bytes
 from ..model.loading import first_device
 from ..model.servable import Unservable, longest
@@ -29,6 +30,11 @@ def run(given: Namespace) -> int:
         print("\n".join(["", *model_lines(given, source_of(given))]))
     elif given.memory is not None:
         raise ValueError(f"--memory {given.memory} is for a model; name one")
+    if given.self_test:
+        if not given.model:
+            raise ValueError("--self-test loads a model; name one, or demo")
+        error = self_test(source_of(given).load())
+        print(f"\na byte of a cached block was flipped; the next request ended, as it should, with\n{error}")
     return 0
 
 

@@ -167,6 +167,7 @@ def engine_options(given: argparse.Namespace) -> dict[str, Any]:
         "state_every": given.state_every,
         "memory_fraction": given.gpu_memory_utilization,
         "prefix_caching": not given.no_enable_prefix_caching,
+        "verify": given.verify,
         "policy": given.scheduling_policy,
         "admission": given.admission,
         "preemption": given.preemption,

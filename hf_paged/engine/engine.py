@@ -703,7 +703,7 @@ def _scheduler_of(pools: Pools, preemption: Preemption, adapters: EngineAdapters
         config.policy,
         admission=config.admission,
         prefix_caching=config.prefix_caching and (pools.paged == pools.own or config.snapshots_every > 0),
-        verify=config.check_hits,
+        verify=config.check_hits or config.verify is not None,
         state_every=config.snapshots_every,
         swap=preemption.decide,
         adapters=adapters.slots,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kv.upload import upload
+from ..kv.upload import download, upload
 from ..scheduling import UNKNOWN, Scheduler, SequenceGroup, TokenSequence
 from .outputs.output import TokenLogprob, TokenLogprobs
 from .requests.callables import require_known
@@ -22,7 +22,6 @@ from .sampling.parameters import TEMPERATURE
 from .sampling.random_numbers import row_states
 from .sampling.scores import chosen_numbers_of
 from .sampling.warp import draw
-from .worker.forward_batch import download
 
 
 class SamplingRows(NamedTuple):
@@ -108,9 +107,9 @@ class HostSampler:
             self._failed[job] = no_token(job)
 
     def _each(self, requests: Iterable[SamplingRows], act: Callable[[SamplingRows], None]) -> None:
-        """Call a function for every job that has not failed."""
+        """Call a function for every job that has not failed or ended."""
         for request in requests:
-            if request.job not in self._failed:
+            if request.job not in self._failed and request.job.output is None:
                 try:
                     act(request)
                 except (
@@ -125,7 +124,7 @@ class HostSampler:
         logits = self._logits
         followed: list[SamplingRows] = []
         matchers: list[Any] = []
-        for request in self._guided:
+        for request in [each for each in self._guided if each.job.output is None]:
             try:
                 matchers += _matchers(request.job, logits.shape[1])
                 followed.append(request)

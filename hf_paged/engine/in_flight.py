@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..kv.upload import upload
+from ..kv.upload import download, upload
 from ..scheduling import (
     UNKNOWN,
     ScheduledBatch,
@@ -25,7 +25,7 @@ from .requests.job import Job
 from .sampled_rows import SampledRows, sampled_rows
 from .sampling.histories import Histories
 from .sampling.scores import chosen_numbers_of
-from .worker.forward_batch import Answer, LastTokens, download
+from .worker.forward_batch import Answer, LastTokens
 
 
 class SamplingState:

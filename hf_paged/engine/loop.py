@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..blocks import NO_NUMBERS, ROPE_DELTA
+from ..kv.checksums import CorruptedBlock
 from ..model.state_slots import StatesAdvanced
 from ..scheduling import Request, ScheduledBatch, Scheduler, SequenceGroup, Status, StepPlan
 from ..trace import Step, Trace, Writer
@@ -31,6 +32,7 @@ from .worker.forward_batch import Answer, ForwardBatch, LastTokens, RowInputs, i
 from .worker.model_check import ModelCheck
 from .worker.runner import Runner
 
+ENDED = "the request has ended and no other one finds the block; submit it again"
 SLACK = 0.02
 """Seconds that the host waits for a step, if it has time to capture another beside one like it."""
 
@@ -125,7 +127,7 @@ class StepLoop:
             ended = self.finish_in_flight()  # nothing is left to run ahead of
             self.executor.expect([*self.scheduler.preempted, *self.scheduler.waiting])
         plan = self.scheduler.schedule()
-        if plan.takes_blocks:
+        if plan.takes_blocks or self.pools.checks.due:
             self.executor.prepare(plan)
         ended += self._end_unloadable() if self.adapters.failed else []
         if not plan.batch.sequences:
@@ -249,6 +251,7 @@ class StepLoop:
         """
         trouble: dict[Job, Exception] = {}
         jobs: list[Job] = []
+        ended: list[Output] = []
         step = tokens if isinstance(tokens, InFlightStep) else None
         if tokens is not None:
             changed: set[str] = set()
@@ -263,7 +266,11 @@ class StepLoop:
                 changed = self._changed_adapters() if self.runner.eager.checks.unseen else changed
                 self.check_model()
                 self.runner.eager.checks.mark_dirty()
+            if self.pools.checks.groups:
+                ended += self._end_corrupted()
             trouble = tokens.apply(self.scheduler)
+            if self.pools.checks.groups:
+                self.executor.seal()
             jobs = tokens.jobs
             trouble |= {job: _mixed(job, changed) for job in jobs if changed.intersection(job.adapter)}
         if step is not None:
@@ -275,9 +282,22 @@ class StepLoop:
         for group, error in (failed or {}).items():
             if group in self.jobs:
                 trouble[self.jobs[group]] = error
-        ended = [self.end(job, "error", error) for job, error in trouble.items()]
+        ended += [self.end(job, "error", error) for job, error in trouble.items() if job.output is None]
         over = [job for job in jobs if job.group is not None and job.group.status is Status.FINISHED]
         return ended + [self.end(job) for job in over]
+
+    def _end_corrupted(self) -> list[Output]:
+        """End the requests that hold a corrupted block, before they get a token that comes of it."""
+        checks = self.pools.checks
+        if not self.executor.wait(checks.found):
+            return []
+        found = {job: checks.held_by(group) for group, job in self.jobs.items()}
+        checks.settle()
+        return [
+            self.end(job, "error", CorruptedBlock.of(each, f"the answer of request {job.number}", ENDED))
+            for job, each in found.items()
+            if each is not None
+        ]
 
     def _end_unloadable(self) -> list[Output]:
         """End the requests whose adapters could not be loaded."""
@@ -339,6 +359,7 @@ class StepLoop:
         self.forget_media()
         self._sampling.clear()
         self.executor.forget()
+        self.pools.checks.forget()
         spoiled = isinstance(error, WeightsChanged)
         for job in self.jobs.values():
             job.go_back()

@@ -10,6 +10,7 @@ from ..scheduling import Count
 from .loop import StepLoop
 from .state import EngineState
 from .weights import PauseMode
+from .worker.block_checks import VerifyStats
 from .worker.pools import Pools
 
 
@@ -110,6 +111,7 @@ class EngineStats(TypedDict):
     blocks_out: int
     blocks_in: int
     held_back: int
+    verify: VerifyStats
     slow_processors: dict[str, int]
     paused: PauseMode | None
     asleep: int
@@ -139,6 +141,7 @@ def stats_of(loop: StepLoop, state: EngineState, counts: Mapping[str, int]) -> E
         "adapters": loop.adapters.stats(),
         "graphs": {} if runner.captured is None else runner.captured.stats(),
         **{name: scheduler.counts[name] for name in get_args(Count)},
+        "verify": loop.pools.checks.stats(),
         "slow_processors": dict(loop.slow),
         "paused": state.mode if state.paused else None,
         "asleep": state.sleep_level,

@@ -19,6 +19,7 @@ from ..kv.config import CacheConfig
 from ..model.layer import DIFFER, PagedLayer
 from ..model.lazy import Path
 from ..model.offloaded import input_device
+from ..model.ranks.tensor_parallel import mesh_of
 from ..model.registry import base_model, end_forwards, memory_of
 from ..model.slots import CROSS, NO_CONTENT, Slot, beside, slots_of
 from ..model.state_layers import KeepsStates, RowStates
@@ -98,6 +99,7 @@ class PagedCache(DynamicCache):
         }
         for group in groups.values():
             group.kept = config.keep_pools
+            group.verify_bytes(config.verify == "bytes", by_call=mesh_of(model) is not None)
         own_cross = None
         reference = weakref.ref(model)
         if CROSS in groups and not cross:

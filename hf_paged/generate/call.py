@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..kv import fork_safe_lock, in_forked_process
+from ..kv.checksums import CorruptedBlock
 from ..model.adapters.peft_changes import let_changes_wait
 from ..model.attention import NAME
 from ..model.device_map import forwards_without_hooks
@@ -23,8 +24,9 @@ from ..model.registry import memory_of
 from ..model.snapshot import CallSnapshots, call_snapshots
 from ..model.support import warn, why_left
 from ..model.switch import decoder_configs, modules_of, restore, switch
-from .cache import PagedCache
+from .cache import PagedCache, paged_parts
 from .forward import wrap
+from .ranks import any_rank
 
 
 class _Plug:
@@ -167,6 +169,8 @@ class Call:
         # Tables of the operation that broke off live as long as its traceback: count again without them.
         memory.suspect |= broken
         self.model = None
+        if not broken:
+            require_sound(model, self.used)
 
     def _publish_prefixes(self, model: nn.Module, succeeded: bool) -> None:
         """Publish the blocks of the caches for prefix reuse."""
@@ -192,6 +196,22 @@ class Call:
         for cache in self.used:
             cache.spread()
         memory.drain()
+
+
+def require_sound(model: nn.Module, caches: list[PagedCache]) -> None:
+    """Raise if the checks of bytes have found a corrupted block in these caches, on any rank."""
+    if all(cache.config.verify != "bytes" for cache in caches):
+        return
+    error: CorruptedBlock | None = None
+    with memory_of(model).lock:
+        for part in (part for cache in caches for part in paged_parts(cache)):
+            for rows in part.sequences.rows.values():
+                try:
+                    rows.require_sound()
+                except CorruptedBlock as found:
+                    error = error or found
+    if any_rank(model, error is not None):
+        raise error or CorruptedBlock("another rank has found a corrupted block, and says which")
 
 
 def _end_calls_of_other_threads() -> None:

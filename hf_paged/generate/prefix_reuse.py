@@ -268,7 +268,7 @@ class Reuse:
             # A single token is a decoding step to many models: only under known masks is it computed as the
             # end of a prompt.
             most = columns - max(arguments["logits_to_keep"], 1 if trust == "masks" else 2)
-            prefix = longest_prefix(sequences, prompts, most, verify=self.config.verify == "tokens")
+            prefix = longest_prefix(sequences, prompts, most, verify=self.config.verify is not None)
             prefix = prefix if prefix is not None and prefix.columns > before else None
         else:
             _note(sequences.memory, reason)

@@ -36,6 +36,14 @@ def begin_on_ranks(model: nn.Module, reason: str | None) -> str | None:
     return None
 
 
+def any_rank(model: nn.Module, found: bool) -> bool:
+    """True if something was found on any rank; all of them are at the end of a call."""
+    mesh = mesh_of(model)
+    if mesh is None:
+        return found
+    return votes_of(mesh.get_group()).least(int(not found), computed=False, place="the end of a call") == 0
+
+
 def check_ranks(model: nn.Module, generation_config: Any) -> None:
     """Refuse what ranks compute wrongly, and let those that sample draw alike, once a call."""
     mesh = mesh_of(model)

@@ -44,6 +44,10 @@ class PoolStats(NamedTuple):
     evictions: int
     """Cached blocks that were given up for others."""
     bytes: int
+    checked: int = 0
+    """Blocks that were compared with their checksums: verify="bytes"."""
+    mismatched: int = 0
+    """Those of them whose bytes had changed."""
 
     @classmethod
     def of(cls, group: LayerGroup) -> PoolStats:
@@ -52,9 +56,8 @@ class PoolStats(NamedTuple):
         counts = group.pool.counts
         kind = group.kind.name if group.kind.window is None else f"{group.kind.name} {group.kind.window}"
         sizes = pool.block_size, pool.total, pool.held, pool.cached, pool.free
-        return cls(
-            kind, *sizes, counts["hits"], counts["misses"], counts["copies"], counts["evictions"], group.bytes
-        )
+        blocks = counts["hits"], counts["misses"], counts["copies"], counts["evictions"]
+        return cls(kind, *sizes, *blocks, group.bytes, counts["checked"], counts["mismatched"])
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,9 @@ class Stats:
 
 def _table(pools: tuple[PoolStats, ...]) -> list[str]:
     """Pools as columns under headings."""
-    rows = [[name.replace("_", " ") for name in PoolStats._fields]]
-    rows += [[f"{cell:,}" if isinstance(cell, int) else cell for cell in pool] for pool in pools]
+    shown = len(PoolStats._fields) if any(pool.checked for pool in pools) else -2
+    rows = [[name.replace("_", " ") for name in PoolStats._fields[:shown]]]
+    rows += [[f"{cell:,}" if isinstance(cell, int) else cell for cell in pool[:shown]] for pool in pools]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     titles = ["pools", *[""] * len(pools)]
     return [

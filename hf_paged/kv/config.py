@@ -12,7 +12,7 @@ from ..blocks.options import check_flag, check_int, check_number
 from ..blocks.pool import check_block_size
 
 KERNELS = ("auto", "triton", "native", "torch")
-VERIFY = (None, "tokens")
+VERIFY = (None, "tokens", "bytes")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class CacheConfig:
     prefix_caching: whether a prompt may begin with blocks of earlier calls, and later calls with blocks of
         this one.
     salt: calls share blocks only with calls of the same salt: one salt per tenant keeps them apart.
-    verify: "tokens" compares a prompt's tokens with those of every block found by its hash.
+    verify: "tokens" compares a prompt's tokens with those of every block found by its hash. "bytes" also
+        takes a checksum of the keys and values in each full block, and compares it when the block is shared,
+        copied, swapped or evicted.
     keep_pools: whether the pools, with the steps captured over them, stay when the model trains between
         calls. None keeps them where they fit beside what training was seen to take.
 
@@ -56,8 +58,7 @@ class CacheConfig:
         check_flag("prefix_caching", self.prefix_caching)
         check_keep_pools(self.keep_pools)
         check_salt(self.salt)
-        if self.verify not in VERIFY:
-            raise ValueError(f"verify={self.verify!r} is not one of {VERIFY}")
+        check_verify(self.verify)
         if self.num_blocks is not None and self.memory_fraction is not None:
             raise ValueError(
                 f"num_blocks={self.num_blocks} and memory_fraction={self.memory_fraction} both size the "
@@ -100,6 +101,12 @@ class CacheConfig:
     def to_dict(self) -> dict[str, Any]:
         """As a generation config saves it."""
         return asdict(self)
+
+
+def check_verify(value: object) -> None:
+    """Raise unless this is a value of verify."""
+    if value not in VERIFY:
+        raise ValueError(f"verify={value!r} is not one of {VERIFY}")
 
 
 def check_keep_pools(value: object) -> None:

@@ -8,12 +8,14 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..blocks import BlockPool, ColumnFillers, Copy, LayerKind, OutOfBlocks
+from ..blocks import BlockPool, ColumnFillers, Copy, LayerKind, OutOfBlocks, SealedBlocks
 from .budget import free_bytes, require_room_for_books
+from .checksums import Checksums
 from .config import CacheConfig
 from .forks import fork_safe_lock
 from .host import HostBlocks
@@ -98,6 +100,8 @@ class LayerGroup:
         self.times_given_back = 0
         self.on_ranks = False
         """True if only rank 0 of several knows what is cached there."""
+        self.checksums: Checksums | None = None
+        """The checksums of its blocks, if their bytes are verified."""
         self.kept: bool | None = None
         """True if it stays where it is when the model trains; None if it does where it fits beside that."""
 
@@ -171,6 +175,8 @@ class LayerGroup:
             self.memory.moved(self)
         self.stores[layout] = store
         self._note_stores()
+        if self.pool.sealed is not None:
+            self.pool.sealed.clear()  # its layers have no checksums
         return store
 
     def _open(self, layout: AnyLayout, layers: int, blocks: int) -> AnyStore:
@@ -225,13 +231,50 @@ class LayerGroup:
         """Carry out copies on write in every store."""
         for source, target in copies if not self.kind.fills else ():
             self.tokens_behind[target] = self.tokens_behind.get(source, 0)
-        for store in self.stores.values():
-            store.copy(copies)
+        with self.copying(copies):
+            for store in self.stores.values():
+                store.copy(copies)
 
     def copy_pairs(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Carry out the copies of a captured step in every store."""
         for layout, store in self.stores.items():
             store.copy_pairs(sources.to(layout.device), targets.to(layout.device))
+
+    # ---- checks of bytes
+
+    def verify_bytes(self, wanted: bool, by_call: bool = False) -> None:
+        """Verify the bytes of blocks from now on, or, once no block is held, no more. by_call: whether only
+        the end of a call raises.
+        """
+        if wanted and self.checksums is None:
+            self.checksums = Checksums(self, by_call)
+            self.pool.sealed = SealedBlocks()
+        elif not wanted and not self.pool.held:
+            self.checksums = self.pool.sealed = None
+
+    def check_bytes(self) -> None:
+        """Before the next write: compare the blocks that are due, and take the checksums of full ones."""
+        if self.checksums is not None:
+            self.checksums.compare(self.checksums.sealed.take_due())
+            self.checksums.take(self.checksums.sealed.take_fresh())
+
+    def copying(self, copies: Sequence[Copy]) -> AbstractContextManager[None]:
+        """Within, blocks are copied in every store."""
+        return nullcontext() if self.checksums is None else self.checksums.copying(copies)
+
+    def layer_numbers(self, layout: AnyLayout) -> list[int]:
+        """The numbers of the layers in the store of a layout, by their places there."""
+        numbers = list(range(self.stores[layout].layers))
+        for layer, (own, place) in self._place.items():
+            layer = layer[0] if isinstance(layer, tuple) else layer
+            if own == layout and isinstance(layer, int):
+                numbers[place] = layer
+        return numbers
+
+    @property
+    def title(self) -> str:
+        """The kind of its layers, for errors."""
+        return self.kind.name
 
     def blocks_agree(self, pairs: Sequence[tuple[int, int]]) -> bool:
         """True if the blocks of every pair hold the same in every layer, up to rounding."""
@@ -293,6 +336,8 @@ class LayerGroup:
             raise ValueError(f"{self.pool.held} blocks are held; a pool in use cannot be resized")
         self.give_back()
         self.pool = BlockPool(total, self.pool.block_size)
+        if self.checksums is not None:
+            self.pool.sealed = SealedBlocks()
         self.reserved = None
 
     @property
@@ -435,6 +480,8 @@ class LayerGroup:
         self.times_given_back += 1
         self.memory.moved(self)
         self.pool.forget()
+        if self.pool.sealed is not None:
+            self.pool.sealed.clear()
         self.stores.clear()
         self._note_stores()
         if self.host is not None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..blocks import BlockPool, Copy, LayerKind
+from .checksums import Checksums
 from .ordinary import ordinary_tensors
 from .upload import upload
 
@@ -49,6 +50,9 @@ class Swappable(Protocol):
 
     @property
     def layouts(self) -> dict[Any, int]: ...
+
+    @property
+    def checksums(self) -> Checksums | None: ...
 
 
 class HostBlocks:
@@ -122,6 +126,8 @@ class HostBlocks:
 
     def out(self, copies: Sequence[Copy]) -> None:
         """Carry blocks of the device to the host."""
+        if self.group.checksums is not None:
+            self.group.checksums.leave(copies)
         for source, target in () if self.group.kind.fills else copies:
             self._tokens_behind[target] = self.group.tokens_behind.get(source, 0)
         for store in self.group.stores.values():
@@ -133,6 +139,13 @@ class HostBlocks:
             self.group.tokens_behind[target] = self._tokens_behind.get(source, 0)
         for store in self.group.stores.values():
             self._buffers[store.layout, store.layers].back(store, copies)
+        if self.group.checksums is not None:
+            self.group.checksums.come_back(copies)
+
+    def memory_of(self, block: int) -> list[torch.Tensor]:
+        """The host's memory of a block: [elements of a block] of each store."""
+        slab, row = divmod(block, self.slab_blocks)
+        return [buffer.slabs[slab][row] for buffer in self._buffers.values()]
 
     def transfers(self) -> list[Transfer]:
         """The finished transfers that have not been reported yet."""

@@ -22,6 +22,7 @@ from ..blocks import (
     reorder,
 )
 from .batch import RowBatch, StridedView
+from .checksums import CorruptedBlock
 from .group import ROOM_FOR, LayerGroup
 from .static import StaticBatch
 
@@ -164,7 +165,8 @@ class Rows:
                 copies = self._append(new)
                 self.stage(new, static, copies)
                 if copies:
-                    self.group.copy_pairs(*static.copies(len(copies)))
+                    with self.group.copying(copies):
+                        self.group.copy_pairs(*static.copies(len(copies)))
             self._room = self._own_room()
 
     def stage(self, new: int, static: StaticBatch, copies: Sequence[Copy] = ()) -> None:
@@ -212,7 +214,10 @@ class Rows:
         written.
         """
         first_step = self.columns == 0
+        for table in self.tables if self.group.checksums is not None else ():
+            table.seal(table.length)
         copies = append(self.tables, counts or self._new_tokens(new))
+        self._check_bytes()
         self.columns += new
         if counts is not None:
             self.begin_at([self.columns - table.length for table in self._tables])
@@ -333,6 +338,36 @@ class Rows:
         """The index tensors of the current state."""
         return self._batch if self._batch is not None else self._changed()
 
+    # ---- checks of bytes
+
+    def _check_bytes(self) -> None:
+        """Before the next write: check the blocks that are due. A CUDA device's answers are read behind the
+        step.
+        """
+        checksums = self.group.checksums
+        if checksums is not None:
+            self.group.check_bytes()
+            checksums.launch()
+            if not checksums.by_call:
+                self.require_sound(latest=all(device.type == "cpu" for device in self.group.devices))
+
+    def require_sound(self, latest: bool = True) -> None:
+        """Raise if a block of these rows is known to be corrupted. latest: whether to wait for the checks
+        that were launched last.
+        """
+        checksums = self.group.checksums
+        if checksums is None:
+            return
+        checksums.launch()
+        checksums.found(latest)
+        spoiled = checksums.sealed.spoiled
+        for block in (block for table in self.tables for block in table.blocks) if spoiled else ():
+            if block in spoiled:
+                self.torn = True
+                raise CorruptedBlock.of(
+                    spoiled[block], "the answer", "the call has ended and the cache cannot be used any more"
+                )
+
     # ---- prefixes
 
     def begin_with(self, found: Sequence[Match], columns: int, more: int) -> None:
@@ -358,6 +393,7 @@ class Rows:
                     self._lay_out()
                 with self._whole():
                     copies = detach(self._tables)
+                    self._check_bytes()
                     if copies:
                         self.group.copy(copies)
             except BaseException:
@@ -382,6 +418,7 @@ class Rows:
                     own = tokens[i][self.starts[i] if self.starts is not None else 0 :]
                     commit(table, own, extras[i], keep_tokens=True, dedupe=dedupe)
                     commit_tail(table, own, extras[i])
+            self.group.check_bytes()
             self._keep_strided(look_closely=True)
             self._changed()
 

@@ -136,8 +136,8 @@ class SharedPrefixes:
         self.snapshots.drop()
 
     def name(self, sequence: TokenSequence, end: int) -> int | None:
-        """Let others find the blocks of the first `end` tokens of a sequence: the number of the first block
-        that is another one now, if any is.
+        """The blocks of the first `end` tokens of a sequence are computed, and others may find them: the
+        number of the first block that is another one now, if any is.
         """
         deduped = end
         for table in self._named_tables(sequence):
@@ -147,6 +147,8 @@ class SharedPrefixes:
             request = sequence.group.request
             if commit(table, sequence.tokens, request.key, keep_tokens=True, until=end):
                 deduped = min(deduped, named)
+        for kv_group, table in zip(self.kv_groups, sequence.tables, strict=True):
+            table.seal(end if kv_group.kind.grows else table.length)
         return deduped // self._largest if deduped < end else None
 
     def name_tail(self, sequence: TokenSequence) -> None:

@@ -100,3 +100,11 @@ def is_waited_for(engine: Engine) -> bool:
 def has_unfinished(engine: Engine) -> bool:
     """True while a request has no output, or a step is in flight."""
     return engine.driver.books.busy
+
+
+def swapped(engine: Engine) -> SequenceGroup:
+    """The request that waits on the host for want of blocks, after steps until one does."""
+    while not any(group.swapped for group in preempted(engine)):
+        assert has_unfinished(engine)
+        engine.step()
+    return next(group for group in preempted(engine) if group.swapped)

@@ -27,6 +27,7 @@ from datetime import timedelta
 
 import rank_adapters
 import rank_batches
+import rank_bytes
 import rank_captures
 import rank_engines
 import rank_failures
@@ -49,6 +50,7 @@ SUBJECTS = (
     rank_inputs,
     rank_weights,
     rank_memory,
+    rank_bytes,
     rank_engines,
     rank_adapters,
     rank_generate,

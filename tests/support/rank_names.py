@@ -40,6 +40,8 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "an_error_of_all_ranks", ()),
     (2, "no_memory_for_blocks_on_one_rank", ()),
     (2, "no_memory_on_one_host", ()),
+    (2, "corrupted_blocks", ()),
+    (2, "corrupted_blocks_of_generate", ()),
     (2, "adapters_that_one_rank_has_no_memory_for", ()),
     (2, "no_memory_for_rank_0_to_sample", ()),
     (2, "no_memory_for_a_capture_on_one_rank", ()),

@@ -13,7 +13,7 @@ from ..multimodal.media import Media
 from ..requests.prompts import known_ids
 from ..worker.executor import EngineParts, use_device
 from .joining import compare_models
-from .message import AdapterNews, MessageKind, Received, StepDecoder
+from .message import AdapterNews, MessageKind, Received, StepDecoder, read_checks
 from .prompt_inputs import on_device
 from .ranked import Ranked
 from .ranks import RankError
@@ -39,6 +39,8 @@ class Follower(Ranked):
         model: Any = parts.runner.eager.model
         self._reader = model.get_decoder() if model.config.is_encoder_decoder else model
         self._decoder = StepDecoder(self.pools, parts.last_tokens)
+        for group in self.pools.groups.values():
+            group.pool.sealed = None  # rank 0 has these books, too
         self._held: list[int] = []
         self._given_back: int | None = None
         """How often pools had been given back when rank 0 paused."""
@@ -110,6 +112,8 @@ class Follower(Ranked):
                         self.ranks.attempt(partial(self._reserve_host, *numbers[1:]), OutOfBlocks)
                     elif kind is MessageKind.WARM_UP:
                         self.runner.warm_up()
+                    elif kind is MessageKind.SEAL:
+                        self.pools.checks.carry_out(read_checks(iter(numbers[1:]), len(self.pools.groups)))
                     elif kind is MessageKind.BROADCAST:
                         receive(self.ranks.broadcast_object())
                     else:
@@ -190,13 +194,14 @@ class Follower(Ranked):
         else:
             checks.skip(self._model_check.memory, decided=True)
         for preparation in received.preparations:
-            self.pools.prepare(preparation.plan)
+            self.pools.prepare(preparation.plan, preparation.checks)
         if received.shares:
             self.ranks.broadcast_on_device(self._last_tokens.tokens)
             # Broken off, it leaves any numbers, and an id without an embedding would end this process.
             known = known_ids(self._reader)
             self._last_tokens.tokens.clamp_(0, None if known is None else known - 1)
         self._note(received.news)
+        self.pools.checks.launch(self.ranks.least_on_device, read=False)
         self.runner.run(received.batch)
 
     def _reserve(self, tops: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from ..multimodal.media import Media
 from ..worker.executor import EngineParts
 from ..worker.forward_batch import Answer, ForwardBatch
 from .joining import compare_models
-from .message import AdapterNews, MessageKind, Preparation, StepEncoder
+from .message import AdapterNews, MessageKind, Preparation, StepEncoder, write_checks
 from .packed import Packed
 from .prompt_inputs import SharedInputs, on_host
 from .ranked import Ranked
@@ -67,9 +67,19 @@ class Leader(Ranked):
         tops = self._tops()
         if any(top > backed for top, backed in zip(tops, self._backed, strict=True)):
             self._reserve(tops)
-        if plan.swaps or any(plan.copies):
-            self._preparations.append(Preparation(plan.swaps, plan.copies))
-        self.pools.prepare(plan)
+        checks = self.pools.checks.take()
+        if plan.swaps or any(plan.copies) or checks:
+            self._preparations.append(Preparation(plan.swaps, plan.copies, checks))
+        self.pools.prepare(plan, checks)
+
+    def seal(self) -> None:
+        checks = self.pools.checks.take_fresh()
+        if checks:
+            numbers = array("i", [MessageKind.SEAL])
+            write_checks(numbers, checks, len(self.pools.groups))
+            with self.ranks.together():
+                self.ranks.send(numbers)
+                self.pools.checks.carry_out(checks)
 
     def forget(self) -> None:
         """A step broke off: no request keeps what was prepared for it."""
@@ -95,6 +105,7 @@ class Leader(Ranked):
             self._preparations = []
             if shares:
                 self.ranks.broadcast_on_device(self._last_tokens.tokens)
+            self.pools.checks.launch(self.ranks.least_on_device)
             return self.runner.run(batch)
 
     def warm_up(self) -> int:

@@ -8,7 +8,8 @@ from enum import IntEnum
 from operator import add, is_
 from typing import NamedTuple
 
-from ...blocks import COLUMNS, NO_NUMBERS, BlockTableArray, Copy, Numbers, TableView
+from ...blocks import COLUMNS, NO_NUMBERS, BlockTableArray, Copy, Due, Numbers, TableView
+from ...kv.checksums import NO_CHECKS, ByteChecks
 from ...model.slots import CROSS
 from ...scheduling import ForwardRows, StepPlan, Swaps
 from ..multimodal import PromptInputs
@@ -36,6 +37,8 @@ class MessageKind(IntEnum):
     """The same of the blocks on the host, of one pool."""
     WARM_UP = 10
     """Capture a step that no request has yet."""
+    SEAL = 11
+    """Take the checksums of blocks that are written no more."""
 
 
 class Preparation(NamedTuple):
@@ -43,6 +46,7 @@ class Preparation(NamedTuple):
 
     swaps: Swaps
     copies: tuple[tuple[Copy, ...], ...]
+    checks: ByteChecks = NO_CHECKS
 
     @property
     def plan(self) -> StepPlan:
@@ -245,6 +249,7 @@ def _take(read: Iterator[int], count: int) -> list[int]:
 
 
 def _write_preparation(out: array[int], preparation: Preparation, groups: int) -> None:
+    write_checks(out, preparation.checks, groups)
     swaps = preparation.swaps
     for several in (swaps.out, swaps.back, preparation.copies):
         for i in range(groups):
@@ -258,6 +263,24 @@ def _read_preparation(read: Iterator[int], groups: int) -> Preparation:
     def several() -> tuple[tuple[Copy, ...], ...]:
         return tuple(tuple(Copy(*_take(read, 2)) for _ in range(next(read))) for _ in range(groups))
 
+    checks = read_checks(read, groups)
     out = several()
     back = several()
-    return Preparation(Swaps(out, back), several())
+    return Preparation(Swaps(out, back), several(), checks)
+
+
+def write_checks(out: array[int], checks: ByteChecks, groups: int) -> None:
+    """Append the blocks of checks as numbers; why they are due matters on rank 0 alone."""
+    for i in range(groups):
+        due = [each.block for each in checks.due[i]] if checks else []
+        fresh = checks.fresh[i] if checks else ()
+        out.extend((len(due), *due, len(fresh), *fresh))
+
+
+def read_checks(read: Iterator[int], groups: int) -> ByteChecks:
+    """The checks as `write_checks` wrote them."""
+    due, fresh = [], []
+    for _ in range(groups):
+        due.append(tuple([Due(block, "shared") for block in _take(read, next(read))]))
+        fresh.append(tuple(_take(read, next(read))))
+    return ByteChecks(tuple(due), tuple(fresh))

@@ -169,6 +169,12 @@ class Ranks(RankVotes):
         self.require_whole()
         dist.broadcast(tensor, self._first, group=self._device_group)
 
+    def least_on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """For each number the smallest of all ranks', in the order of the device's work."""
+        self.require_whole()
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._device_group)
+        return tensor
+
     def smallest(self, numbers: Sequence[int], place: str = "") -> list[int]:
         """For each number the smallest of all ranks', by gloo: rank 0's messages lie on the connections."""
         return smallest(numbers, self._group)

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Literal, TypedDict, cast
 
 from ...blocks.options import check_flag, check_int, check_number, is_number
-from ...kv.config import CacheConfig, check_keep_pools
+from ...kv.config import CacheConfig, check_keep_pools, check_verify
 from ...scheduling import ADMISSIONS, POLICIES, Limits
 
 MOST_SEQUENCES = 256
@@ -26,6 +26,7 @@ Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 Admission = Literal["watermark", "future"]
 Kernels = Literal["auto", "triton", "native", "torch"]
+Verify = Literal["tokens", "bytes"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,10 @@ class EngineConfig:
         max_batch_tokens if that is less: a step must hold one token of each.
     watermark: the share of the blocks that new requests leave free for running ones.
     prefix_caching: whether blocks with the same tokens before them are computed once.
-    check_hits: whether the tokens of every hit are compared.
+    verify: "tokens" compares the tokens of every hit. "bytes" also takes a checksum of the keys and values in
+        each full block, compares it when the block is shared, copied, swapped or evicted, and ends the
+        requests that hold a block with other bytes.
+    check_hits: another name of verify="tokens".
     policy: "fcfs" (first come, first served) or "priority" (the higher first; there is no ageing, so a
         request waits as long as higher ones fill the engine).
     preemption: what happens to the newest request when blocks run out. "swap": its blocks wait in the host's
@@ -95,6 +99,7 @@ class EngineConfig:
     max_batch_sequences: int | None = None
     watermark: float = 0.01
     prefix_caching: bool = True
+    verify: Verify | None = None
     check_hits: bool = False
     policy: Policy = "fcfs"
     preemption: PreemptionMode = "auto"
@@ -130,6 +135,7 @@ class EngineConfig:
         if self.run_ahead is not None:
             check_flag("run_ahead", self.run_ahead)
         check_keep_pools(self.keep_pools)
+        check_verify(self.verify)
         check_number("rank_timeout", self.rank_timeout, "a number of seconds")
         if not self.rank_timeout > 0:
             raise ValueError(
@@ -248,6 +254,7 @@ class EngineOptions(TypedDict, total=False):
     max_batch_sequences: int | None
     watermark: float
     prefix_caching: bool
+    verify: Verify | None
     check_hits: bool
     policy: Policy
     preemption: PreemptionMode

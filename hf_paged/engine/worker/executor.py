@@ -72,8 +72,14 @@ class Executor:
         self.pools.expect(groups)
 
     def prepare(self, plan: StepPlan) -> None:
-        """Have memory for a plan, and copy and swap the blocks that it says; or raise OutOfBlocks."""
-        self.pools.prepare(plan)
+        """Have memory for a plan, and check, copy and swap the blocks that it says; or raise OutOfBlocks."""
+        checks = self.pools.checks
+        self.pools.prepare(plan, checks.take())
+        checks.launch()
+
+    def seal(self) -> None:
+        """Take the checksums of blocks that a step has filled."""
+        self.pools.checks.carry_out(self.pools.checks.take_fresh())
 
     def encode_media(self, media: Media, group: SequenceGroup) -> None:
         """Encode a request's pictures or recordings."""

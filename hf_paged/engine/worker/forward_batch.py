@@ -5,7 +5,7 @@ how they come to the host.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import add
 from types import MappingProxyType
@@ -285,23 +285,3 @@ class Answer(NamedTuple):
     def clone(self) -> Answer:
         """The same in memory of its own."""
         return Answer(self.logits.clone(), None if self.best is None else self.best.clone())
-
-
-def download(tensors: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
-    """Launch copies of tensors of one device to the host; the answer waits for all of them and has them."""
-    if not (tensors and tensors[0].is_cuda):
-        return lambda: tensors
-    copies = [
-        torch.empty(each.shape, dtype=each.dtype, device="cpu", pin_memory=True).copy_(
-            each, non_blocking=True
-        )
-        for each in tensors
-    ]
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(tensors[0].device))
-
-    def wait() -> list[torch.Tensor]:
-        event.synchronize()
-        return copies
-
-    return wait

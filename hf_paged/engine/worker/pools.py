@@ -16,6 +16,7 @@ from torch import nn
 from ...blocks import Copy, LayerKind, OutOfBlocks
 from ...kv import HostBlocks, LayerGroup, Layout, Transfer
 from ...kv.budget import Room, free_bytes
+from ...kv.checksums import NO_CHECKS, ByteChecks
 from ...kv.config import CacheConfig
 from ...model.registry import memory_of
 from ...model.servable import Unservable
@@ -24,6 +25,7 @@ from ...scheduling import KVCacheGroup, StepPlan, Swaps
 from ...scheduling import SequenceGroup as Requests
 from ...trace import Kind as TracedKind
 from ...trace import Trace
+from .block_checks import BlockChecks
 from .config import EngineConfig
 
 logger = logging.getLogger("hf_paged")
@@ -71,6 +73,8 @@ class Pools:
         self.config = config
         self.agree: Callable[[Sequence[int]], list[int]] = list
         """Numbers of blocks as all ranks can have them, where several processes have a part of each."""
+        self.checks = BlockChecks(())
+        """The checks of the blocks' bytes, once the pools have their size."""
         self.slots = slots
         """The places of the model's layers."""
         self.cross_layers = cross
@@ -124,6 +128,7 @@ class Pools:
                     device.type == "cpu" for device in devices[group.kind]
                 ):
                     group.reserved = max(1, int(SHARE_AT_FIRST * total))
+        self.checks = BlockChecks(self.groups.values() if self.config.verify == "bytes" else ())
         if self.config.preemption != "recompute" and self.config.host_blocks != 0:
             self._make_host()
 
@@ -254,11 +259,14 @@ class Pools:
             for count, group in zip(blocks, self.groups.values(), strict=True):
                 group.back(count)
 
-    def prepare(self, plan: StepPlan) -> None:
-        """Before the rows of a plan: have memory for every block that was handed out, swap, and copy."""
+    def prepare(self, plan: StepPlan, checks: ByteChecks = NO_CHECKS) -> None:
+        """Before the rows of a plan: have memory for every block that was handed out, check the bytes of
+        blocks, swap, and copy.
+        """
         for group in self.groups.values():
             if group.reserved is not None and group.pool.top > group.reserved:
                 group.reserve(group.pool.top)
+        self.checks.carry_out(checks)
         if plan.swaps.out or plan.swaps.back:
             self.swap(plan.swaps)
         if any(plan.copies):
