@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
+import peft
 import pytest
 import torch
 from captures import counts, policy
@@ -36,7 +38,7 @@ def prompts() -> list[list[int]]:
 def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
     """The tokens that stock's generate() adds to a prompt by itself."""
     given = {"max_new_tokens": NEW, "do_sample": False, **options}
-    return model.generate(torch.tensor([prompt]), **given)[0, len(prompt) :].tolist()
+    return model.generate(input_ids=torch.tensor([prompt]), **given)[0, len(prompt) :].tolist()
 
 
 @pytest.fixture
@@ -188,6 +190,33 @@ def test_a_snapshot_of_other_bytes_is_not_continued(model: Any) -> None:
         bad = engine.submit(said, max_new_tokens=NEW).result()
         assert "of the state layers have changed" in str(bad.error)
         assert engine.submit(said, max_new_tokens=NEW).result().sequences[0].token_ids == alone(model, said)
+        engine.check()
+
+
+@pytest.mark.filterwarnings("default::UserWarning")  # peft's, of adapters on top of a model
+@pytest.mark.parametrize("model", ["qwen3_5_text"], indirect=True)
+def test_adapters_mix_and_states_are_theirs(model: Any) -> None:
+    """C24: products of mixers are adapted, so a state belongs to its adapter: a turn begins with no other's."""
+    names = ["in_proj_qkv", "in_proj_b", "out_proj", "q_proj", "down_proj"]
+    lora = {"r": 4, "lora_alpha": 16, "target_modules": names, "init_lora_weights": False}
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**lora), "one")
+    adapted.add_adapter("two", peft.LoraConfig(**lora))
+    adapted.eval()
+    said = {name: prompts()[1] for name in ("one", "two", None)}
+    with Engine(adapted, block_size=4, max_batch_tokens=16, state_every=8) as engine:
+        for turn in range(2):
+            handles = {name: engine.submit(told, adapter=name, max_new_tokens=6) for name, told in said.items()}
+            for name, handle in handles.items():
+                output = handle.result()
+                with adapted.disable_adapter() if name is None else nullcontext():
+                    if name is not None:
+                        adapted.set_adapter(name)
+                    expected = alone(adapted, said[name], max_new_tokens=6)
+                assert output.sequences[0].token_ids == expected
+                assert output.cached_tokens == turn * (len(prompts()[1]) + 5)
+                said[name] = [*said[name], *expected, 7]
+        assert said["one"] != said["two"] != said[None]
         engine.check()
 
 
