@@ -206,7 +206,9 @@ def test_adapters_mix_and_states_are_theirs(model: Any) -> None:
     said = {name: prompts()[1] for name in ("one", "two", None)}
     with Engine(adapted, block_size=4, max_batch_tokens=16, state_every=8) as engine:
         for turn in range(2):
-            handles = {name: engine.submit(told, adapter=name, max_new_tokens=6) for name, told in said.items()}
+            handles = {
+                name: engine.submit(told, adapter=name, max_new_tokens=6) for name, told in said.items()
+            }
             for name, handle in handles.items():
                 output = handle.result()
                 with adapted.disable_adapter() if name is None else nullcontext():

@@ -255,3 +255,10 @@ def test_a_change_that_fits_nothing() -> None:
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "none.jsonl")
+
+
+def test_slots_of_states_are_named() -> None:
+    """One holds a sequence of any length, so no tokens are told."""
+    kind = Kind("state", None, 24)
+    assert (kind.title, kind.unit, kind.counted(16)) == ("recurrent states", "slots", "24 slots")
+    assert Kind("full", None, 24).counted(16) == "24 blocks of 16 tokens"

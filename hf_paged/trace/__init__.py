@@ -125,8 +125,19 @@ class Kind(NamedTuple):
     total: int
 
     @property
+    def unit(self) -> str:
+        """The word for its blocks: that of states is the slot of a sequence of any length."""
+        return "slots" if self.name == "state" else "blocks"
+
+    def counted(self, block_size: int) -> str:
+        """The blocks of its pool, in words."""
+        return f"{self.total} {self.unit}" + ("" if self.unit == "slots" else f" of {block_size} tokens")
+
+    @property
     def title(self) -> str:
-        """The attention of its layers, in words."""
+        """Its layers, in words."""
+        if self.unit == "slots":
+            return "recurrent states"
         return (
             f"{self.name} attention" if self.window is None else f"attention to the last {self.window} tokens"
         )
@@ -240,7 +251,7 @@ class BlockMap:
         parts = []
         for i, (kind, view) in enumerate(zip(self.kinds, views, strict=True)):
             counts = {**view.counts(), "on the host": self.step.blocks[i].swapped if self.step.blocks else 0}
-            parts.append(heading(f"{kind.title}: {view.total:,} blocks", counted(counts)))
+            parts.append(heading(f"{kind.title}: {view.total:,} {kind.unit}", counted(counts)))
             parts.append(pool_picture(view, noun))
         return card(title, (*lines, block_line(self.block_size)), [*parts, views_legend(views, noun)])
 
@@ -366,7 +377,7 @@ class Trace:
             most = [max((step.blocks[i][place] for step in self.steps), default=0) for place in range(5)]
             swapped = f", {most[4]} swapped" if most[4] else ""
             lines.append(
-                f"{kind.name:<10} {kind.total} blocks of {self.block_size} tokens: at most {most[0]} held, "
+                f"{kind.name:<10} {kind.counted(self.block_size)}: at most {most[0]} held, "
                 f"{most[1]} shared, {most[2]} cached{swapped}"
             )
         return "\n".join(lines)

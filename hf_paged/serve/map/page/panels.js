@@ -152,11 +152,14 @@ function replaceIfOther(list, items) {
 
 // ---- a block, in words
 
+// The pool whose blocks are slots: each holds what all tokens of a sequence have come to.
+const STATES = "state";
+
 function describe(state, pool, onHost, block) {
   const plane = onHost ? pool.host : pool.device;
   const name = pool.names.get(block);
   const digest = name && !onHost ? `, digest ${name}\u2026` : "";
-  const where = `Block ${block}${onHost ? " on the host" : ""}`;
+  const where = `${pool.name === STATES ? "Slot" : "Block"} ${block}${onHost ? " on the host" : ""}`;
   const holders = plane.holders[block];
   if (holders) {
     const by = new Map();
@@ -168,7 +171,8 @@ function describe(state, pool, onHost, block) {
     const size = state.header.block_size;
     const place = holders[0].place;
     const copy = !onHost && plane.copies.get(block);
-    return [where, `held by ${names.join(", ")}, place ${place} (tokens ${place * size}\u2013${place * size + size - 1})` +
+    const tokens = pool.name === STATES ? "" : `, place ${place} (tokens ${place * size}\u2013${place * size + size - 1})`;
+    return [where, `held by ${names.join(", ")}${tokens}` +
       digest + (copy ? `, copied from block ${copy.source} on write` : "")];
   }
   if (plane.others[block]) return [where, "held by requests of others"];
@@ -397,6 +401,7 @@ function tableRow(...cells) {
 }
 
 function titleOf(state, pool) {
+  if (pool.name === STATES) return `recurrent states: ${whole(pool.device.total)} slots, one for each sequence`;
   const kind = pool.window === null ? `${pool.name} attention` : `attention to the last ${pool.window} tokens`;
   return `${kind}: ${whole(pool.device.total)} blocks of ${state.header.block_size} tokens`;
 }
