@@ -51,6 +51,9 @@ def test_example(
         said = dict(re.findall(r"^(greedy|products alone): (.*)$", out, re.M))
         assert "!" in said["greedy"]
         assert said["greedy"] != said["products alone"]
+    if example.stem == "hybrid":
+        there = re.findall(r"^turn \d: (\d+) of (\d+) tokens were there; ' the owl", out, re.M)
+        assert [int(all_of_it) - int(found) for found, all_of_it in there] == [4, 5, 5]
     if example.stem == "finetune_then_serve":
         assert "generate() has the same tokens" in out
         stories = re.findall(r"^(the model|loud|moonlit) *: (.*)$", out, re.M)
