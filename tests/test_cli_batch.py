@@ -55,7 +55,7 @@ def test_a_batch_is_answered_and_continued(capsys: pytest.CaptureFixture[str], t
     assert answer["choices"][0]["text"] == tokenizer.decode(ids, skip_special_tokens=True)
     assert answer["model"] == "gpt"
     assert main(flags) == 1
-    assert "is there already; --resume computes what it lacks" in capsys.readouterr().err
+    assert "exists already; --resume continues it" in capsys.readouterr().err
     asked.write_text(requests(2, model="gpt") + requests(4, model="other").splitlines(keepends=True)[3])
     assert main([*flags, "--resume"]) == 1
     assert "3 done, 2 of them before, 1 failed" in capsys.readouterr().err
@@ -63,7 +63,7 @@ def test_a_batch_is_answered_and_continued(capsys: pytest.CaptureFixture[str], t
     assert main([*flags, "--resume", "--chat-template", "{{ messages }}"]) == 1
     assert "it has answers of another model, or with other templates" in capsys.readouterr().err
     assert main([*flags[:2], str(asked), str(asked), "--overwrite"]) == 1
-    assert "is the file of prompts itself" in capsys.readouterr().err
+    assert "is the file of prompts; give" in capsys.readouterr().err
     assert asked.read_text().startswith(requests(2, model="gpt"))
 
 

@@ -97,7 +97,7 @@ def test_answers_in_a_file_are_continued(
     assert "2 of 2 done, 0 of them before, 0 failed" in printed.err
     assert [rows(out.read_text())[i]["text"] for i in range(2)] == [wanted("The fox"), wanted("The owl")]
     assert main(asked) == 1
-    assert "is there already; --resume computes what it lacks" in capsys.readouterr().err
+    assert "exists already; --resume continues it" in capsys.readouterr().err
     prompts.write_text("The fox\nThe bear\nThe owl\n")
     assert main([*asked, "--resume"]) == 0
     assert "3 of 3 done, 1 of them before" in capsys.readouterr().err

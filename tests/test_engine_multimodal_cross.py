@@ -338,7 +338,7 @@ def test_a_picture_that_cannot_be_served(model: Any) -> None:
         assert checked_answers(engine, handles) == expected
         for change, error in (
             ({"cross_attention_mask": None}, "without cross_attention_mask"),
-            ({"pixel_values": good["pixel_values"][0]}, r"expected \[1, pictures, tiles"),
+            ({"pixel_values": good["pixel_values"][0]}, r"expected \[1, images, tiles"),
             ({"pixel_values": good["pixel_values"].repeat(2, 1, 1, 1, 1, 1)}, "of one prompt"),
         ):
             with pytest.raises(ValueError, match=error):

@@ -210,8 +210,8 @@ def test_a_full_disk_ends_no_request(
         with pytest.raises(OSError, match="no space left"):
             recorder.close()
         recorder.close()
-    assert [record.message for record in caplog.records if "cannot be written" in record.message] == [
-        f"the trace {tmp_path / 'a.jsonl'} cannot be written any more: no space left"
+    assert [record.message for record in caplog.records if "can no longer be written" in record.message] == [
+        f"the trace {tmp_path / 'a.jsonl'} can no longer be written: no space left"
     ]
 
 
@@ -236,8 +236,8 @@ def test_closing_an_engine_whose_trace_cannot_be_written(
             pass
     assert answers(output) == alone(engine.model, PROMPTS[0], **GREEDY)
     assert recorder.closed
-    assert [record.message for record in caplog.records if "cannot be written" in record.message] == [
-        f"the trace {tmp_path / 'a.jsonl'} cannot be written any more: no space left"
+    assert [record.message for record in caplog.records if "can no longer be written" in record.message] == [
+        f"the trace {tmp_path / 'a.jsonl'} can no longer be written: no space left"
     ]
     engine.close()
 
@@ -248,7 +248,7 @@ def test_a_device_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
     with engine_of("llama", 100) as engine:
         engine.trace("/dev/full")
         engine.generate(PROMPTS[:1], **GREEDY)
-    assert "cannot be written" in caplog.text
+    assert "can no longer be written" in caplog.text
     with engine_of("llama", 100) as engine, pytest.raises(OSError, match="space"):
         engine.trace("/dev/full").close()
 
@@ -418,5 +418,5 @@ def test_a_watcher_that_fails_ends_no_request(caplog: pytest.LogCaptureFixture) 
         engine.watch(broken, 0.0)
         assert answers(engine.generate(PROMPTS[:1], **GREEDY)[0]) == alone(engine.model, PROMPTS[0], **GREEDY)
     assert [record.message for record in caplog.records if "no map today" in record.message] == [
-        "the trace live cannot be written any more: no map today"
+        "the trace live can no longer be written: no map today"
     ]

@@ -159,7 +159,7 @@ def test_kernels_that_cannot_run_here_are_no_failed_forward() -> None:
 def test_a_generation_config_without_a_cache_is_named() -> None:
     model = build(BY_NAME["llama"])
     model.generation_config.use_cache = False
-    with pytest.raises(Unservable, match=r"model\.generation_config\.use_cache=False .*set it to True"):
+    with pytest.raises(Unservable, match=r"model\.generation_config\.use_cache=False, .*set it to True"):
         Engine(model)
 
 

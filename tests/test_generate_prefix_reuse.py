@@ -468,7 +468,9 @@ def test_a_model_that_looks_ahead_is_found_out() -> None:
         patch.setattr(attention, "forward", looks_ahead)
         for ids in (first, continued(first, 17, 4), first, torch.cat([first, first], 1)):
             assert ids.shape[1] in ask(model, ids, 4)[1][:2]
-        assert hf_paged.stats(model).reasons["a part of a prompt is not computed like the whole"] == 3
+        assert (
+            hf_paged.stats(model).reasons["a chunk of a prompt is computed differently from the whole"] == 3
+        )
 
 
 # ---- kept caches

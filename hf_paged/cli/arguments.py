@@ -40,13 +40,11 @@ def require_out(given: argparse.Namespace) -> None:
     if given.out is None or not Path(given.out).is_file():
         return
     if given.file is not None and Path(given.file).exists() and Path(given.file).samefile(given.out):
-        raise ValueError(f"{given.out} is the file of prompts itself; give the answers another one")
+        raise ValueError(f"{given.out} is the file of prompts; give another path for the answers")
     if given.resume or given.overwrite:
         return
     if Path(given.out).stat().st_size:
-        raise ValueError(
-            f"{given.out} is there already; --resume computes what it lacks, --overwrite replaces it"
-        )
+        raise ValueError(f"{given.out} exists already; --resume continues it, --overwrite replaces it")
 
 
 def interrupted(out: str) -> str:

@@ -136,7 +136,7 @@ class Recorder:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        logger.warning("the trace %s cannot be written any more: %s", self._writer or "live", error)
+        logger.warning("the trace %s can no longer be written: %s", self._writer or "live", error)
         self._error = error
         if self._writer is not None:
             self._writer.abandon()

@@ -226,7 +226,7 @@ def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any], slo
     if asked and given is not None and generation_config.is_assistant:
         # The main model's config set the word. Whisper's generate() and decoder make caches of their own in
         # the first round.
-        warn(f"the assistant {type(model).__name__} continues on a cache that it made itself")
+        warn(f"the assistant {type(model).__name__} makes its own cache and continues on it")
         generation_config.cache_implementation = generation_config.cache_config = None
     if not asked or given is not None:
         return False
@@ -276,7 +276,7 @@ def _given(model: Any, given: Any, asked: CacheConfig | None) -> Any:
     if id(own.model) != id(model):
         owner = "a model that is gone" if own.model is None else f"another model ({type(own.model).__name__})"
         raise ValueError(
-            f"this PagedCache belongs to {owner} and cannot be used by this {type(model).__name__}; "
+            f"this PagedCache belongs to {owner} and cannot be used with this {type(model).__name__}; "
             "make one with hf_paged.PagedCache(model)"
         )
     if isinstance(given, PagedCache):

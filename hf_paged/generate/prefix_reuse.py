@@ -199,7 +199,7 @@ class Reuse:
         if snapshot.looks_around:
             raise NotShareable("a quantized layer rounds a token depending on the rest of its batch")
         if identity.trust.get(state) == "none":
-            raise NotShareable("a part of a prompt is not computed like the whole")
+            raise NotShareable("a chunk of a prompt is computed differently from the whole")
         if self.history.columns and self.state != state:
             raise NotShareable("the model has changed since the cache was begun")
         self.state = state
@@ -328,7 +328,7 @@ class Reuse:
                 same = agrees() and tensors_agree(answer.logits[:, -1], part.logits[:, -1])
                 trust[state] = "trial" if same else "none"
         if trust.get(state) == "none":
-            self.disable("a part of a prompt is not computed like the whole")
+            self.disable("a chunk of a prompt is computed differently from the whole")
         return answer
 
     def _return_to(self, cache: FillableCache, mark: Any, starts: list[int] | None) -> None:

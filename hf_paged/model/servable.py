@@ -68,7 +68,9 @@ def check_architecture(model: Any) -> None:
             f"{name} keeps a state of its own, which the engine cannot roll back or fork; use generate()"
         )
     if model.generation_config.use_cache is False:
-        raise Unservable("model.generation_config.use_cache=False and the engine is a cache; set it to True")
+        raise Unservable(
+            "model.generation_config.use_cache=False, and the engine needs a cache; set it to True"
+        )
     try:
         reason = why_not(model, model.generation_config)
     except AttributeError as error:

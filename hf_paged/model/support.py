@@ -46,7 +46,7 @@ def why_not(model: Any, generation_config: Any, slots: list[Slot] | None = None)
     slots += slots_of(model, cross=False)
     kinds: list[Any] = [type(model), type(model.get_decoder())]
     if any(map(adds_layers, kinds)):
-        return f"{name} adds layers to its cache while it runs, as copies of others"
+        return f"{name} adds layers to its cache during a call, as copies of others"
     if any(slot.kind not in (None, STATES) for slot in slots):
         return f"{name}.forward takes no {CACHE}" if NAMES.isdisjoint(names) else None
     if all(isinstance(slot.source, STATE) for slot in slots):
@@ -80,7 +80,7 @@ def why_dropped(model: Any) -> str | None:
         checkpoints = getattr(module, "gradient_checkpointing", False) and module.training
         if checkpoints and not getattr(module, READS, False):
             return (
-                f"{type(model).__name__} trains with gradient checkpointing, under which its layers drop any "
+                f"{type(model).__name__} trains with gradient checkpointing, in which its layers drop any "
                 "cache, transformers' too; call model.eval() or model.gradient_checkpointing_disable() first"
             )
     return None
@@ -99,7 +99,7 @@ def why_left(model: Any) -> str:
         return f"peft's prefix tuning gave {name} another cache, with its keys and values in it"
     if any(rope.get("rope_type") == "longrope" for rope in ropes_of(model)):
         return (
-            f"{name} continued with another cache, in which its long rope computes everything anew "
+            f"{name} continued with another cache, in which its long rope recomputes everything "
             "beyond its original length"
         )
     return f"{name} continued with another cache, which its forward or its prepare_inputs_for_generation made"

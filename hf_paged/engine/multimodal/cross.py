@@ -111,19 +111,19 @@ def cross_length(model: Any, inputs: Mapping[str, Any]) -> int:
     name = type(model).__name__
     if not isinstance(patch, int):
         raise ValueError(
-            f"the config of {name} does not say how many tokens a picture becomes "
+            f"the config of {name} does not say how many tokens an image becomes "
             "(vision_config.patch_size); use generate()"
         )
     shape = tuple(getattr(pixels, "shape", ()))
     if len(shape) != 6 or shape[0] != 1:
         raise ValueError(
-            f"{PIXELS} is {list(shape)}, expected [1, pictures, tiles, channels, height, width]: the "
-            f"pictures of one prompt, as the processor of {name} makes them"
+            f"{PIXELS} is {list(shape)}, expected [1, images, tiles, channels, height, width]: the "
+            f"images of one prompt, as the processor of {name} returns them"
         )
     if inputs.get(MASK) is None:
         raise ValueError(
-            f"the pictures come without {MASK}, so what a token sees of them depends on how its prompt is "
-            f"cut; give what the processor of {name} makes, or use generate()"
+            f"the images come without {MASK}, so what a token attends to depends on how its prompt is "
+            f"chunked; give the output of the processor of {name}, or use generate()"
         )
     _, pictures, tiles, _, height, width = map(int, shape)
     return pictures * tiles * ((height // patch) * (width // patch) + 1)

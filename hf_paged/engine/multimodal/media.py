@@ -172,8 +172,8 @@ def media_arguments(model: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(shown) - known)
     if unknown:
         raise ValueError(
-            f"{type(model).__name__} takes no {unknown}; give what its processor makes of pictures or "
-            "recordings: engine.submit(**processor(...)), or chat messages"
+            f"{type(model).__name__} takes no {unknown}; give the output of its processor: "
+            "engine.submit(**processor(...)), or chat messages"
         )
     own = [
         name
@@ -211,8 +211,8 @@ def _kept(name: str, value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(
-        f"{name} is or holds a {type(value).__name__}, expected tensors; give what the model's processor "
-        "makes of it"
+        f"{name} is or holds a {type(value).__name__}, expected tensors; give the output of the "
+        "model's processor"
     )
 
 

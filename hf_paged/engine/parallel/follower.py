@@ -47,7 +47,7 @@ class Follower(Ranked):
 
     def require_lead(self) -> None:
         raise RuntimeError(
-            f"this is rank {self.ranks.rank} of a tensor-parallel engine, whose requests and adapters go to "
+            f"this is rank {self.ranks.rank} of a tensor-parallel engine; requests and adapters go to "
             "rank 0; call engine.follow() here"
         )
 
@@ -214,6 +214,6 @@ class Follower(Ranked):
         group = list(self.pools.groups.values())[number]
         if group.host is None or not group.host.reserve(blocks):
             raise OutOfBlocks(
-                f"this rank's host has no memory for {blocks} swapped blocks of the {group.kind.name} "
-                "layers; lower host_blocks"
+                f"this rank's host has too little memory for {blocks} swapped blocks of the "
+                f"{group.kind.name} layers; lower host_blocks"
             )

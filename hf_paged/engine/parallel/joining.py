@@ -51,8 +51,8 @@ def ranks_of(model: nn.Module, config: EngineConfig) -> Ranks | None:
                 raise ValueError(f"ranks have different {name}: {', '.join(several)}; give all the same")
         if len(set(norms)) > 1:
             logger.warning(
-                "the models of the ranks have different weights: norms, which each has whole, are not alike. "
-                "Answers will be those of no model; load one checkpoint on all ranks"
+                "the models of the ranks have different weights: the norms, which all ranks have undivided, "
+                "differ. The answers will be wrong; load one checkpoint on all ranks"
             )
     return ranks
 

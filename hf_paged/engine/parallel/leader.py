@@ -240,7 +240,7 @@ class Leader(Ranked):
     def require_media(self, media: object) -> None:
         if isinstance(media, CrossMedia):
             raise ValueError(
-                "a tensor-parallel engine has no pictures for cross-attention layers; use generate()"
+                "a tensor-parallel engine takes no images for cross-attention layers; use generate()"
             )
 
     def require_between_forwards(self, call: str) -> None:

@@ -131,8 +131,8 @@ class Merger:
         others = self._others(media, shown, plain)
         if not all(same(shown.get(each), plain.get(each)) for each in TOKENS):
             raise Unservable(
-                f"{name} gives its decoder other tokens beside {sorted(media.kind)}, and something to attend "
-                "to across; use generate()"
+                f"{name} gives its decoder other tokens with {sorted(media.kind)}, and cross-attention "
+                "states; use generate()"
             )
         found = cross_inputs_of(
             {each: shown[each] for each in others if each in shown}, len(ids), media.length
@@ -140,8 +140,8 @@ class Merger:
         if found is None or any(plain.get(each) is not None for each in others):
             shapes = {each: list(getattr(shown.get(each), "shape", ())) for each in others}
             raise Unservable(
-                f"{name} gives its decoder {shapes} beside {sorted(media.kind)}, expected states of "
-                f"{media.length} tokens to attend to and masks of {len(ids)}; use generate()"
+                f"{name} gives its decoder {shapes} with {sorted(media.kind)}, expected cross-attention "
+                f"states of {media.length} tokens and masks of {len(ids)}; use generate()"
             )
         if media.kind not in self._held:
             self._hold_cross(media, found)
@@ -183,7 +183,7 @@ class Merger:
         if off is not None:
             name = type(self._model).__name__
             raise Unservable(
-                f"{name} answers {sorted(media.kind)} differently from the embeddings that it makes of them "
+                f"{name} gives other logits for {sorted(media.kind)} than for the embeddings of them "
                 f"(by {off:.1e}); use generate()"
             )
 

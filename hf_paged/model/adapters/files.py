@@ -56,7 +56,7 @@ def done_apart(
             raise RuntimeError(f"the engine was closed while {path} was read")
         if not answer.done() and time.monotonic() - moments[0] > STALLS:
             raise TimeoutError(
-                f"{path} gave nothing for {STALLS:g} s; is its disk reachable? The adapter was not loaded"
+                f"{path} returned no data for {STALLS:g} s; is its disk reachable? The adapter was not loaded"
             )
     return answer.result()
 

@@ -237,7 +237,7 @@ def _read(
     if isinstance(source, Mapping):
         if config is None:
             raise ValueError(
-                "a state dict does not say how its weights are scaled; give config=LoraConfig(...)"
+                "a state dict does not contain the scaling of its weights; give config=LoraConfig(...)"
             )
         return source, config
     raise TypeError(
