@@ -29,6 +29,7 @@ from tiny import build, mappings
 
 from hf_paged import Engine
 from hf_paged.engine import Unservable
+from hf_paged.model.slots import STATES
 
 PROMPTS = [
     torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -49,6 +50,7 @@ each alone.
 |---|---|
 | flat | all scheduled tokens of a step run in one row `[1, tokens]`; captured on a CUDA device |
 | rows | one forward per sequence; the remark says why |
+| flat, states; rows, states | the same of a model with recurrent states: each sequence is computed behind the state in its slot |
 | texts only | text prompts are served, the model's images or audio are refused |
 | refused | `Engine(model)` or `submit()` raises the remark |
 | not tried, not built | this script has no inputs for the model, or cannot make a tiny one |
@@ -70,6 +72,7 @@ def run_family(kind: str, config_class: type, modes: list[str]) -> dict[str, Any
     try:
         with Engine(model, **OPTIONS) as engine:
             form, why = engine.stats()["form"], engine.stats()["off"].get("flat", "")
+            form += ", states" if STATES.name in engine.stats()["blocks"] else ""
     except Unservable as reason:
         return {"form": "refused", "remark": str(reason)}
     except Exception:

@@ -18,6 +18,7 @@ from tiny import build, config_class
 from hf_paged import Engine
 from hf_paged.blocks.pool import CACHED
 from hf_paged.kv.checksums import flip_a_byte
+from hf_paged.kv.state_spans import StateSpans
 from hf_paged.model.rehearsal import RECORDERS
 
 FAMILIES = ["falcon_h1", "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text", "zamba2", "zaya"]
@@ -63,6 +64,45 @@ def test_sequences_answer_as_alone(model: Any, graphs: bool, monkeypatch: pytest
         found = beams.result().sequences[0].token_ids
         assert found == alone(model, prompts()[1], max_new_tokens=6, num_beams=3)
         assert bool(counts(engine)["replayed"]) is graphs
+        engine.check()
+
+
+@pytest.mark.parametrize("model", ["qwen3_5_text", "nemotron_h"], indirect=True)
+@pytest.mark.parametrize("tokens", [4, 64])
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_chunks_of_any_length_beside_decoding_rows(model: Any, tokens: int, ahead: bool) -> None:
+    with Engine(model, max_batch_tokens=tokens, max_batch_sequences=4, run_ahead=ahead) as engine:
+        assert engine.stats()["form"] == "flat"
+        handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts()]
+        for prompt, handle in zip(prompts(), handles, strict=True):
+            assert handle.result().sequences[0].token_ids == alone(model, prompt)
+        engine.check()
+
+
+@pytest.mark.parametrize("model", ["qwen3_5_text", "nemotron_h"], indirect=True)
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+@pytest.mark.parametrize("calls", [9, 10])
+def test_a_fault_in_the_middle_of_a_layer(
+    model: Any, calls: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers have advanced their states: sequences begin again from their first token."""
+    convolve = StateSpans.convolve
+    left = [calls]
+
+    def fails(*given: Any) -> torch.Tensor:
+        answer = convolve(*given)
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("broke off behind a convolution")
+        return answer
+
+    with Engine(model, max_batch_tokens=8, max_batch_sequences=4, run_ahead=ahead) as engine:
+        monkeypatch.setattr(StateSpans, "convolve", fails)
+        handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts()]
+        for prompt, handle in zip(prompts(), handles, strict=True):
+            assert handle.result().sequences[0].token_ids == alone(model, prompt)
+        assert left[0] < 0
+        assert engine.stats()["preemptions"]
         engine.check()
 
 

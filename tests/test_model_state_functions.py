@@ -148,7 +148,10 @@ def test_states_in_slots_are_tensors_for_other_code() -> None:
 def test_arguments_that_a_kernel_does_not_know_go_to_the_function() -> None:
     functions = StateFunctions(torch.nn.Module())
     given: list[Any] = []
-    convolve = functions.substitute("causal_conv1d_update", lambda *args: given.append(args))
+
+    def convolve(*args: Any) -> None:
+        functions.call("causal_conv1d_update", lambda *args: given.append(args), args, {})
+
     state = in_slots()
     convolve(torch.ones(2, 3, 1), state, torch.ones(3, 4), None, "gelu")
     assert given[0][1] is state.dense()
@@ -160,9 +163,10 @@ def test_arguments_that_a_kernel_does_not_know_go_to_the_function() -> None:
 
 def test_what_is_read_after_a_step_is_what_it_wrote() -> None:
     state = in_slots()
-    convolve = StateFunctions(torch.nn.Module()).substitute("causal_conv1d_update", lambda *_: None)
+    functions = StateFunctions(torch.nn.Module())
     before = state.states.clone()
-    answer = convolve(torch.full((2, 3, 1), 7.0), state, torch.ones(3, 4))
+    given = torch.full((2, 3, 1), 7.0), state, torch.ones(3, 4)
+    answer = functions.call("causal_conv1d_update", lambda *_: None, given, {})
     wanted = torch.cat([before[[1, 0], :, 1:], torch.full((2, 3, 1), 7.0)], -1)
     assert torch.equal(answer[..., 0], wanted.sum(-1))
     assert torch.equal(state.states[[2, 3]], wanted)

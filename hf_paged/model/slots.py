@@ -98,7 +98,7 @@ def slots_of(model: Any, cross: bool) -> list[Slot]:
     return [Slot.of(layer, cross or i in own_cross) for i, layer in enumerate(stock)]
 
 
-class StatefulLayer(PagedLayer, KeepsStates):
+class StatefulLayer(KeepsStates, PagedLayer):
     """Attention in pages and a recurrent state in slots, side by side in one layer (Zamba, Falcon-H1, ...).
 
     The other base is stock's layer, which comes after this one.

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from itertools import chain, repeat, takewhile
 from operator import attrgetter, is_, itemgetter
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -26,6 +26,7 @@ from . import patches
 from .offloaded import divided, offloaded, stored
 from .peft_layers import MODEL_SETTINGS, OWN_SETTINGS, LoraLayers, adapter_names_of
 from .quantized import holders_of, is_quantized, looks_around, scales_of
+from .source import STANDS_FOR
 from .switch import modules_of, original_implementation
 from .training import training_effect
 from .weights_digest import Unreadable, memory_of_parts, storages_of
@@ -484,8 +485,17 @@ def code_of(kinds: Iterable[type]) -> tuple[list[Any], list[Callable[[], Iterabl
         partial(map, attrgetter("__code__"), functions),
         partial(map, _content, cells),
     ]
-    sources += [partial(map, file.get, named, repeat(NOTHING)) for file, named in names.values()]
+    for file, named in names.values():
+        called = {name: None for name in named if isinstance(file.get(name), FunctionType)}
+        others = [name for name in named if name not in called]
+        sources += [partial(map, file.get, others, repeat(NOTHING)), partial(_stock_of, file, list(called))]
     return classes, sources
+
+
+def _stock_of(file: dict[str, Any], names: list[str]) -> Iterable[Any]:
+    """The functions of a file; where one of ours is in the place of another meanwhile, that other."""
+    functions = [file.get(name, NOTHING) for name in names]
+    return map(getattr, functions, repeat(STANDS_FOR), functions)
 
 
 def in_own_code(kind: type) -> list[type]:

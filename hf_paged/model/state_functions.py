@@ -1,9 +1,12 @@
 """The functions by which layers step recurrent states, over slots instead of tensors.
 
-Every mixer with a state calls a function of its own modeling file for one token of each row. In a captured
-step a layer is given a `SlotState` in the place of the state. A known function that gets one runs a kernel,
-which reads each state from its slot once and writes it once. Functions with other parameters, and layers that
-call none of them, compute with tensors that are gathered before and scattered behind them.
+Every mixer with a state calls functions of its own modeling file. While a forward of ours runs, each asks
+first what answers it in its thread: `StateFunctions` in captured steps, `FlatStates` in flat ones.
+
+A captured step has one token of each row. A layer is given a `SlotState` in the place of the state. A known
+function that gets one runs a kernel, which reads each state from its slot once and writes it once. Functions
+with other parameters, and layers that call none of them, compute with tensors that are gathered before and
+scattered behind them.
 """
 
 from __future__ import annotations
@@ -11,19 +14,21 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache, cached_property
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..kv import fork_safe_lock
 from ..kv.layout import StateLayout
 from ..kv.ops import on
 from .device_map import runs_class_forward
 from .lazy import LazyTensor, as_dense
+from .source import STANDS_FOR
 
 
 class SlotState(LazyTensor):
@@ -125,7 +130,7 @@ def _delta(
     one = query.shape[:2] == (state.shape[0], 1) and cu_seqlens is None
     _require(one, "there is more than one token of a row")
     _require(output_final_state, "the state is not wanted")
-    given = [_dense_last(x[:, 0]) for x in (query, key, value, g, beta)]
+    given = [dense_last(x[:, 0]) for x in (query, key, value, g, beta)]
     return state.step("delta_step", *given, l2norm=use_qk_l2norm_in_kernel).unsqueeze(1), state
 
 
@@ -146,15 +151,15 @@ def _ssm(
     [heads, P]. dt, A, D and dt_bias are expanded from numbers of heads.
     """
     _require(hidden_states.shape == state.shape[:3], "there is more than one token of a row")
-    x, b, c = map(_dense_last, (hidden_states, B, C))
-    gate = None if z is None else _dense_last(z)
+    x, b, c = map(dense_last, (hidden_states, B, C))
+    gate = None if z is None else dense_last(z)
     by_head = _of_heads(dt, 2), _of_heads(A, 1)
     return state.step(
         "ssm_step", x, *by_head, b, c, _of_heads(D, 1), _of_heads(dt_bias, 1), gate=gate, softplus=dt_softplus
     )
 
 
-def _dense_last(x: torch.Tensor) -> torch.Tensor:
+def dense_last(x: torch.Tensor) -> torch.Tensor:
     """x with the last stride 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -197,47 +202,59 @@ and what it does given a SlotState.
 @cache
 def has_parameters(function: Any, names: Iterable[str]) -> bool:
     """True if a function has these parameters, keywords for others aside."""
-    parameters = inspect.signature(function).parameters.values()
+    parameters = inspect.signature(getattr(function, STANDS_FOR, function)).parameters.values()
     return tuple(each.name for each in parameters if each.kind is not each.VAR_KEYWORD) == names
 
 
-class StateFunctions:
-    """The functions of one token that a model's layers call, as far as they are known."""
+OF_ONE_TOKEN = {name: parameters for name, (_, _, parameters, _) in KNOWN.items()}
 
-    def __init__(self, model: nn.Module) -> None:
+
+class StateFunctions:
+    """The functions of a model's own files by which its layers step states, as far as they are known."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, tuple[str, ...]] = OF_ONE_TOKEN) -> None:
+        """parameters: of each function, by its name."""
+        self.parameters = parameters
         self.places: dict[tuple[str, str], ModuleType] = {}
         """The files of the functions, by their names and the functions'."""
-        self.known: set[tuple[int, str]] = set()
-        """Numbers of layers, and the states of them ("conv" or "recurrent") that known functions step."""
+        self.called: set[tuple[int, str]] = set()
+        """Numbers of layers, and the functions that they call."""
         self.reasons: Counter[str] = Counter()
-        """Why states are stepped as gathered tensors, and how often."""
+        """Why functions are not used, and how often."""
         for module in model.modules():
             number = module.__dict__.get("layer_idx")
-            if isinstance(number, int) and runs_class_forward(module):
-                self._find(number, type(module).forward)
+            if isinstance(number, int):
+                for name in self._find(type(module).forward):
+                    if runs_class_forward(module):
+                        self.called.add((number, name))
 
-    def _find(self, number: int, forward: Any) -> None:
-        """Find the functions that the layer of a number calls."""
+    def _find(self, forward: Any) -> Iterator[str]:
+        """Find the functions that a layer's forward calls."""
         forward = inspect.unwrap(forward)
         if not isinstance(forward, FunctionType):
             return
         place = sys.modules.get(forward.__module__)
         for name in forward.__code__.co_names:
-            function = getattr(place, name, None) if name in KNOWN else None
+            function = getattr(place, name, None) if name in self.parameters else None
             if place is None or function is None:
                 continue
-            which, _, parameters, _ = KNOWN[name]
-            if has_parameters(function, parameters):
+            if has_parameters(function, self.parameters[name]):
                 self.places[place.__name__, name] = place
-                self.known.add((number, which))
+                yield name
             else:
                 self.reasons[f"{place.__name__}.{name} has other parameters"] += 1
 
-    def substitute(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that stands for another meanwhile: without states in slots it is that one."""
-        return partial(self._call, name, stock)
+    @cached_property
+    def known(self) -> set[tuple[int, str]]:
+        """Numbers of layers, and their states ("conv" or "recurrent") that functions of one token step."""
+        return {(number, KNOWN[name][0]) for number, name in self.called if name in KNOWN}
 
-    def _call(self, name: str, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self, name: str, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The answer to a call of a function; without states in slots it is stock's."""
+        if name not in KNOWN:
+            return stock(*args, **kwargs)
         _, its_state, parameters, ours = KNOWN[name]
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         state = given.pop(its_state, None)
@@ -249,6 +266,56 @@ class StateFunctions:
         named = {key: as_dense(value) for key, value in kwargs.items()}
         return stock(*map(as_dense, args), **named)
 
+    # ---- in the place of the files' functions
 
-stepping: ContextVar[StateFunctions | None] = ContextVar("hf_paged_state_functions", default=None)
-"""The functions that step states by slot now, in this thread; set within captured forwards."""
+    def put_in(self) -> None:
+        """Let calls of the functions ask `stepping` first, which is each thread's own. Twice is once."""
+        with _changing:
+            for key, place in self.places.items():
+                if key not in _replaced:
+                    _replaced[key] = Replaced.of(place, key[1])
+                replaced = _replaced[key]
+                replaced.owners.add(self)
+                if getattr(place, key[1]) is replaced.stock:
+                    setattr(place, key[1], replaced.ours)
+
+    def take_out(self) -> None:
+        """Give the files their functions back, unless others need them replaced. Twice is once."""
+        with _changing:
+            for key, place in self.places.items():
+                replaced = _replaced.get(key)
+                if replaced is None or self not in replaced.owners:
+                    continue
+                if replaced.owners == {self}:
+                    if getattr(place, key[1]) is replaced.ours:
+                        setattr(place, key[1], replaced.stock)
+                    del _replaced[key]
+                replaced.owners.discard(self)
+
+
+class Replaced(NamedTuple):
+    """A function of a file, what is in its place, and for whom."""
+
+    stock: Callable[..., Any]
+    ours: Callable[..., Any]
+    owners: set[StateFunctions]
+
+    @classmethod
+    def of(cls, place: ModuleType, name: str) -> Replaced:
+        stock = getattr(place, name)
+
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            functions = stepping.get()
+            return stock(*args, **kwargs) if functions is None else functions.call(name, stock, args, kwargs)
+
+        setattr(ask, STANDS_FOR, stock)
+        return cls(stock, ask, set())
+
+
+_changing = fork_safe_lock()
+_replaced: dict[tuple[str, str], Replaced] = {}
+"""The functions that are replaced, by the names of files and functions."""
+
+
+stepping: ContextVar[Any] = ContextVar("hf_paged_state_functions", default=None)
+"""The answerer of calls of replaced functions, in this thread; None outside of forwards of ours."""

@@ -8,7 +8,7 @@ slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,13 +20,12 @@ from ..blocks import STATE_READ, STATE_WRITTEN, LayerKind
 from ..kv import LayerGroup, Sequences
 from ..kv.layout import StateLayout
 from ..kv.state_rows import StateRows
+from ..kv.state_spans import StateSpans
 from ..kv.upload import upload
 from .layer import require_all
 from .state_functions import SlotState, stepping
 from .state_slots import SlotStates, StateRow, StatesAdvanced, StateSlots, rows_at
-
-StateName = tuple[int, str, int]
-"""A layer's number, "conv" or "recurrent", and the number of the state in the layer."""
+from .state_spans import FlatStates, StateName
 
 
 class StoredStates(SlotStates):
@@ -47,6 +46,8 @@ class StoredStates(SlotStates):
         """The states that it has written."""
         self.begun: set[tuple[int, int]] = set()
         """Layers and numbers of the states that the running forward has begun."""
+        self.flat: FlatStates | None = None
+        """The states of a running forward whose rows lie one behind the other in one row."""
 
     @property
     def is_unused(self) -> bool:
@@ -67,6 +68,24 @@ class StoredStates(SlotStates):
         finally:
             self.running = False
             self._clear()
+
+    @contextmanager
+    def flat_forward(self, reasons: Iterable[str]) -> Iterator[None]:
+        """The same for rows that lie one behind the other in one row. reasons: why functions are not known.
+
+        Their states are written where the layers' functions are answered.
+        """
+        spans = StateSpans([row.count for row in self.rows], *self.slots)
+        self._enter()
+        self.flat = FlatStates(self.group, spans, reasons)
+        token = stepping.set(self.flat)
+        try:
+            yield
+            self.flat.settle()
+        finally:
+            stepping.reset(token)
+            self.flat = None
+            self.running = False
 
     def _enter(self) -> None:
         self._clear()
@@ -109,13 +128,19 @@ class StoredStates(SlotStates):
     # ---- one state
 
     def has_past(self) -> bool:
-        """True if tokens are behind the rows of the running forward: behind all of them or none."""
+        """True if tokens are behind the rows of the running forward: behind all of them or none. Of rows that
+        lie in one, each has its own past.
+        """
+        if self.flat is not None:
+            return False
         if not self.rows:
             return self.sequences.static is not None  # a step without tokens, to be captured ahead
         return bool(self.rows[0].start)
 
     def get(self, name: StateName) -> torch.Tensor | None:
         """The states [rows, ...] of that name in the running forward; None before a first token."""
+        if self.flat is not None:
+            raise self.flat.unknown(name[0])
         self.turn_to(name[0])
         found = self.in_forward.get(name)
         if found is not None:
@@ -257,6 +282,8 @@ class KeptStates(MutableMapping[int, Any]):
                 f"{self.which} states are set by forwards of the model that the cache was made for; outside "
                 "of one the cache has only copies"
             )
+        if self.layer.states.flat is not None:
+            raise self.layer.states.flat.unknown(self.layer.number)
         self.layer.states.turn_to(self.layer.number)
         self.layer.states.in_forward[self.layer.number, self.which, number] = states
 
@@ -333,11 +360,33 @@ class KeepsStates:
         self.shown.add((self.number, which, number))
 
     def _has_past(self, number: int) -> bool:
+        if self.states.flat is not None:
+            return False
         return self.states.has_past() or (self.number, number) in self.states.begun
 
     def _begin(self, number: int) -> None:
         if self.states.running:
             self.states.begun.add((self.number, number))
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        """Replace a state by its last inputs; the answer is what the layer convolves."""
+        flat = self.states.flat if self.complete else None
+        if flat is not None:
+            return flat.begin((self.number, "conv", state_idx), conv_states)
+        answer: torch.Tensor
+        answer = super().update_conv_state(conv_states, state_idx, **kwargs)  # type: ignore[misc]
+        return answer
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Replace a state."""
+        flat = self.states.flat if self.complete else None
+        if flat is not None:
+            return flat.end((self.number, "recurrent", state_idx), recurrent_states)
+        answer: torch.Tensor
+        answer = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)  # type: ignore[misc]
+        return answer
 
     def keep_apart(self) -> None:
         """Keep the states in tensors of the layer's own from now on, as stock does: a step may be cropped
@@ -350,7 +399,7 @@ class KeepsStates:
             setattr(self, name, dict(getattr(self, name)))
 
 
-class StateLayer(KeepsStates, LinearAttentionLayer):
+class StateLayer(KeepsStates, LinearAttentionLayer):  # type: ignore[misc]  # options by name
     """A layer that keeps recurrent states and nothing else."""
 
     def __init__(self, number: int, kind: LayerKind, sequences: Sequences) -> None:

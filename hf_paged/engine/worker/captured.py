@@ -149,6 +149,8 @@ class CapturedRunner:
             return
         if why_rows is not None:
             self.compilation.give_up(f"sequences are run one by one: {why_rows}")
+        elif self.states is not None:
+            self.compilation.give_up("layers keep recurrent states")
         elif self.eager.device.type not in RECORDERS:
             self.compilation.give_up(f"it is for captured steps, and there are none on {self.eager.device}")
 

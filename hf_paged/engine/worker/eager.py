@@ -24,7 +24,9 @@ from ...model.offloaded import input_device
 from ...model.ranks.tensor_parallel import local_forwards
 from ...model.servable import Unservable
 from ...model.slots import CROSS
+from ...model.state_functions import StateFunctions
 from ...model.state_slots import StateRow
+from ...model.state_spans import PARAMETERS
 from ...model.switch import decoder_configs, modules_of, restore, switch
 from ...scheduling import ForwardRows
 from ..multimodal.encoder import Encoder
@@ -69,8 +71,9 @@ def state_rows(batch: ForwardBatch) -> list[StateRow]:
 class EagerModel:
     """The model over the engine's pages, operation by operation.
 
-    flat: all tokens of a step in one row [1, tokens]; only attention separates the sequences. rows: every
-        sequence by itself, for models with positions, masks, keys or values of their own.
+    flat: all tokens of a step in one row [1, tokens]; attention separates the sequences, and the functions by
+        which layers advance recurrent states. rows: every sequence by itself, for models with positions,
+        masks, keys or values of their own.
     """
 
     def __init__(self, model: nn.Module, pools: Pools) -> None:
@@ -85,6 +88,10 @@ class EagerModel:
         self.configs = decoder_configs(modules)
         self.expanding = expanding_classes(modules)
         """Attention classes that expand latents, which steps read unexpanded."""
+        self.functions: StateFunctions | None = None
+        """The functions of the model's files by which layers advance states, if any keeps them in slots."""
+        if self.cache.states is not None:
+            self.functions = StateFunctions(model, PARAMETERS)
         self.adapters: EngineAdapters | None = None
         """Those of requests, once the model has been tried out as it is."""
         self._forwards = [*local_forwards(model), *forwards_without_hooks(modules)]
@@ -309,7 +316,7 @@ class EagerModel:
             with (
                 decoder_arguments(self.model, extras),
                 self._with_adapters(batch, last),
-                nullcontext() if states is None else states.forward(),
+                self._with_states(flat),
             ):
                 if self.checks.skips_autograd:
                     answer = below_autograd(self.model, arguments)
@@ -323,6 +330,15 @@ class EagerModel:
                 f"{type(self.model).__name__} continued with another cache than the engine's; use generate()"
             )
         return answer
+
+    def _with_states(self, flat: bool) -> AbstractContextManager[None]:
+        """Let a forward read and write the recurrent states of its rows."""
+        states = self.cache.states
+        if states is None:
+            return nullcontext()
+        if not flat or self.functions is None:
+            return states.forward()
+        return states.flat_forward(self.functions.reasons)
 
     def _extras(self, batch: ForwardBatch) -> dict[str, Any]:
         """The decoder's arguments beside its inputs."""
@@ -350,6 +366,8 @@ class EagerModel:
             for forward in self._forwards:
                 forward.replace()
             self.head.put_in()
+            if self.functions is not None:
+                self.functions.put_in()
             return act()
         finally:
             self.unplug()
@@ -359,6 +377,8 @@ class EagerModel:
         again.
         """
         self._plugged = False
+        if self.functions is not None:
+            self.functions.take_out()
         self.head.take_out()
         for forward in self._forwards:
             forward.restore()

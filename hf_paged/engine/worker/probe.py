@@ -17,6 +17,11 @@ CLOSE_IN_HALF = 5e-2
 """How far logits may be apart that should be the same, as a share of their size. A token that sees what it
 should not is far beyond.
 """
+CLOSE_TO_ROWS = {torch.float32: 1e-4, torch.float64: 1e-8}
+"""How far logits behind recurrent states may be from those of the rows one by one, or so many times what
+these are off: a state that is lost changes a model without training by no more than a thousandth.
+"""
+TIMES_ROWS = 4.0
 ROUNDINGS = 2.0
 MOST_IN_HALF = 0.25
 """In half precision a deep model may be further off: by so many times what rounding its embeddings once more
@@ -92,3 +97,15 @@ def far(
         return None
     rounding = dtype not in CLOSE and off <= MOST_IN_HALF and off <= ROUNDINGS * moved()
     return None if rounding else off
+
+
+def far_from_rows(
+    right: torch.Tensor, pieces: torch.Tensor, found: torch.Tensor, dtype: torch.dtype
+) -> float | None:
+    """How far logits over recurrent states are from those of the rows one by one, if that is more than
+    rounding. right: those of the model without a cache.
+    """
+    off = distance(pieces, found)
+    if dtype not in CLOSE_TO_ROWS or off <= max(CLOSE_TO_ROWS[dtype], TIMES_ROWS * distance(right, pieces)):
+        return None
+    return off

@@ -31,9 +31,9 @@ from .weakly import weakly
 class Runner:
     """The model, and the form in which it takes many sequences at once.
 
-    flat: all tokens of a step in one row [1, tokens]; only attention separates the sequences. rows: every
-        sequence by itself, for models with positions, masks, keys or values of their own. The form is found
-        by a trial, not in a list.
+    flat: all tokens of a step in one row [1, tokens]; attention and recurrent states separate the sequences.
+        rows: every sequence by itself, for models with positions, masks, keys or values of their own. The
+        form is found by a trial, not in a list.
     """
 
     def __init__(self, model: nn.Module, pools: Pools) -> None:
@@ -65,8 +65,7 @@ class Runner:
             self.why_rows = (
                 f"the attention of {type(model).__name__} does not use transformers' attention registry"
             )
-        elif self.eager.cache.states is not None:
-            self.why_rows = f"layers of {type(model).__name__} keep recurrent states"
+        elif self.states is not None:
             self.captures_rows = True
 
     @property

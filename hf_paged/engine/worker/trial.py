@@ -26,7 +26,7 @@ from ..multimodal.encoder import EncoderInput
 from ..multimodal.extras import decoder_arguments
 from .eager import Form
 from .forward_batch import ForwardBatch, LastTokens, RowInputs
-from .probe import distance, far, otherwise, require_numbers, tried
+from .probe import distance, far, far_from_rows, otherwise, require_numbers, tried
 from .runner import Runner
 from .warmup import load_products, warming, without_plans
 
@@ -42,6 +42,14 @@ LONGEST = 512
 """Models for shorter sequences are tried out with short ones everywhere."""
 CROSS_TOKENS = 5
 """Tokens that cross-attention layers are tried out with."""
+
+
+def with_single(cuts: list[list[int]]) -> list[list[int]]:
+    """The same steps, the last of which has one token of the first sequence: states have other kernels for
+    it.
+    """
+    (begun, other), (end, last) = cuts
+    return cuts if end - begun == 1 else [cuts[0], [end - 1, (other + last) // 2], cuts[1]]
 
 
 class Trial:
@@ -137,7 +145,7 @@ class Trial:
         if off is not None:
             raise otherwise(self._eager.model, off, self._apart(rows, whole, self._without_cache(rows)))
         if self.runner.why_rows is None:
-            self.runner.why_rows = self._why_not_flat(rows, whole, cuts)
+            self.runner.why_rows = self._why_not_flat(rows, whole, cuts, pieces)
         if self._attends_across:
             self.runner.why_not_cross = why_not_cross(self._eager.model) or self._why_not_cross(rows, cuts)
             if self.runner.why_not_cross is not None:
@@ -180,16 +188,22 @@ class Trial:
             return None
         return f"{name} answers its own embeddings differently from their ids (by {off:.1e} of its logits)"
 
-    def _why_not_flat(self, rows: list[list[int]], right: torch.Tensor, cuts: list[list[int]]) -> str | None:
+    def _why_not_flat(
+        self, rows: list[list[int]], right: torch.Tensor, cuts: list[list[int]], pieces: torch.Tensor
+    ) -> str | None:
+        """pieces: the logits after each row by itself."""
         try:
-            together = self._on_pages(rows, "flat", cuts)
+            together = self._on_pages(rows, "flat", cuts if self.runner.states is None else with_single(cuts))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             return str(error) if isinstance(error, NotFlat) else f"{type(error).__name__}: {error}"
-        if self._eager.cache.paths != {"paged"}:
+        if self._eager.cache.paths - {"paged"}:
             return "its attention does not read the pages"
         off = self._apart(rows, right, together)
+        if off is None and self.runner.states is not None:
+            dtype = computing_dtype(self._eager.device.type, self._eager.dtype)
+            off = far_from_rows(right, pieces, together, dtype)
         if off is None:
             return None
         return f"in one row with others its sequences get other logits (by {off:.1e} of their size)"

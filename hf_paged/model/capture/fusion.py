@@ -251,9 +251,6 @@ class Fusion:
             place = sys.modules[file]
             stock = getattr(place, ROTARY)
             yield place, ROTARY, stock, self.substitute(stock)
-        for (_, name), place in self.states.places.items():
-            stock = getattr(place, name)
-            yield place, name, stock, _only_here(self, self.states.substitute(name, stock), stock)
 
 
 current_fusion: ContextVar[Fusion | None] = ContextVar("hf_paged_fusion", default=None)
@@ -272,10 +269,12 @@ def fused(fusion: Fusion) -> Iterator[None]:
         token = current_fusion.set(fusion)
         states = stepping.set(fusion.states)
         try:
+            fusion.states.put_in()
             with nullcontext() if fusion.ranks is None else fusion.ranks.forward():
                 yield
         finally:
             stepping.reset(states)
+            fusion.states.take_out()
             current_fusion.reset(token)
             for each in replaced:
                 each.restore()

@@ -1,0 +1,255 @@
+"""Recurrent states of sequences that lie in one row of tokens.
+
+Stock's layers are told that no tokens are behind the row. They hand its tokens to functions of their own
+files, which are answered here: each sequence goes by itself through the convolution or the recurrence, behind
+the state in the slot that it reads, and its next state goes to the slot that it writes. What a layer then
+hands to the cache is compared with what its function has answered, so that a layer with other code is known
+by name before it is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from ..kv import LayerGroup, state_steps
+from ..kv.layout import StateLayout
+from ..kv.state_spans import SpanRows, StateSpans
+from .lazy import NotFlat
+from .state_functions import DELTA, SlotState, dense_last
+
+StateName = tuple[int, str, int]
+"""A layer's number, "conv" or "recurrent", and the number of the state in the layer."""
+LEAST = 16
+"""The shortest rows of a scan."""
+DELTA_CHUNK = 64
+"""The tokens of a chunk of the gated delta rule, where a call does not name them."""
+
+
+class StockCall(NamedTuple):
+    """A call of a function of stock, which may be made again with other arguments."""
+
+    stock: Callable[..., Any]
+    positional: tuple[str, ...]
+    """The names of the arguments that were given by place."""
+    given: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, stock: Callable[..., Any], names: tuple[str, ...], args: tuple[Any, ...], named: dict[str, Any]
+    ) -> StockCall:
+        """names: of all parameters, in their order."""
+        return cls(stock, names[: len(args)], {**dict(zip(names, args, strict=False)), **named})
+
+    def get(self, name: str) -> Any:
+        """An argument; None if it is not given."""
+        return self.given.get(name)
+
+    def again(self, **changes: Any) -> Any:
+        given = {**self.given, **changes}
+        args = [given.pop(name) for name in self.positional]
+        return self.stock(*args, **given)
+
+
+class FlatStates:
+    """The states of the sequences of one row, while a forward of it runs."""
+
+    def __init__(self, group: LayerGroup, spans: StateSpans, reasons: Iterable[str] = ()) -> None:
+        """reasons: why functions of the model's files are not known."""
+        self.group = group
+        self.spans = spans
+        self.reasons = reasons
+        self.layer = -1
+        """The last layer that convolves; a recurrence comes behind that."""
+        self._row: tuple[StateName, torch.Tensor] | None = None
+        """The inputs of the layer's convolution, which is to come."""
+        self._answered: tuple[StateName, SlotState] | None = None
+        """The states that the layer's recurrence has answered, which the layer is to keep."""
+
+    # ---- what a layer does with its states
+
+    def settle(self) -> None:
+        """Raise unless all states that the layer keeps are those of functions that are known."""
+        if self._row is not None or self._answered is not None:
+            raise self.unknown(self.layer)
+
+    def begin(self, name: StateName, row: torch.Tensor) -> torch.Tensor:
+        """A layer is about to convolve the row [1, C, tokens], as if no inputs were before it."""
+        self.settle()
+        self.layer = name[0]
+        self._row = name, row
+        return row
+
+    def end(self, name: StateName, states: torch.Tensor) -> torch.Tensor:
+        """The layer keeps states behind a recurrence."""
+        if self._answered is None or self._answered[0] != name or self._answered[1] is not states:
+            raise self.unknown(name[0])
+        self._answered = None
+        return states
+
+    def unknown(self, layer: int) -> NotFlat:
+        """The error of a layer that computes with its states in another way."""
+        reasons = f" ({'; '.join(self.reasons)})" if self.reasons else ""
+        return NotFlat(f"layer {layer} advances its states by code that is not known{reasons}")
+
+    # ---- what its functions answer
+
+    def call(
+        self, name: str, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The answer to a call of a function of a modeling file."""
+        if name not in SPANNED:
+            return stock(*args, **kwargs)
+        names, answer = SPANNED[name]
+        return answer(self, StockCall.of(stock, names, args, kwargs))
+
+    def convolve(self, call: StockCall) -> torch.Tensor:
+        """hidden_states [1, C, tokens]; weight [C, taps]."""
+        if self._row is None or self._row[1] is not call.get("hidden_states"):
+            answer: torch.Tensor = call.again()
+            return answer
+        name, row = self._row
+        self._row = None
+        self._require(row.ndim == 3 and row.shape[::2] == (1, self.spans.tokens))
+        _, _, states = self._states(name)
+        return self.spans.convolve(lambda x: call.again(hidden_states=x), row, states)
+
+    def delta(self, call: StockCall) -> tuple[torch.Tensor, SlotState]:
+        """query and key [1, tokens, key_heads, D], value [1, tokens, heads, Dv], g [1, tokens, heads] or
+        [1, tokens, heads, D], beta [1, tokens, heads].
+        """
+        given = {name: call.get(name) for name in DELTA[:5]}
+        self._require(call.get("initial_state") is None and bool(call.get("output_final_state")))
+        chunk = call.get("chunk_size") or DELTA_CHUNK
+
+        def single(steps: Any, rows: SpanRows, states: torch.Tensor) -> torch.Tensor:
+            x = [dense_last(rows.take(each)[:, 0]) for each in given.values()]
+            l2norm = bool(call.get("use_qk_l2norm_in_kernel"))
+            answer: torch.Tensor = steps.delta_step(*x, states, rows.source, rows.target, l2norm=l2norm)
+            return answer
+
+        def chunks(rows: SpanRows, past: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            x = {name: rows.take(each) for name, each in given.items()}
+            ended = {name: rows.ended(x[name]) for name in ("g", "beta")}
+            answer: tuple[torch.Tensor, torch.Tensor] = call.again(**{**x, **ended}, initial_state=past)
+            return answer
+
+        return self._recur(given["query"], (chunk, chunk), single, chunks)
+
+    def scan(self, call: StockCall) -> Any:
+        """hidden_states [1, tokens, heads, P], dt [1, tokens, heads], A, D and dt_bias [heads], B and C [1,
+        tokens, groups, N].
+        """
+        self._require(call.get("initial_states") is None and bool(call.get("return_final_states")))
+        given = {name: call.get(name) for name in ("hidden_states", "dt", "B", "C")}
+        bias, softplus = call.get("dt_bias"), bool(call.get("dt_softplus"))
+        least, most = call.get("dt_limit") or (0.0, float("inf"))
+        # As stock begins, so that tokens behind the end of a sequence take no time.
+        dt = given["dt"] if bias is None else given["dt"] + bias.to(given["dt"].dtype)
+        times = torch.clamp(F.softplus(dt) if softplus else dt, min=least, max=most)
+
+        def single(steps: Any, rows: SpanRows, states: torch.Tensor) -> torch.Tensor:
+            x, dt, b, c = (dense_last(rows.take(each)[:, 0]) for each in given.values())
+            answer: torch.Tensor = steps.ssm_step(
+                x,
+                dt,
+                call.get("A"),
+                b,
+                c,
+                call.get("D"),
+                bias,
+                states,
+                rows.source,
+                rows.target,
+                softplus=softplus,
+            )
+            return answer
+
+        def chunks(rows: SpanRows, past: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            x = {name: rows.take(each) for name, each in given.items()}
+            x["dt"] = rows.ended(rows.take(times))
+            timed = {"dt_bias": None, "dt_softplus": False, "dt_limit": (0.0, float("inf"))}
+            chunk = rounded_chunk(rows.length, call.get("chunk_size"))
+            answer: tuple[torch.Tensor, torch.Tensor] = call.again(
+                **x, **timed, chunk_size=chunk, initial_states=past
+            )
+            return answer
+
+        self._require(call.get("z") is None)
+        return self._recur(given["hidden_states"], (call.get("chunk_size"), LEAST), single, chunks)
+
+    def _recur(
+        self,
+        x: torch.Tensor,
+        chunk: tuple[int, int],
+        single: Callable[[Any, SpanRows, torch.Tensor], torch.Tensor],
+        chunks: Callable[[SpanRows, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, SlotState]:
+        """The answers [1, tokens, ...] of a recurrence, and the states behind it. chunk: the tokens of a
+        chunk, and of the shortest rows. single: one token of rows by their slots. chunks: rows behind states.
+        """
+        self._require(x.shape[:2] == (1, self.spans.tokens) and self._answered is None)
+        name = self.layer, "recurrent", 0
+        layout, steps, states = self._states(name)
+        out: torch.Tensor | None = None
+        for rows in self.spans.rows(*chunk, x.device):
+            if rows.length == 1 and rows.has_past:
+                found = single(steps, rows, states).unsqueeze(1)
+            else:
+                past = state_steps.read(states, rows.source) if rows.has_past else None
+                found, after = chunks(rows, past)
+                state_steps.write(states, rows.target, after)
+            if out is None:
+                out = found.new_empty((self.spans.tokens, *found.shape[2:]))
+            rows.put(out, found)
+        assert out is not None
+        answered = SlotState(layout, steps, states, *self.spans.slots(x.device))
+        self._answered = name, answered
+        return out.unsqueeze(0), answered
+
+    def _states(self, name: StateName) -> tuple[StateLayout, Any, torch.Tensor]:
+        """The layout of a layer's state, the functions of one token, and the states [slots, ...]."""
+        layout: StateLayout | None = self.group.layout(name)
+        if layout is None:
+            raise self.unknown(name[0])
+        self.group.place(name, layout)
+        store, place = self.group.store(name)
+        return layout, store.steps or state_steps, store.of_layer[place]
+
+    def _require(self, condition: bool) -> None:
+        if not condition:
+            raise self.unknown(self.layer)
+
+
+def rounded_chunk(length: int, chunk: int) -> int:
+    """The tokens of a chunk for rows of a length: a whole one is needless where they are shorter."""
+    return min(chunk, max(LEAST, 1 << (length - 1).bit_length()))
+
+
+CONV_FN = ("hidden_states", "weight", "bias", "activation")
+CHUNKS = (*DELTA[:5], "chunk_size", *DELTA[5:])
+SCANS = (
+    "hidden_states",
+    "dt",
+    "A",
+    "B",
+    "C",
+    "chunk_size",
+    "D",
+    "dt_bias",
+    "initial_states",
+    "dt_softplus",
+    "dt_limit",
+    "return_final_states",
+)
+SPANNED: dict[str, tuple[tuple[str, ...], Callable[[FlatStates, StockCall], Any]]] = {
+    "causal_conv1d_fn": (CONV_FN, FlatStates.convolve),
+    "torch_chunk_gated_delta_rule": (CHUNKS, FlatStates.delta),
+    "chunk_kimi_delta_attention": (CHUNKS, FlatStates.delta),
+    "mamba2_chunk_scan": (SCANS, FlatStates.scan),
+}
+"""By name of a function of several tokens: all its parameters, and what answers it."""
+PARAMETERS = {name: parameters for name, (parameters, _) in SPANNED.items()}
