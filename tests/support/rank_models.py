@@ -25,6 +25,7 @@ OWN = [
 DIVIDED = [
     *("llama", "qwen2-window", "qwen3", "mixtral", "qwen3-moe", "gpt-oss", "gemma3_text", "deepseek_v3"),
     *(each.name for each in OWN),
+    "qwen3_5_text",
 ]
 SHOWN = {"llava": "image", "qwen2_vl": "image", "llama4": "image", "qwen3_asr": "audio", "t5gemma": "seq2seq"}
 """Families whose prompts are more than token ids, and of which kind each is."""
@@ -51,7 +52,7 @@ if not _llama4_answers():
     del SHOWN["llama4"]
 
 OTHERS = [_tiny(kind, name) for name, kind in SHOWN.items()]
-OTHERS += [_tiny("causal", name) for name in ("gemma3_text", "deepseek_v3")]
+OTHERS += [_tiny("causal", name) for name in ("gemma3_text", "deepseek_v3", "qwen3_5_text")]
 BY_NAME |= {family.name: family for family in (*FAMILIES, *OWN, *OTHERS)}
 
 

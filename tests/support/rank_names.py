@@ -10,6 +10,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "tokens_that_a_broken_off_broadcast_leaves", ()),
     (2, "windows", ()),
     (2, "other_families", ()),
+    (2, "recurrent_states", ()),
     (2, "captured_steps", ()),
     (2, "a_column_of_a_test", ()),
     (2, "captured_steps_of_code_that_changes_on_one_rank", ()),

@@ -183,8 +183,16 @@ def scores_of_prompts(rank: int) -> None:
 
 def other_families(rank: int) -> None:
     """Experts, norms of heads, windows and sinks: whole KV heads on each rank, or a part."""
-    for name in sorted(set(DIVIDED) - {"llama", "qwen2-window", "llama-3", "llama-5"}):
+    for name in sorted(set(DIVIDED) - {"llama", "qwen2-window", "llama-3", "llama-5", "qwen3_5_text"}):
         compare(name, rank, [FEW[0], FEW[2]], twice=False)
+
+
+def recurrent_states(rank: int) -> None:
+    """Each rank has whole states, in slots of the same numbers; prompts begin with snapshots."""
+    stats = compare("qwen3_5_text", rank, FEW, state_every=4)
+    if rank == 0:
+        assert stats["states"]["hits"]
+        assert not stats["states"]["used"]
 
 
 def experts_divided(rank: int) -> None:
