@@ -49,7 +49,7 @@ def is_sound(engine: Engine, prompt: int, kind: int = 0) -> None:
 @pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 def test_a_prefix_hit(kind: int, run_ahead: bool) -> None:
-    """The request gets no token that comes of it, others run on, and nobody finds the block again."""
+    """C45: the request gets no token that comes of it, others run on, and nobody finds the block again."""
     with Engine(_model("llama"), run_ahead=run_ahead, **VERIFIED) as engine:
         is_sound(engine, 3)
         other = engine.submit(PROMPTS[1], **GREEDY)

@@ -147,7 +147,7 @@ def test_every_mode(name: str, mode: str, captured: bool, monkeypatch: pytest.Mo
         torch.manual_seed(0)
         stock = model.generate(**copy.copy(arguments))
         torch.manual_seed(0)
-        options = {"block_size": 4, "prefix_caching": True}
+        options = {"block_size": 4, "prefix_caching": True, "verify": "bytes"}
         if captured:  # whoever looks on keeps steps from being captured
             paged = model.generate(**copy.copy(arguments), cache_implementation="paged", cache_config=options)
         else:
@@ -158,6 +158,7 @@ def test_every_mode(name: str, mode: str, captured: bool, monkeypatch: pytest.Mo
         assert_equal(stock, paged)
         del stock, paged
     assert bool(hf_paged.stats(model).reused) == (not mode.startswith("everything"))
+    assert not any(pool.mismatched for pool in hf_paged.stats(model).pools)
     if not captured and REUSES.get(mode):
         assert seen[0] == REUSES[mode]
     if captured and not mode.startswith("everything"):

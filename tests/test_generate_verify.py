@@ -47,7 +47,7 @@ def flip(group: LayerGroup, block: int, layer: int = 0) -> None:
 
 
 def test_a_prefix_hit(model: Any) -> None:
-    """The call raises, and the next one computes the block anew."""
+    """C45: the call raises, and the next one computes the block anew."""
     expected = model.generate(IDS, **GREEDY).tolist()
     options = {"cache_config": {"prefix_caching": True}}
     assert ask(model, **options) == ask(model, **options) == expected

@@ -150,6 +150,8 @@ def test_odd_names_are_escaped() -> None:
         "preemptions": 0,
         "steps": 0,
         "tokens": 0,
+        "verify": {"checked": 8, "mismatched": 1},
     }
     text = Metrics('a"b\\c\nd').exposition(stats, 0)
     assert 'model_name="a\\"b\\\\c\\nd"' in text
+    assert re.search(r"hf_paged:kv_blocks_mismatched_total\{[^}]*\} 1", text)

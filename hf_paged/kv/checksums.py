@@ -4,6 +4,7 @@ evicted.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -224,8 +225,7 @@ def checksums(parts: Sequence[torch.Tensor], blocks: torch.Tensor) -> torch.Tens
     for place, part in enumerate(part for part in parts if part.shape[2]):
         words = _words(part)
         size = words.shape[2]
-        factors = torch.arange(place * size, (place + 1) * size, dtype=torch.int64, device=part.device)
-        factors = (2 * factors + 1) * MIX
+        factors = _factors(place * size, size, part.device)
         bytes_of = 8 * max(1, size) * words.shape[0]
         begin = 0
         for ids in blocks.split(max(1, CHUNK_BYTES // bytes_of)):
@@ -234,6 +234,14 @@ def checksums(parts: Sequence[torch.Tensor], blocks: torch.Tensor) -> torch.Tens
             total[:, begin : begin + len(ids)] += mixed.mul_(factors).sum(-1)
             begin += len(ids)
     return total
+
+
+@functools.lru_cache(64)
+def _factors(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """An odd number for each of so many positions."""
+    with ordinary_tensors():
+        places = torch.arange(first, first + count, dtype=torch.int64, device=device)
+        return (2 * places + 1) * MIX
 
 
 def _words(part: torch.Tensor) -> torch.Tensor:

@@ -186,6 +186,8 @@ def engine_values(stats: Mapping[str, Any], in_flight: int) -> dict[str, tuple[s
         "kv_cache_usage_perc": ("gauge", "Share of the fullest pool that is held.", max(held, default=0.0)),
         "kv_cache_occupied_perc": ("gauge", "The same with cached blocks.", max(used, default=0.0)),
         "num_preemptions": ("counter", "Preemptions.", stats["preemptions"]),
+        "kv_blocks_checked": ("counter", "Blocks compared with checksums.", stats["verify"]["checked"]),
+        "kv_blocks_mismatched": ("counter", "Blocks of other bytes.", stats["verify"]["mismatched"]),
         "engine_steps": ("counter", "Steps of the engine.", stats["steps"]),
         "engine_tokens": ("counter", "Tokens that the engine computed.", stats["tokens"]),
     }
