@@ -348,9 +348,11 @@ def test_what_is_no_model_to_serve(llama: Any, made: Callable[[Any], Any], match
 
 
 def test_the_engine_chooses_well_alone(model: Any) -> None:
-    """Enough blocks for the most sequences of the model's longest length, within a share of the memory."""
+    """Enough blocks for the most sequences of the model's longest length, on a CPU for 64 of them, within a share
+    of the memory.
+    """
     with hf_paged.Engine(model) as engine:
-        assert engine.stats()["blocks"]["full"]["total"] == 256 * (256 // 16 + 1)
+        assert engine.stats()["blocks"]["full"]["total"] == 64 * (256 // 16 + 1)
         assert engine.config == EngineConfig()
     with hf_paged.Engine(model, memory_fraction=1e-6) as engine:
         assert 0 < engine.stats()["blocks"]["full"]["total"] < 256

@@ -10,6 +10,7 @@ from engine_answers import KINDS, PROMPTS, _model, small_engine
 from engine_steps import executor_of
 from families import BY_NAME, build
 from pictures import with_pictures
+from releases import OMNI
 from tiny import build as tiny_of
 from tiny import config_class
 
@@ -95,7 +96,9 @@ def test_a_batch_is_the_same_on_the_other_side(
         assert scored
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_omni_moe_thinker", "llama", "t5"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_vl", pytest.param("qwen3_omni_moe_thinker", marks=OMNI), "llama", "t5"]
+)
 def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures with positions of their own, embeddings, and inputs of encoders: rows are given parts of what
     other ranks have by a number, for as long as a step needs it.

@@ -12,7 +12,7 @@ import torch
 from compare import assert_clean, both
 from counted_rows import counted
 from families import BY_NAME, VOCABULARY, build
-from releases import CUTS_AXES
+from releases import CUTS_AXES, NEEDS_SLOTS
 from tiny import build as build_tiny
 from tiny import config_class, mappings
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -330,6 +330,7 @@ def rows_of_a_prompt(model: Any, **arguments: Any) -> list[int]:
     return [rows for rows, _ in forwards[: len(forwards) - 3]]
 
 
+@NEEDS_SLOTS
 @pytest.mark.parametrize("mode", HYBRID_MODES)
 @pytest.mark.parametrize(("kind", "family"), CELLS, ids=[family for _, family in CELLS])
 def test_states_follow_the_rows_of_a_prompt(kind: str, family: str, mode: str) -> None:
@@ -384,7 +385,7 @@ class Binds(torch.nn.Module):
         return self.layer(x, **keywords)
 
 
-@pytest.mark.parametrize("family", ["jamba", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("jamba", marks=NEEDS_SLOTS), "llama"])
 def test_what_a_model_binds_to_its_cache_keeps_rows_apart(family: str) -> None:
     """Qwen4-Exp of transformers 5.17 binds its positions: nothing forks them."""
     model = build_tiny("causal", config_class("causal", family))
@@ -393,6 +394,7 @@ def test_what_a_model_binds_to_its_cache_keeps_rows_apart(family: str) -> None:
     assert rows_of_a_prompt(model, **HYBRID_MODES["samples"]) == [6]
 
 
+@NEEDS_SLOTS
 def test_states_of_rows_that_draw_are_taken_back() -> None:
     """A forward that draws runs again over all rows, from the states before it."""
     model = build_tiny("causal", config_class("causal", "jamba"))
@@ -401,7 +403,9 @@ def test_states_of_rows_that_draw_are_taken_back() -> None:
     assert rows_of_a_prompt(model, **HYBRID_MODES["samples"]) == [2, 6]
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "jamba", "llama"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(each, marks=NEEDS_SLOTS) for each in ("falcon_h1", "jamba")), "llama"]
+)
 def test_a_forward_that_is_repeated_without_adapters_updates_states_once(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,6 +433,7 @@ def test_a_forward_that_is_repeated_without_adapters_updates_states_once(
     assert torch.equal(paged, model.generate(**given))
 
 
+@NEEDS_SLOTS
 @pytest.mark.parametrize("family", ["lfm2", "jamba"])
 def test_a_cache_that_was_reset_takes_another_prompt(family: str) -> None:
     """Stock's reset() keeps the rows of a state, so these are computed."""

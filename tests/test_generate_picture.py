@@ -9,6 +9,7 @@ import torch
 from families import BY_NAME, build
 
 from hf_paged import PagedCache
+from hf_paged.model.cache_name import CACHE
 
 
 @torch.no_grad()
@@ -43,7 +44,7 @@ def test_rows_that_are_not_forked_yet_stay_so() -> None:
     seen = []
 
     def look(module: torch.nn.Module, args: object, kwargs: dict[str, object]) -> None:
-        cache = kwargs["past_key_values"]
+        cache = kwargs[CACHE]
         assert isinstance(cache, PagedCache)
         before = cache.sequences.sources
         seen.append(cache._repr_html_())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_clean, assert_same, both
+from releases import NEEDS_SLOTS
 from tiny import build, config_class
 from transformers import DynamicCache
 
@@ -44,6 +45,7 @@ def test_same_as_stock(family: str, mode: str) -> None:
     assert_clean(model, setting)
 
 
+@NEEDS_SLOTS
 @pytest.mark.parametrize("family", ["falcon_h1", "deepseek_v32"])
 def test_a_fork_has_a_rest_of_its_own(family: str) -> None:
     """A copied cache goes on as the first one does, and neither notices the other."""
@@ -69,7 +71,12 @@ def test_what_an_indexer_keeps_is_cropped() -> None:
 
 @pytest.mark.parametrize(
     ("family", "complete"),
-    [("falcon_h1", True), ("deepseek_v32", False), ("qwen3_next", True), ("gemma4_text", True)],
+    [
+        pytest.param("falcon_h1", True, marks=NEEDS_SLOTS),
+        ("deepseek_v32", False),
+        pytest.param("qwen3_next", True, marks=NEEDS_SLOTS),
+        ("gemma4_text", True),
+    ],
 )
 def test_what_pages_hold(family: str, complete: bool) -> None:
     """Only a cache whose layers keep nothing beside pages and slots may be replayed."""
@@ -79,6 +86,7 @@ def test_what_pages_hold(family: str, complete: bool) -> None:
     assert cache.paged_layers
 
 
+@NEEDS_SLOTS
 def test_classes_are_stocks_own_too() -> None:
     """Transformers asks for its classes by name: a state's owner is one of them, and counts as attention."""
     model = build("causal", config_class("causal", "falcon_h1"))
@@ -92,6 +100,7 @@ def test_classes_are_stocks_own_too() -> None:
     assert hasattr(layer, "update_indexer")
 
 
+@NEEDS_SLOTS
 def test_places_are_looked_up_once_a_call(monkeypatch: pytest.MonkeyPatch, ids: torch.Tensor) -> None:
     """By every call anew: no cache has another's layers, and a config that changes is followed."""
     looked: list[object] = []

@@ -142,6 +142,7 @@ def test_prompt_tuning(ids: torch.Tensor, beams: int) -> None:
     assert_clean(base, "sdpa")
 
 
+@pytest.mark.filterwarnings("default:Both .past_key_values. and .cache. are set:FutureWarning")
 def test_prefix_tuning_brings_its_own_cache(ids: torch.Tensor) -> None:
     """peft replaces the cache by one that holds its prefix: stock's runs, and a warning says so.
 

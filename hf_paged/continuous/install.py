@@ -6,8 +6,9 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 
@@ -19,9 +20,11 @@ from ..model.ranks.tensor_parallel import mesh_of
 from ..model.registry import base_model
 from ..model.support import FallbackWarning
 from .engines import with_budgets
-from .following import FollowingBatchingManager
-from .manager import EngineBatchingManager
 from .options import WorkloadNeed, options_of_config
+
+if TYPE_CHECKING:
+    from .following import FollowingBatchingManager
+    from .manager import EngineBatchingManager
 
 METHOD = "init_continuous_batching"
 CACHED = "_cached_continuous_batching_manager"
@@ -42,7 +45,7 @@ def install(generate_batch: bool | None = None) -> None:
     current = getattr(ContinuousMixin, METHOD)
     original = getattr(current, "hf_paged_original", None)
     if generate_batch and original is None:
-        setattr(ContinuousMixin, METHOD, _wrap(current))
+        setattr(ContinuousMixin, METHOD, _wrap(current, _managers()))
     elif not generate_batch and original is not None:
         setattr(ContinuousMixin, METHOD, original)
 
@@ -66,7 +69,27 @@ def transformers_main() -> None:
     main()
 
 
-def _wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+class Managers(NamedTuple):
+    """The classes of managers: that of rank 0 and of a single process, and that of the other ranks."""
+
+    leading: type[EngineBatchingManager]
+    following: type[FollowingBatchingManager]
+
+
+def _managers() -> Managers:
+    """Import them: before 5.14 transformers has no managers of their form."""
+    try:
+        from .following import FollowingBatchingManager
+        from .manager import EngineBatchingManager
+    except ImportError as error:
+        raise ImportError(
+            f"install(generate_batch=True) needs the managers of transformers 5.14 or newer, found "
+            f"{transformers.__version__} ({error}); upgrade transformers, or use hf_paged.Engine"
+        ) from error
+    return Managers(EngineBatchingManager, FollowingBatchingManager)
+
+
+def _wrap(stock: Callable[..., Any], managers: Managers) -> Callable[..., Any]:
     @functools.wraps(stock)
     def init_continuous_batching(
         self: Any,
@@ -75,7 +98,7 @@ def _wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
         workload_hints: Any = None,
     ) -> Any:
         cached = getattr(self, CACHED, None)
-        if isinstance(cached, EngineBatchingManager):
+        if isinstance(cached, managers.leading):
             return cached
         generation = self.generation_config if generation_config is None else generation_config
         config = continuous_batching_config or getattr(generation, "continuous_batching_config", None)
@@ -87,7 +110,7 @@ def _wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
             warnings.warn(words, FallbackWarning, stacklevel=caller_level())
             return stock(self, generation_config, continuous_batching_config, workload_hints)
         follows = mesh is not None and mesh.get_local_rank() > 0
-        manager = FollowingBatchingManager if follows else EngineBatchingManager
+        manager = managers.following if follows else managers.leading
         return manager(base_model(self), generation, config, workload_hints)
 
     init_continuous_batching.hf_paged_original = stock  # type: ignore[attr-defined]  # a mark of ours

@@ -104,12 +104,13 @@ class EngineMemory(NamedTuple):
     def facts(self) -> dict[str, str]:
         """All of it in words, by subject."""
         pools = "pool" if len(self.pools) == 1 else "pools"
+        requests = "request" if self.requests == 1 else "requests"
         states = f", {sized(self.state_bytes)} of states a sequence" if self.state_bytes else ""
         return {
             "weights": f"{sized(self.weights)} in {str(self.dtype).removeprefix('torch.')}",
             "keys and values": f"{sized(self.token_bytes)} a token{states}",
             pools: f"{self._blocks}, {sized(sum(each.bytes for each in self.pools))}",
-            "room for": f"{self.tokens:,} tokens, {self.requests:,} requests of {self.length:,}",
+            "room for": f"{self.tokens:,} tokens, {self.requests:,} {requests} of {self.length:,}",
             "adapters": f"{self.adapters} at once, {sized(self.adapter)} each of rank {RANK}",
         }
 

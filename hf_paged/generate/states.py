@@ -64,7 +64,9 @@ def _why_rigid(cache: PagedCache, rows: int) -> str | None:
     states = []
     for owner, kept in cache.outside():
         if owner is cache:
-            if has_tensors(kept):
+            if has_tensors(kept) or any(
+                map(callable, kept.values())
+            ):  # a method counts states of the model's
                 return f"its cache is given {', '.join(sorted(kept))}"
             continue
         if isinstance(owner, STATE):

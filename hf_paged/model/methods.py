@@ -17,6 +17,6 @@ def check_methods(expected: Mapping[str, Sequence[str]]) -> None:
         if found[: len(parameters)] != list(parameters):
             raise ImportError(
                 f"hf_paged expects GenerationMixin.{name}{tuple(parameters)} and found {tuple(found)} in "
-                f"transformers {transformers.__version__}; use a transformers release from 5.14 on that "
+                f"transformers {transformers.__version__}; use a transformers release from 5.9 on that "
                 "hf_paged was tested with"
             )

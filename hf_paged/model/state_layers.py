@@ -8,12 +8,14 @@ slots.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..blocks import STATE_READ, STATE_WRITTEN, LayerKind
@@ -330,6 +332,10 @@ IN_SLOTS = frozenset({"conv_states", "recurrent_states", "states", *FLAGS})
 """Names that stock's layers have for what lies in slots here."""
 
 
+NUMBERED = "number_of_states" in inspect.signature(LinearAttentionLayer.__init__).parameters
+"""True if stock's layers number their states, as from transformers 5.14 on."""
+
+
 class KeepsStates:
     """Beside stock's layer of recurrent states: the states lie in slots. Its arithmetic is stock's."""
 
@@ -341,6 +347,11 @@ class KeepsStates:
 
     def keep_in_slots(self, states: StoredStates) -> None:
         """Keep the states in these slots from now on."""
+        if not NUMBERED:
+            raise TypeError(
+                f"transformers {transformers.__version__} does not number recurrent states, which hf_paged "
+                "keeps in slots; upgrade it to 5.14, or use its own cache"
+            )
         self.states = states
         self.conv_states: Any = KeptStates(self, "conv")
         self.recurrent_states: Any = KeptStates(self, "recurrent")

@@ -12,6 +12,7 @@ from typing import Any
 from .cache_name import CACHE, NAMES, OLDER
 from .caller import caller_level
 from .slots import STATE, STATES, Slot, slots_of
+from .state_layers import NUMBERED
 
 READS = "_can_checkpoint_with_cache"
 """Layers with this attribute only read the cache, and keep it."""
@@ -44,6 +45,8 @@ def why_not(model: Any, generation_config: Any, slots: list[Slot] | None = None)
         return f"{name}.forward takes no {CACHE}"
     slots = [] if slots is None else slots
     slots += slots_of(model, cross=False)
+    if not NUMBERED and any(STATES in slot.kinds for slot in slots):
+        return f"{name} keeps recurrent states, which go to slots from transformers 5.14 on; upgrade it"
     kinds: list[Any] = [type(model), type(model.get_decoder())]
     if any(map(adds_layers, kinds)):
         return f"{name} adds layers to its cache during a call, as copies of others"

@@ -13,7 +13,7 @@ from processes import LIMIT
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_paged
-from hf_paged.continuous import EngineBatchingManager
+from hf_paged.continuous.manager import EngineBatchingManager
 
 NEW = 6
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import transformers as tf
+from transformers.models.t5 import modeling_t5
 
 VOCABULARY = 96
 SMALL = {
@@ -18,6 +19,8 @@ SMALL = {
 }
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LONG = {"max_position_embeddings": 256}
+T5_PATH = "paged" if hasattr(modeling_t5, "ALL_ATTENTION_FUNCTIONS") else "dense"
+"""Before 5.17 T5 computes with code of its own."""
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 
 
@@ -157,7 +160,7 @@ FAMILIES = [
     Family("opt", _opt),
     Family("bloom", _bloom, path="dense"),
     Family("falcon", _falcon, path="dense"),
-    Family("t5", _t5, seq2seq=True),
+    Family("t5", _t5, seq2seq=True, path=T5_PATH),
     Family("bart", _bart, seq2seq=True),
 ]
 BY_NAME = {family.name: family for family in FAMILIES}

@@ -15,12 +15,19 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_paged.model.cache_name import CACHE, OLDER
+from hf_paged.model.state_layers import NUMBERED
 
 RENAMED = CACHE != OLDER
 """True if forwards call a cache `cache`, as from transformers 5.24 on."""
 DROPPED_WITHOUT_GRADIENTS = not RENAMED
 """True if checkpointed layers drop their cache also where nothing has gradients, as before transformers 5.24.
 """
+NEEDS_SLOTS = pytest.mark.skipif(
+    not NUMBERED, reason="before transformers 5.14 recurrent states run on stock's cache"
+)
+OMNI = pytest.mark.skipif(
+    Version(tf.__version__) < Version("5.14"), reason="Qwen3-Omni hands pixels to its decoder"
+)
 CUTS_AXES = Version(tf.__version__) >= Version("5.23")
 """True where stock cuts a prompt into chunks although positions have several axes; 5.17 fails."""
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from kernel_cases import DEVICE, GPU
-from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
-from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_selective_state_update
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    causal_conv1d_update,
-    torch_recurrent_gated_delta_rule,
-)
 
+kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+nemotron = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
+qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
 BF16, FP32 = torch.bfloat16, torch.float32
 # The interpreter cuts off where bfloat16 should be rounded: twice the error.
 ERROR = {FP32: 1e-5, BF16: 1.6e-2 if GPU else 4e-2}
@@ -68,7 +66,7 @@ def check_conv(
     biases = noise(channels, dtype=dtype, seed=2) if bias else None
     activation = "silu" if bias else None
     state = slots.gathered()
-    wanted = causal_conv1d_update(x.unsqueeze(-1), state, weight, biases, activation)[..., 0]
+    wanted = qwen.causal_conv1d_update(x.unsqueeze(-1), state, weight, biases, activation)[..., 0]
     got = steps.conv_step(x, weight, biases, *slots.given, activation=activation)
     assert got.dtype == dtype
     torch.testing.assert_close(got, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
@@ -91,7 +89,7 @@ def check_delta(
     beta = noise(rows, 1, value_heads, dtype=dtype, seed=2).sigmoid()
     gate = (rows, 1, value_heads, dim) if by_channel else (rows, 1, value_heads)
     decay = -torch.nn.functional.softplus(noise(*gate, seed=3))
-    stock = recurrent_kimi_delta_attention if by_channel else torch_recurrent_gated_delta_rule
+    stock = kimi.recurrent_kimi_delta_attention if by_channel else qwen.torch_recurrent_gated_delta_rule
     many = value_heads // key.shape[2]  # transformers 5.17 repeats them before the function
     wanted, after = stock(
         *(x.repeat_interleave(many, 2) for x in (query, key)), value, g=decay, beta=beta, initial_state=slots.gathered(), output_final_state=True,
@@ -120,7 +118,7 @@ def check_ssm(
     dt_bias = noise(heads, dtype=dtype, seed=5) if whole else None
     gate = noise(rows, heads, width, dtype=dtype, seed=6) if whole else None
     state = slots.gathered()
-    wanted = mamba2_selective_state_update(
+    wanted = nemotron.mamba2_selective_state_update(
         state, x, dt[..., None].expand(-1, -1, width), A[:, None, None].expand(-1, width, dim), B, C,
         None if D is None else D[:, None].expand(-1, width),
         dt_bias=None if dt_bias is None else dt_bias[:, None].expand(-1, width), dt_softplus=whole,

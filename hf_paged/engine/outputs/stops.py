@@ -239,11 +239,13 @@ class StopLists:
     def prepare(self, tokenizer: Any) -> None:
         """Read the vocabulary, for which the first request with stop strings would wait."""
         with self._lock:
-            self._vocabulary(tokenizer, StopStringCriteria._get_stop_string_matching_mode(tokenizer))
+            self._vocabulary(tokenizer, _mode_of(tokenizer))
 
     def _of(self, tokenizer: Any, strings: Sequence[str]) -> tuple[StopStrings, StopAutomaton]:
-        mode = StopStringCriteria._get_stop_string_matching_mode(tokenizer)
-        key = tuple(StopStringCriteria._get_stop_strings_for_matching(tuple(strings), mode))
+        mode = _mode_of(tokenizer)
+        key = tuple(strings)
+        if mode is not None:
+            key = tuple(StopStringCriteria._get_stop_strings_for_matching(key, mode))
         with self._lock:
             vocabulary = self._vocabulary(tokenizer, mode)
             if key not in self._made:
@@ -260,7 +262,8 @@ class StopLists:
         # The objects themselves are kept: a new object may get the id of one that is gone.
         now = (tokenizer, getattr(tokenizer, "backend_tokenizer", None), len(tokenizer), mode)
         if self._known is None or not _same(self._known[0], now):
-            texts, ids = StopStringCriteria.clean_tokenizer_vocab(tokenizer, stop_string_matching_mode=mode)
+            in_bytes = {} if mode is None else {"stop_string_matching_mode": mode}
+            texts, ids = StopStringCriteria.clean_tokenizer_vocab(tokenizer, **in_bytes)
             named: dict[int, Text] = dict(zip(ids, texts, strict=True))
             hidden = _hidden(tokenizer)
             self._known = now, Vocabulary(named, hidden, _strips(tokenizer, named, hidden))
@@ -291,6 +294,14 @@ def _strips(tokenizer: Any, texts: Mapping[int, Text], hidden: frozenset[int]) -
         if token not in hidden and len(text) > 1 and text[:1] in (" ", b" ") and text[1:2] not in (" ", b" "):
             return not tokenizer.decode([token], skip_special_tokens=True).startswith(" ")
     return False
+
+
+def _mode_of(tokenizer: Any) -> str | None:
+    """How transformers matches a tokenizer's stop strings: in bytes, or in text, which None stands for.
+    Releases before 5.14 know text alone.
+    """
+    mode_of = getattr(StopStringCriteria, "_get_stop_string_matching_mode", None)
+    return None if mode_of is None else mode_of(tokenizer)
 
 
 def _same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:

@@ -1,0 +1,182 @@
+"""Run the fast subset of the suite on other releases of transformers, torch and Python, and note what passed.
+
+    .venv/bin/python scripts/compatibility.py                                 # all cells of PATH
+    .venv/bin/python scripts/compatibility.py transformers==5.9.0 python3.13  # these
+    .venv/bin/python scripts/compatibility.py --write docs/compatibility.md   # the page, of all that has run
+
+A cell differs from constraints.txt in one thing. A release of a package lies in a folder of its own, with what
+it requires in other versions, before the packages of this environment; a Python has an environment of its own.
+Both are made below .compatibility, where results are kept as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import xml.etree.ElementTree as xml
+from importlib.metadata import Distribution, distributions, version
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+PLACE = ROOT / ".compatibility"
+RESULTS = PLACE / "results.json"
+PATH = (
+    *(f"transformers=={release}" for release in ("5.9.0", "5.14.1", "5.17.0", "5.23.0", "5.24.0")),
+    *(f"torch=={release}" for release in ("2.11.0", "2.12.1", "2.14.1", "2.15.0")),
+    "python3.13",
+)
+OF_THE_TEXT = ("tests.test_house", "tests.test_docs")
+"""Tests of the repository's text, which no release changes."""
+COLUMNS = ("transformers", "torch", "python", "passed", "failed", "skipped", "date")
+VERSIONS = """
+import platform, torch, transformers
+print(transformers.__version__, torch.__version__, platform.python_version())
+"""
+PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+
+
+def main() -> None:
+    """Run cells, or write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cells", nargs="*", help=f"of {' '.join(PATH)}, or any other release")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page, and run nothing")
+    given = parser.parse_args()
+    PLACE.mkdir(exist_ok=True)
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if given.write:
+        given.write.write_text(page(results))
+        return
+    for cell in given.cells or PATH:
+        results[cell] = run(cell)
+        RESULTS.write_text(json.dumps(results, indent=1))
+        print(cell, {name: results[cell][name] for name in ("passed", "failed", "skipped")})
+
+
+def run(cell: str) -> dict[str, Any]:
+    """Versions and numbers of a cell, and the tests that failed there."""
+    folder = PLACE / cell.replace("==", "-")
+    path = [str(ROOT), str(ROOT / "kernels")]
+    environment = Path(sys.prefix)
+    if cell.startswith("python"):
+        environment = folder
+        make_environment(cell, folder)
+    else:
+        lay_over(cell, folder)
+        path.insert(0, str(folder))
+    report = PLACE / f"{folder.name}.xml"
+    report.unlink(missing_ok=True)
+    variables = {**os.environ, "PYTHONPATH": ":".join(path), "HF_PAGED_ENVIRONMENT": str(environment)}
+    python = str(environment / "bin" / "python")
+    asked = subprocess.run(
+        [python, "-c", VERSIONS], env=variables, check=True, capture_output=True, text=True
+    )
+    transformers, torch, release = asked.stdout.split()[-3:]
+    subprocess.run(
+        ["scripts/test", "--fast", f"--junitxml={report}", "-p", "no:cacheprovider"], cwd=ROOT, env=variables
+    )
+    today = datetime.date.today().isoformat()
+    return {"date": today, "transformers": transformers, "torch": torch, "python": release, **counted(report)}
+
+
+def make_environment(python: str, folder: Path) -> None:
+    """An environment of another Python."""
+    if not folder.exists():
+        subprocess.run([python, "-m", "venv", str(folder)], check=True)
+    what = ["--constraint", str(ROOT / "constraints.txt"), "--editable", f"{ROOT}[test]"]
+    subprocess.run([str(folder / "bin" / "python"), *PIP, *what], check=True)
+
+
+def lay_over(cell: str, folder: Path) -> None:
+    """A release of a package in a folder, and what it requires in other versions than this environment has."""
+    waiting = [] if version(Requirement(cell).name) == cell.partition("==")[2] else [cell]
+    seen: set[str] = set()
+    while waiting:
+        subprocess.run(
+            [sys.executable, *PIP, "--no-deps", "--upgrade", "--target", str(folder), *waiting], check=True
+        )
+        seen |= {Requirement(each).name for each in waiting}
+        there = {each.name.lower(): each for each in distributions(path=[str(folder)])}
+        waiting = [
+            str(need) for each in there.values() for need in requirements(each)
+            if need.name not in seen and not is_met(need, there)
+        ]  # fmt: skip
+
+
+def requirements(package: Distribution) -> list[Requirement]:
+    """Those that hold here, without extras."""
+    found = [Requirement(each) for each in package.requires or ()]
+    return [need for need in found if need.marker is None or need.marker.evaluate({"extra": ""})]
+
+
+def is_met(need: Requirement, there: dict[str, Distribution]) -> bool:
+    """True if a requirement has a fitting version, in the folder or in this environment."""
+    own = there.get(need.name.lower())
+    try:
+        return (version(need.name) if own is None else own.version) in need.specifier
+    except ModuleNotFoundError:
+        return False
+
+
+def counted(report: Path) -> dict[str, Any]:
+    """The numbers of a run, and the tests that failed."""
+    found = [
+        case for case in xml.parse(report).iter("testcase") if not module_of(case).startswith(OF_THE_TEXT)
+    ]
+    failed = [case for case in found if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in found)
+    names = sorted({f"{module_of(case).replace('.', '/')}.py::{case.get('name')}" for case in failed})
+    counts = {"passed": len(found) - len(failed) - skipped, "failed": len(names), "skipped": skipped}
+    return {**counts, "names": names}
+
+
+def module_of(case: xml.Element) -> str:
+    """The module of a test; one that could not be imported has no other name."""
+    return case.get("classname") or case.get("name") or ""
+
+
+def page(results: dict[str, Any]) -> str:
+    """The table of all cells that have run, and the tests that failed."""
+    written = ROOT / "docs" / "compatibility.md"
+    words = written.read_text().partition("<!-- words -->")[2] if written.exists() else "\n"
+    rows = sorted(results.values(), key=lambda row: [numbers(row[name]) for name in COLUMNS[:3]])
+    lines = [
+        "# Compatibility",
+        "",
+        f"Made by `scripts/compatibility.py`: the fast subset of the suite (`scripts/test --fast`) on CPUs ({platform.machine()}),",
+        "without its tests of texts, and with the packages of constraints.txt but for the versions named here. A row is a run;",
+        "combinations that are not listed were not run.",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        "|---" * len(COLUMNS) + "|",
+    ]
+    for row in rows:
+        values = [row[name] for name in COLUMNS]
+        lines.append(f"| {' | '.join(f'{each:,}' if isinstance(each, int) else each for each in values)} |")
+    for row in rows:
+        if row["names"]:
+            lines += [
+                "",
+                f"Failed on transformers {row['transformers']}, torch {row['torch']}, Python {row['python']}:",
+                "",
+            ]
+            lines += [f"- `{name}`" for name in row["names"]]
+    return "\n".join(lines) + "\n\n<!-- words -->" + words
+
+
+def numbers(release: str) -> list[int]:
+    """A release as numbers, for sorting."""
+    return [int(each) for each in release.partition("+")[0].split(".") if each.isdigit()]
+
+
+if __name__ == "__main__":
+    main()

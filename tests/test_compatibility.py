@@ -1,0 +1,50 @@
+"""The table of releases: what it counts, what it shows, and what a release needs beside it."""
+
+from __future__ import annotations
+
+import runpy
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "compatibility.py"))
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.test_a" name="one"/><testcase classname="tests.test_a" name="two"><failure/></testcase>
+<testcase classname="tests.test_b" name="three"><skipped/></testcase><testcase classname="" name="tests.test_c"><error/></testcase>
+<testcase classname="tests.test_docs" name="four"><failure/></testcase>
+</testsuite></testsuites>"""
+
+
+def row(transformers: str, **found: Any) -> dict[str, Any]:
+    versions = {"transformers": transformers, "torch": "2.13.0+cpu", "python": "3.11.7", "date": "2026-11-27"}
+    return {**versions, "passed": 2000, "failed": 0, "skipped": 3, "names": [], **found}
+
+
+def test_a_report_is_counted_without_tests_of_texts(tmp_path: Path) -> None:
+    (tmp_path / "report.xml").write_text(REPORT)
+    found = SCRIPT["counted"](tmp_path / "report.xml")
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
+    assert found["names"] == ["tests/test_a.py::two", "tests/test_c.py::tests.test_c"]
+
+
+def test_the_page_has_a_row_for_each_run_and_keeps_its_words() -> None:
+    results = {"new": row("5.24.0"), "old": row("5.9.0", failed=1, names=["tests/test_a.py::two"])}
+    lines = SCRIPT["page"](results).splitlines()
+    assert [line for line in lines if line.startswith("| 5.")] == [
+        "| 5.9.0 | 2.13.0+cpu | 3.11.7 | 2,000 | 1 | 3 | 2026-11-27 |",
+        "| 5.24.0 | 2.13.0+cpu | 3.11.7 | 2,000 | 0 | 3 | 2026-11-27 |",
+    ]
+    assert "- `tests/test_a.py::two`" in lines
+    assert "## Limits of single releases" in lines
+
+
+def test_requirements_that_this_environment_does_not_meet() -> None:
+    """Those of a release in a folder of its own come from there first."""
+    is_met, there = SCRIPT["is_met"], {"packaging": distribution("pytest")}
+    assert is_met(Requirement("torch>=2.0"), {})
+    assert not is_met(Requirement("torch<2.0"), {})
+    assert not is_met(Requirement("no-such-package"), {})
+    assert is_met(Requirement(f"packaging=={distribution('pytest').version}"), there)
