@@ -24,7 +24,7 @@ from .state_functions import DELTA, SlotState, dense_last
 StateName = tuple[int, str, int]
 """A layer's number, "conv" or "recurrent", and the number of the state in the layer."""
 LEAST = 16
-"""The shortest rows of a scan."""
+"""The shortest rows of several tokens."""
 DELTA_CHUNK = 64
 """The tokens of a chunk of the gated delta rule, where a call does not name them."""
 
@@ -133,11 +133,13 @@ class FlatStates:
 
         def chunks(rows: SpanRows, past: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             x = {name: rows.take(each) for name, each in given.items()}
-            ended = {name: rows.ended(x[name]) for name in ("g", "beta")}
-            answer: tuple[torch.Tensor, torch.Tensor] = call.again(**{**x, **ended}, initial_state=past)
+            x |= {name: rows.ended(x[name]) for name in ("g", "beta")}
+            answer: tuple[torch.Tensor, torch.Tensor] = call.again(
+                **x, chunk_size=rounded_chunk(rows.length, chunk), initial_state=past
+            )
             return answer
 
-        return self._recur(given["query"], (chunk, chunk), single, chunks)
+        return self._recur(given["query"], (chunk, LEAST), single, chunks)
 
     def scan(self, call: StockCall) -> Any:
         """hidden_states [1, tokens, heads, P], dt [1, tokens, heads], A, D and dt_bias [heads], B and C [1,
