@@ -1,6 +1,7 @@
 """A step of a hybrid (Qwen3.5's shape of 8B, random weights, bf16) in stock and paged generate(), and the engine.
 
 python benchmarks/hybrid.py [--rows 1 8 64] [--layers 32] [--stock] [--engine 1 8 64 256] [--prefixes]
+    [--prompts 64]
 """
 
 from __future__ import annotations
@@ -78,6 +79,26 @@ def first_token(engine: hf_paged.Engine, prompt: list[int]) -> tuple[float, int,
     return taken, output.cached_tokens, output.sequences[0].token_ids
 
 
+def prompts(engine: hf_paged.Engine, count: int) -> None:
+    """Prompts of 16 to 512 tokens and one token of each answer, in flat rows and row by row."""
+    print("     form", engine.stats()["form"], engine.stats()["off"].get("flat", ""), flush=True)
+    texts = [tokens(16 + 496 * i // max(1, count - 1)) for i in range(count)]
+    total = sum(map(len, texts))
+    for why in (None, "for comparison"):
+        engine.runner.why_rows = why
+        found = []
+        for _ in range(4):  # the first compiles
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            engine.generate(texts, max_new_tokens=1)
+            torch.cuda.synchronize()
+            found.append(time.perf_counter() - begin)
+        taken = statistics.median(found[1:])
+        print(
+            f"{count} prompts, {total} tokens, {'rows' if why else 'flat'}: {1e3 * taken:8.1f} ms", flush=True
+        )
+
+
 def prefixes(engine: hf_paged.Engine) -> None:
     """Turns of a chat, and prompts with a common beginning, one after another."""
     engine.submit(tokens(64), max_new_tokens=8).result()
@@ -117,6 +138,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--engine", type=int, nargs="+", default=[], help="rows of the engine's steps")
     parser.add_argument("--prefixes", action="store_true", help="turns of a chat, and common beginnings")
+    parser.add_argument("--prompts", type=int, default=0, help="prompts at once, in flat rows and one by one")
     parser.add_argument("--stock", action="store_true", help="measure stock too")
     given = parser.parse_args()
     config = Qwen3_5TextConfig(**SHAPE, num_hidden_layers=given.layers, pad_token_id=0, eos_token_id=None)
@@ -139,6 +161,9 @@ def main() -> None:
                 found = statistics.median(engine_step(engine, rows) for _ in range(2))
                 print(f"{rows:4} rows: engine {found:6.2f} ms", flush=True)
             print("    ", engine.stats()["graphs"], engine.stats()["off"], flush=True)
+    if given.prompts:
+        with hf_paged.Engine(model, prefix_caching=False) as engine:
+            prompts(engine, given.prompts)
     if given.prefixes:
         with hf_paged.Engine(model) as engine:
             prefixes(engine)
