@@ -127,7 +127,8 @@ class StepLoop:
             ended = self.finish_in_flight()  # nothing is left to run ahead of
             self.executor.expect([*self.scheduler.preempted, *self.scheduler.waiting])
         plan = self.scheduler.schedule()
-        if plan.takes_blocks or self.pools.checks.due:
+        checks = self.pools.checks
+        if plan.takes_blocks or (checks.groups and checks.due):
             self.executor.prepare(plan)
         ended += self._end_unloadable() if self.adapters.failed else []
         if not plan.batch.sequences:

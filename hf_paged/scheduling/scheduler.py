@@ -327,7 +327,8 @@ class Scheduler:
                 self.rows.note(sequence)
             if not group.forked and sequence.computed >= group.common:
                 group.fork()
-        self.prefixes.snapshots.launched(plan, without)
+        if self._never_full:
+            self.prefixes.snapshots.launched(plan, without)
 
     def confirm(
         self,
@@ -353,7 +354,8 @@ class Scheduler:
             end = start + count
             if group.in_flight and end >= group.common and sequence.computed >= end and group not in without:
                 self.prefixes.forget(group)
-        self.prefixes.snapshots.confirm(plan, without)
+        if self._never_full:
+            self.prefixes.snapshots.confirm(plan, without)
 
     def extend(self, sequences: Iterable[TokenSequence], tokens: Iterable[int]) -> None:
         """The host has the next tokens of sequences, which run or were preempted since the tokens' step."""

@@ -49,8 +49,11 @@ def chunks_recomputation_and_hits(rank: int) -> None:
 
 
 def swap(rank: int) -> None:
-    stats = compare("llama", rank, preemption="swap", num_blocks=21, max_batch_sequences=10)
+    """Under checks of bytes, which find nothing."""
+    options = {"preemption": "swap", "num_blocks": 21, "max_batch_sequences": 10, "verify": "bytes"}
+    stats = compare("llama", rank, **options)
     if rank == 0:
+        assert stats["verify"]["checked"] > stats["verify"]["mismatched"] == 0
         assert stats["swapped_out"] > 0
         assert stats["swapped_in"] > 0
 
@@ -76,7 +79,7 @@ def rows_that_advance_unequally(rank: int) -> None:
 
 
 def steps_ahead_of_their_tokens(rank: int) -> None:
-    compare("llama", rank, FEW + [(1, 2)], run_ahead=True)
+    compare("llama", rank, FEW + [(1, 2)], run_ahead=True, verify="bytes")
 
 
 def tokens_that_a_broken_off_broadcast_leaves(rank: int) -> None:
