@@ -62,6 +62,18 @@ class SpanRows(NamedTuple):
         out.index_copy_(0, self.places, flat if self.kept is None else flat.index_select(0, self.kept))
 
 
+class Spans(NamedTuple):
+    """Spans as a kernel takes them: the tokens from begins[i] to ends[i], at most `longest`, behind the state
+    in a slot.
+    """
+
+    begins: torch.Tensor
+    ends: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
+    longest: int
+
+
 class StateSpans:
     """The spans of a step, of counts[i] tokens each, one behind the other: span i reads the slot read[i] and
     writes the slot written[i].
@@ -75,6 +87,7 @@ class StateSpans:
         self._slots: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self._windows: dict[tuple[int, torch.device], tuple[torch.Tensor, ...]] = {}
         self._rows: dict[tuple[int, int, torch.device], list[SpanRows]] = {}
+        self._several: dict[torch.device, Spans] = {}
 
     @property
     def tokens(self) -> int:
@@ -139,6 +152,19 @@ class StateSpans:
                 self._beside(length, spans, device) for length, spans in sorted(together.items())
             ]
         return self._rows[key]
+
+    def several(self, device: torch.device) -> Spans:
+        """The spans that are more than a token behind others."""
+        if device not in self._several:
+            spans = [i for i, count in enumerate(self.counts) if count > 1 or self._read[i] < 0]
+            begins, ends, read, written = (
+                [each[i] for i in spans]
+                for each in (self.borders[:-1], self.borders[1:], self._read, self._written)
+            )
+            longest = max([self.counts[i] for i in spans], default=0)
+            slots = upload(read, device), upload(written, device)
+            self._several[device] = Spans(upload(begins, device), upload(ends, device), *slots, longest)
+        return self._several[device]
 
     def _beside(self, length: int, spans: list[int], device: torch.device) -> SpanRows:
         read, written = ([slots[i] for i in spans] for slots in (self._read, self._written))

@@ -9,6 +9,7 @@ from .advance import advance
 from .conv_step import conv_step
 from .copy import copy
 from .decode import Plan, decode
+from .delta_spans import delta_spans
 from .delta_step import delta_step
 from .digest import GOLDEN, digest
 from .gather import gather
@@ -41,6 +42,7 @@ __all__ = [
     "conv_step",
     "copy",
     "decode",
+    "delta_spans",
     "delta_step",
     "digest",
     "draw",
