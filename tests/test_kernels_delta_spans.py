@@ -4,7 +4,7 @@ one token after another.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_spans(dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int]
     borders = [0, *accumulate(COUNTS)]
     before, many = slots.gathered(), heads[1] // heads[0]
     wanted, after = torch.empty_like(value), torch.empty_like(before)
-    for i, (begin, end) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+    for i, (begin, end) in enumerate(pairwise(borders)):
         x = [each[None, begin:end] for each in (query, key, value, decay, beta)]
         x[:2] = [each.repeat_interleave(many, 2) for each in x[:2]]
         answer, state = torch_recurrent_gated_delta_rule(

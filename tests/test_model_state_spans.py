@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import load
 from poison import poison_free_slots
 from tiny import build, config_class
 
 from hf_paged import Engine
 from hf_paged.kv.state_spans import StateSpans
+from hf_paged.kv.state_store import StateStore
 from hf_paged.model.source import STANDS_FOR
 from hf_paged.model.state_functions import KNOWN
 from hf_paged.model.state_spans import SPANNED, StockCall
@@ -191,3 +193,32 @@ def test_a_call_is_made_again_as_it_was_made() -> None:
     assert call.get("none") is None
     call.again(y=5, z=6)
     assert given == [((1, 5), {"z": 6})]
+
+
+def test_prompts_by_the_kernel_of_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels step states, the gated delta rule takes all spans of a step by their slots: chunks behind
+    others, beside single tokens, and turns behind snapshots.
+    """
+    kernels = load()
+    monkeypatch.setattr(StateStore, "steps", kernels)
+    used = []
+    spans = kernels.delta_spans
+    monkeypatch.setattr(kernels, "delta_spans", lambda *x, **y: used.append(len(x[6])) or spans(*x, **y))
+    model = tiny("qwen3_5_text")
+    prompts = [list(range(5, 5 + count)) for count in (3, 20, 9)]
+    with Engine(model, block_size=4, max_batch_tokens=12, state_every=8) as engine:
+        for turn in range(2):
+            handles = [engine.submit(prompt, max_new_tokens=4) for prompt in prompts]
+            outputs = [handle.result() for handle in handles]
+            for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+                tokens = output.sequences[0].token_ids
+                ids = torch.tensor([prompt])
+                assert (
+                    tokens
+                    == model.generate(ids, max_new_tokens=4, do_sample=False)[0, len(prompt) :].tolist()
+                )
+                prompts[i] = [*prompt, *tokens, 7]
+        assert engine.stats()["form"] == "flat"
+        assert engine.stats()["states"]["hits"]
+        engine.check()
+    assert max(used) > 1

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..kv import LayerGroup, state_steps
 from ..kv.layout import StateLayout
-from ..kv.state_spans import SpanRows, StateSpans
+from ..kv.state_spans import SpanRows, Spans, StateSpans
 from .lazy import NotFlat
 from .state_functions import DELTA, SlotState, dense_last
 
@@ -139,7 +139,17 @@ class FlatStates:
             )
             return answer
 
-        return self._recur(given["query"], (chunk, LEAST), single, chunks)
+        def spanned(steps: Any, states: torch.Tensor, spans: Spans) -> torch.Tensor:
+            x = [dense_last(each[0]) for each in given.values()]
+            out = x[0].new_empty(x[2].shape)
+            answer: torch.Tensor = steps.delta_spans(
+                *x, states, spans.source, spans.target, spans.begins, spans.ends, out,
+                longest=spans.longest, l2norm=bool(call.get("use_qk_l2norm_in_kernel")),
+            )  # fmt: skip
+            return answer
+
+        by_head = given["g"].ndim == 3
+        return self._recur(given["query"], (chunk, LEAST), single, chunks, spanned if by_head else None)
 
     def scan(self, call: StockCall) -> Any:
         """hidden_states [1, tokens, heads, P], dt [1, tokens, heads], A, D and dt_bias [heads], B and C [1,
@@ -189,17 +199,24 @@ class FlatStates:
         chunk: tuple[int, int],
         single: Callable[[Any, SpanRows, torch.Tensor], torch.Tensor],
         chunks: Callable[[SpanRows, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]],
+        spanned: Callable[[Any, torch.Tensor, Spans], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, SlotState]:
         """The answers [1, tokens, ...] of a recurrence, and the states behind it. chunk: the tokens of a
         chunk, and of the shortest rows. single: one token of rows by their slots. chunks: rows behind states.
+        spanned: all spans of several tokens by their slots, where there is a kernel for it.
         """
         self._require(x.shape[:2] == (1, self.spans.tokens) and self._answered is None)
         name = self.layer, "recurrent", 0
         layout, steps, states = self._states(name)
         out: torch.Tensor | None = None
+        by_slots = spanned is not None and hasattr(steps, "delta_spans")
+        if spanned is not None and by_slots:
+            out = spanned(steps, states, self.spans.several(x.device))
         for rows in self.spans.rows(*chunk, x.device):
             if rows.length == 1 and rows.has_past:
                 found = single(steps, rows, states).unsqueeze(1)
+            elif by_slots:
+                continue
             else:
                 past = state_steps.read(states, rows.source) if rows.has_past else None
                 found, after = chunks(rows, past)

@@ -38,21 +38,21 @@ def delta_spans(
 
     query and key [tokens, key_heads, D], value [tokens, heads, Dv], each with the last stride 1; decay and
     beta [tokens, heads]; states [slots, heads, D, Dv]; begins, ends, source and target [spans], int64: a span
-    is the tokens from begins[i] to ends[i], at most `longest`. All is computed in fp32. The answers are written
-    to these tokens of out [tokens, heads, Dv].
+    is the tokens from begins[i] to ends[i], at most `longest`. All is computed in fp32. The answers are
+    written to these tokens of out [tokens, heads, Dv].
     """
     tokens, key_heads, dim = key.shape
     heads, width = value.shape[1:]
     if query.shape != key.shape or value.shape[0] != tokens or heads % key_heads or out.shape != value.shape:
         raise ValueError(
-            f"Invalid shape of query, key, value or out: expected [tokens, key_heads, D] twice and [tokens, n "
-            f"* key_heads, Dv] twice, got {list(query.shape)}, {list(key.shape)}, {list(value.shape)} and "
+            f"Invalid shape of query, key, value or out: expected [tokens, key_heads, D] twice and [tokens, "
+            f"n * key_heads, Dv] twice, got {list(query.shape)}, {list(key.shape)}, {list(value.shape)} and "
             f"{list(out.shape)}"
         )
     if decay.shape != (tokens, heads) or beta.shape != (tokens, heads):
         raise ValueError(
-            f"Invalid shape of decay or beta: expected [{tokens}, {heads}] twice, got {list(decay.shape)} and "
-            f"{list(beta.shape)}"
+            f"Invalid shape of decay or beta: expected [{tokens}, {heads}] twice, got {list(decay.shape)} "
+            f"and {list(beta.shape)}"
         )
     spans = len(begins)
     check_slots(states, (heads, dim, width), source, target, spans)
@@ -105,8 +105,8 @@ def _invert(
     D: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     L2NORM: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """INVERSE [spans, chunks, HEADS, CHUNK, CHUNK]: (1 + A)^-1 of each chunk, where A[i, j] = beta_i (k_i k_j)
-    exp(decay from j to i) below the diagonal.
+    """INVERSE [spans, chunks, HEADS, CHUNK, CHUNK]: (1 + A)^-1 of each chunk, where A[i, j] = beta_i (k_i
+    k_j) exp(decay from j to i) below the diagonal.
     """
     chunk = tl.program_id(0)
     head = tl.program_id(1)
@@ -121,9 +121,7 @@ def _invert(
     here = token < end
     real = here[:, None] & (channel < D)[None, :]
     k = _tokens_of(K, token, k_token, head // GROUP * k_head, channel, real, L2NORM, EPS)
-    sums, beta = _gates_of(
-        DECAY, BETA, token, head, decay_token, decay_head, beta_token, beta_head, here
-    )
+    sums, beta = _gates_of(DECAY, BETA, token, head, decay_token, decay_head, beta_token, beta_head, here)
     below = place[:, None] > place[None, :]
     fade = tl.exp(tl.where(below, sums[:, None] - sums[None, :], 0.0))
     a = tl.dot(k, tl.trans(k), input_precision=PRECISION) * fade * beta[:, None]
@@ -167,9 +165,7 @@ def _delta_spans(
         real = here[:, None] & (channel < D)[None, :]
         k = _tokens_of(K, token, k_token, shared * k_head, channel, real, L2NORM, EPS)
         q = _tokens_of(Q, token, q_token, shared * q_head, channel, real, L2NORM, EPS) * scale
-        sums, beta = _gates_of(
-            DECAY, BETA, token, head, decay_token, decay_head, beta_token, beta_head, here
-        )
+        sums, beta = _gates_of(DECAY, BETA, token, head, decay_token, decay_head, beta_token, beta_head, here)
         faded = tl.exp(sums)
         each = here[:, None] & wide[None, :]
         v = tl.load(V + token[:, None] * v_token + head * v_head + column[None, :], mask=each, other=0.0)
