@@ -40,8 +40,9 @@ class Counted:
         self.run: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
+        step = getattr(state_steps, name)
         self.run.add(name)
-        return getattr(state_steps, name)
+        return step
 
 
 @pytest.fixture

@@ -207,7 +207,7 @@ def test_prompts_by_the_kernel_of_spans(monkeypatch: pytest.MonkeyPatch) -> None
     model = tiny("qwen3_5_text")
     prompts = [list(range(5, 5 + count)) for count in (3, 20, 9)]
     with Engine(model, block_size=4, max_batch_tokens=12, state_every=8) as engine:
-        for turn in range(2):
+        for _ in range(2):
             handles = [engine.submit(prompt, max_new_tokens=4) for prompt in prompts]
             outputs = [handle.result() for handle in handles]
             for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
