@@ -13,6 +13,7 @@ from processes import LIMIT
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_paged
+from hf_paged.continuous.engines import drop_engine
 from hf_paged.continuous.manager import EngineBatchingManager
 
 NEW = 6
@@ -29,6 +30,7 @@ def batching_model() -> Iterator[Any]:
     hf_paged.install(generate_batch=True)
     yield made
     made.destroy_cached_continuous_batching_manager()
+    drop_engine(made)  # else both stay, and every later test checks their pools
     hf_paged.install(generate_batch=False)
 
 
