@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from cases import once_each
 from compare import assert_clean, assert_equal, assert_same, both
 from families import BY_NAME, build
 
@@ -44,8 +45,13 @@ def _whisper(layers: int, cls: Any = tf.WhisperForConditionalGeneration) -> Any:
 
 
 @pytest.mark.filterwarnings("default::hf_paged.FallbackWarning")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("assistant", [tf.WhisperForConditionalGeneration, tf.WhisperForCausalLM])
+@pytest.mark.parametrize(
+    ("assistant", "form"),
+    [
+        *once_each([tf.WhisperForConditionalGeneration, tf.WhisperForCausalLM], [*FORMS]),
+        (tf.WhisperForCausalLM, "short"),
+    ],
+)
 def test_whisper(assistant: Any, form: str) -> None:
     """An encoder-decoder assistant rebuilds its cache after every round; distil's decoder makes another in
     the first.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from captures import counts, policy, reasons
+from cases import once_each
 from compare import assert_clean, assert_equal, assert_same, both
 from modes import MODES
 from tape import record
@@ -88,8 +89,9 @@ def answer(model: Any, arguments: dict[str, Any], **more: Any) -> Any:
 # ---- every mode
 
 
-@pytest.mark.parametrize("mode", [name for name in MODES if name not in NEEDS_NO_STOCK])
-@pytest.mark.parametrize("pictures", [1, 2])
+@pytest.mark.parametrize(
+    ("mode", "pictures"), once_each([name for name in MODES if name not in NEEDS_NO_STOCK], [1, 2])
+)
 def test_modes(model: Any, mode: str, pictures: int) -> None:
     arguments = {"input_ids": text()} | MODES[mode](model, text())
     arguments |= shown(*arguments["input_ids"].shape, pictures)

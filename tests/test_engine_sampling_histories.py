@@ -97,8 +97,7 @@ def right() -> list[list[list[int]]]:
     return each_alone(PARAMS, lambda model, prompt, asked: alone(model, prompt, **asked))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("ahead", "graphs"), [(False, False), (True, True)])
 def test_every_group_pays_for_its_own_blocks(
     ahead: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

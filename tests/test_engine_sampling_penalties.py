@@ -110,8 +110,7 @@ def right() -> list[list[list[int]]]:
     return each_alone(PARAMS, counting)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("ahead", "graphs"), [(False, False), (True, True)])
 def test_answers_are_those_of_a_processor_that_counts(
     ahead: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

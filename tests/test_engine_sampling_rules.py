@@ -85,8 +85,7 @@ def requests(count: int, seed: int) -> list[tuple[list[int], dict[str, Any]]]:
     return [(chance.choice(PROMPTS), {**chance.choice(kinds)}) for _ in range(count)]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("ahead", "graphs"), [(False, False), (True, True)])
 def test_each_row_has_its_own_rules(ahead: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """C35: in a crowd, in small pools with preemptions, at once and ahead, from graphs and not."""
     if graphs:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import every_other
 from compare import assert_clean, both
 from counted_rows import counted
 from families import BY_NAME, VOCABULARY, build
@@ -331,8 +332,9 @@ def rows_of_a_prompt(model: Any, **arguments: Any) -> list[int]:
 
 
 @NEEDS_SLOTS
-@pytest.mark.parametrize("mode", HYBRID_MODES)
-@pytest.mark.parametrize(("kind", "family"), CELLS, ids=[family for _, family in CELLS])
+@pytest.mark.parametrize(
+    ("kind", "family", "mode"), [(*cell, mode) for cell, mode in every_other(CELLS, [*HYBRID_MODES])]
+)
 def test_states_follow_the_rows_of_a_prompt(kind: str, family: str, mode: str) -> None:
     """Stock's layers fork their states with the rows: two rows are computed, whatever there are of each."""
     if kind == "image" and mode == "chunks" and not CUTS_AXES:

@@ -58,9 +58,9 @@ class Pages:
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("by_head", [False, True])
-@pytest.mark.parametrize(("rows", "width", "page", "heads", "dim"), [
-    (1, 1, 16, 1, 16), (3, 4, 16, 2, 80), (2, 70, 1, 3, 96), (4, 3, 4, 2, 8), (2, 1, 256, 2, 128), (1, 6, 32, 1, 576),
+@pytest.mark.parametrize(("rows", "width", "page", "heads", "dim", "by_head"), [
+    (1, 1, 16, 1, 16, False), (3, 4, 16, 2, 80, True), (2, 70, 1, 3, 96, False), (4, 3, 4, 2, 8, True),
+    (2, 1, 256, 2, 128, False), (1, 6, 32, 1, 576, True),
 ])  # fmt: skip
 def test_gather(rows: int, width: int, page: int, heads: int, dim: int, by_head: bool) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from cases import pairwise
 from compare import assert_equal
 from families import BY_NAME, LONG, TOKENS, build
 from tape import record
@@ -91,9 +92,9 @@ def _rows(model: Any) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("begins", ["start", "decoder-prompt"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "mode", "begins"), pairwise([*MODELS], [*MODES], ["start", "decoder-prompt"])
+)
 def test_the_same_as_stock(name: str, mode: str, begins: str, prompts: dict[str, torch.Tensor]) -> None:
     """The first call learns how routers are called, the second may share: both are stock's, to the logits."""
     make, shares = MODELS[name]

@@ -16,6 +16,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from cases import every_other
 from families import BY_NAME, build
 from seen_models import IDS, Seen
 from torch.distributed.fsdp import fully_shard
@@ -98,8 +99,7 @@ CONVERSIONS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize(("name", "entry"), every_other([*CONVERSIONS], ENTRIES))
 def test_a_conversion_between_two_uses(entry: str, name: str) -> None:
     """The weights become what they become without us, and the next answers are theirs (C24)."""
     plain, seen = Seen(build(BY_NAME["llama"])), Seen(build(BY_NAME["llama"]))

@@ -244,6 +244,8 @@ def peft_models(rank: int) -> None:
             assert owners == dict.fromkeys(RANKS_OF, "model")
 
         led(rank, model, act, max_adapters=2)
+    if dist.get_world_size() == 3:
+        return  # generate() with adapters asks ranks for nothing that depends on how many they are
     plain = generated(one, MODES[0])
     for mode in (MODES[2], {**MODES[0], "adapter_names": ["two", "__base__"]}):
         assert generated(model, mode, cache_implementation="paged") == generated(one, mode), mode
