@@ -12,6 +12,7 @@ import torch
 from captures import counts, policy
 from engine_parts import layer_groups
 from poison import poison_free_slots
+from releases import FLAT_STATES
 from tape import record
 from tiny import build, config_class
 
@@ -67,6 +68,7 @@ def test_sequences_answer_as_alone(model: Any, graphs: bool, monkeypatch: pytest
         engine.check()
 
 
+@FLAT_STATES
 @pytest.mark.parametrize("model", ["qwen3_5_text", "nemotron_h"], indirect=True)
 @pytest.mark.parametrize("tokens", [4, 64])
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
@@ -79,6 +81,7 @@ def test_chunks_of_any_length_beside_decoding_rows(model: Any, tokens: int, ahea
         engine.check()
 
 
+@FLAT_STATES
 @pytest.mark.parametrize("model", ["qwen3_5_text", "nemotron_h"], indirect=True)
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("calls", [9, 10])

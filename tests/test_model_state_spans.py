@@ -11,6 +11,7 @@ import pytest
 import torch
 from kernel_cases import load
 from poison import poison_free_slots
+from releases import FLAT_STATES
 from tiny import build, config_class
 
 from hf_paged import Engine
@@ -56,6 +57,7 @@ def is_whole(model: Any) -> bool:
     return not any(hasattr(getattr(file_of(model), name, None), STANDS_FOR) for name in names)
 
 
+@FLAT_STATES
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_are_one_row(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and decoding rows of a step are one forward."""
@@ -70,6 +72,7 @@ def test_steps_are_one_row(family: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert is_whole(model)
 
 
+@FLAT_STATES
 def test_a_step_is_one_forward() -> None:
     model = tiny("qwen3_5_text")
     with Engine(model, max_batch_tokens=9) as engine:
@@ -114,6 +117,7 @@ def other_states(stock: Callable[..., Any]) -> Callable[..., Any]:
     return scan
 
 
+@FLAT_STATES
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
@@ -134,6 +138,7 @@ def test_functions_of_another_release(other: Any, reason: str, monkeypatch: pyte
 # ---- whose calls are answered
 
 
+@FLAT_STATES
 def test_forwards_of_other_threads_get_stocks_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("qwen3_5_text")
     other = tiny("qwen3_5_text")
@@ -156,6 +161,7 @@ def test_forwards_of_other_threads_get_stocks_functions(monkeypatch: pytest.Monk
     assert is_whole(model)
 
 
+@FLAT_STATES
 def test_engines_of_one_file_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that ends its step leaves the other its functions."""
     models = [tiny("nemotron_h") for _ in range(2)]

@@ -25,6 +25,10 @@ DROPPED_WITHOUT_GRADIENTS = not RENAMED
 NEEDS_SLOTS = pytest.mark.skipif(
     not NUMBERED, reason="before transformers 5.14 recurrent states run on stock's cache"
 )
+FLAT_STATES = pytest.mark.skipif(
+    Version(tf.__version__) < Version("5.17"),
+    reason="before transformers 5.17 mixers hold their functions themselves",
+)
 OMNI = pytest.mark.skipif(
     Version(tf.__version__) < Version("5.14"), reason="Qwen3-Omni hands pixels to its decoder"
 )
