@@ -154,7 +154,7 @@ def page(results: dict[str, Any]) -> str:
         "",
         f"Made by `scripts/compatibility.py`: the fast subset of the suite (`scripts/test --fast`) on CPUs ({platform.machine()}),",
         "without its tests of texts, and with the packages of constraints.txt but for the versions named here. A row is a run;",
-        "combinations that are not listed were not run.",
+        "combinations that are not listed were not run. CI runs the whole suite on the release of constraints.txt.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",
