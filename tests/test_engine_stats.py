@@ -7,6 +7,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 
 import pytest
 from families import BY_NAME, build
+from tiny import build as tiny
+from tiny import config_class
 
 from hf_paged.engine import Engine, EngineStats
 from hf_paged.model.rehearsal import RECORDERS
@@ -80,3 +82,11 @@ def test_a_model_that_takes_no_flat_row_says_why() -> None:
     assert "encoder's output" in off["prefix_caching"]
     assert off["swap"] == "host_blocks=0"
     assert "token ids" in off["embeddings"]
+
+
+def test_rows_over_states_are_captured_though_no_row_is_flat() -> None:
+    """Zaya advances its states by code of its own."""
+    with Engine(tiny("causal", config_class("causal", "zaya")), num_blocks=40) as engine:
+        off = engine.stats()["off"]
+    assert "states" in off["flat"]
+    assert off["graphs"].startswith("steps are captured on CUDA devices")

@@ -177,7 +177,7 @@ def _why_no_graphs(loop: StepLoop) -> str | None:
     runner = loop.runner
     if runner.captured is None:
         return "graphs=False"
-    if runner.why_rows is not None:
+    if runner.why_rows is not None and not runner.captures_rows:
         return "sequences are run one by one"
     if not runner.captures:
         return f"steps are captured on CUDA devices, the model is on {runner.eager.device}"
