@@ -82,13 +82,11 @@ def test_whisper_s_assistant_is_named_once() -> None:
     model, helper = _whisper(2), _whisper(1)
     heard = torch.randn(1, 8, FRAMES, generator=torch.Generator().manual_seed(5))
     call = {"input_features": heard, "assistant_model": helper, "max_new_tokens": 12, "do_sample": False}
-    with pytest.warns(
-        Warning, match="assistant WhisperForConditionalGeneration continues on a cache that it made"
-    ) as seen:
+    with pytest.warns(Warning, match="assistant WhisperForConditionalGeneration makes its own cache") as seen:
         model.generate(**call, cache_implementation="paged")
     assert {str(warning.message) for warning in seen if "paged" in str(warning.message)} == {
-        "cache_implementation='paged': the assistant WhisperForConditionalGeneration continues on a cache "
-        "that it made itself; transformers' own cache is used"
+        "cache_implementation='paged': the assistant WhisperForConditionalGeneration makes its own cache and "
+        "continues on it; transformers' own cache is used"
     }
 
 

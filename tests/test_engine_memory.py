@@ -78,7 +78,8 @@ def test_slots_for_states_are_foretold() -> None:
     """The bytes of one, those that fit in the memory, and the requests that they let run."""
     model = model_of("qwen3_5_text")
     model.generation_config.eos_token_id = None
-    with Engine(model, state_slots=3, num_blocks=40, block_size=4, max_batch_sequences=8) as engine:
+    options: dict[str, Any] = {"state_slots": 3, "state_snapshots": 0, "num_blocks": 40, "block_size": 4}
+    with Engine(model, **options, max_batch_sequences=8) as engine:
         said = repr(engine)
         handles = [engine.submit([5 + i] * 3, max_new_tokens=4) for i in range(4)]
         engine.step()
@@ -87,7 +88,7 @@ def test_slots_for_states_are_foretold() -> None:
         assert all(handle.result().finish_reason == "length" for handle in handles)
         engine.check()
     keys, states = stats["blocks"]["full"], stats["blocks"]["state"]
-    foretold = outline("qwen3_5_text", Room("cpu", GIB), state_slots=3, num_blocks=40, block_size=4)
+    foretold = outline("qwen3_5_text", Room("cpu", GIB), **options)
     slot = foretold.state_bytes
     assert slot * states["total"] == stats["memory"]["most_bytes"] - 40 * 4 * foretold.token_bytes
     assert f"{sized(foretold.token_bytes)} a token, {sized(slot)} of states a sequence\n" in said

@@ -358,8 +358,8 @@ def test_a_config_that_says_another_length(model: Any, monkeypatch: pytest.Monke
         monkeypatch.setattr(model.config.vision_config, "patch_size", 16)
         output = engine.submit(**asks(1), **GREEDY).result()
         assert output.finish_reason == "error"
-        assert "expected states of 20 tokens" in str(output.error)
-        with pytest.raises(ValueError, match="expected states of 20 tokens"):
+        assert "expected cross-attention states of 20 tokens" in str(output.error)
+        with pytest.raises(ValueError, match="expected cross-attention states of 20 tokens"):
             engine.submit(**asks(2), **GREEDY)
         assert answers(engine.submit(PROMPTS[1], **GREEDY).result()) == alone(model, PROMPTS[1], **GREEDY)
         engine.check()

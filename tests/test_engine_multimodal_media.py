@@ -418,7 +418,7 @@ def test_a_model_that_does_more_with_pictures() -> None:
         engine.step()
         output = engine.submit(**shown, **GREEDY).result()
         assert output.finish_reason == "error"
-        assert "gives its decoder ['attention_mask']" in str(output.error)
+        assert "gives its decoder other ['attention_mask']" in str(output.error)
         assert "use generate()" in str(output.error)
         with pytest.raises(ValueError, match="attention_mask"):
             engine.submit(**other, **GREEDY)

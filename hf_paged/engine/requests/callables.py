@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def stops(criterion: Any, ids: torch.Tensor, beams: bool, ends: bool) -> list[bo
     with torch.no_grad():
         answer = criterion(ids, None)
     try:
-        done = torch.zeros(rows, dtype=torch.bool, device=ids.device) | answer
+        done = _joined(torch.zeros(rows, dtype=torch.bool, device=ids.device), answer)
     except (TypeError, RuntimeError) as error:
         raise TypeError(f"{_refused(criterion, answer)}: {error}") from error
     if beams:
@@ -42,6 +43,18 @@ def stops(criterion: Any, ids: torch.Tensor, beams: bool, ends: bool) -> list[bo
         over = over.all().expand(rows)
     found: list[bool] = over.tolist()
     return found
+
+
+def _joined(none: torch.Tensor, answer: Any) -> torch.Tensor:
+    """none | answer. An array of numpy's is joined by numpy, and its booleans become uint8, as torch does it;
+    the way there by torch's `__array_wrap__` is deprecated.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(answer, numpy.ndarray):
+        found = none.numpy() | answer
+        return torch.from_numpy(found.astype("uint8") if found.dtype == bool else found)
+    joined: torch.Tensor = none | answer
+    return joined
 
 
 def _refused(criterion: Any, answer: object) -> str:
