@@ -22,7 +22,7 @@ from .copies import distinct, move
 from .evictor import Evictor
 from .hashing import ROOT, chain, check_salt, extra_key, parent_key
 from .kinds import Cross, Full, LayerKind, State, Window
-from .partial_index import PartialBlockIndex
+from .partial_index import PartialBlockIndex, leading
 from .pool import NEVER_FULL, BlockPool, OutOfBlocks
 from .prefix import Match, Partial, adopt, commit, commit_tail, tail_name
 from .prefix_lookup import PrefixLookup, Prompt, detach, reach_in_all
@@ -36,6 +36,6 @@ __all__ = [
     "ColumnFillers", "Copy", "Corruption", "Cross", "Due", "Evictor", "Full", "LayerKind", "Match", "Numbers",
     "OutOfBlocks", "Partial", "PartialBlockIndex", "PrefixLookup", "Prompt", "PromptScores", "SealedBlocks",
     "State", "TableView", "Window", "adopt", "append", "blocks_needed", "chain", "check_salt",
-    "check_sources", "commit", "commit_tail",
-    "detach", "distinct", "extra_key", "move", "parent_key", "reach_in_all", "reorder", "tail_name",
+    "check_sources", "commit", "commit_tail", "detach", "distinct", "extra_key", "leading", "move",
+    "parent_key", "reach_in_all", "reorder", "tail_name",
 ]  # fmt: skip

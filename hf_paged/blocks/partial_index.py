@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import Any
 
 
 class PartialBlockIndex:
@@ -40,7 +41,7 @@ class PartialBlockIndex:
         wanted = tuple(tokens)
         place = bisect_left(entries, (wanted, -1))
         neighbours = entries[max(0, place - 1) : place + 1]
-        near = [(block, _common(content, wanted)) for content, block in neighbours]
+        near = [(block, leading(content, wanted)) for content, block in neighbours]
         best = max(near, key=lambda one: one[1], default=None)
         return best if best is not None and best[1] else None
 
@@ -50,7 +51,7 @@ class PartialBlockIndex:
         wanted = tuple(tokens)
         while place := bisect_right(entries, wanted, key=itemgetter(0)):
             content, block = entries[place - 1]
-            common = _common(content, wanted)
+            common = leading(content, wanted)
             if common == len(content):
                 return block, common
             wanted = wanted[:common]  # whatever holds more of them would stand behind this one
@@ -61,10 +62,10 @@ class PartialBlockIndex:
         self._of.clear()
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+def leading(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many elements two lists or two tuples begin with alike."""
     same, most = 0, min(len(one), len(other))
-    while same < most:  # in halves, which are compared faster than their tokens one by one
+    while same < most:  # in halves, which are compared faster than one by one
         half = (same + most + 1) // 2
         if one[same:half] == other[same:half]:
             same = half

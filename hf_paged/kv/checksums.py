@@ -164,7 +164,9 @@ class Checksums:
         return found
 
     def _spoil(self, due: Due, layer: int) -> Corruption:
-        """A block differs: have nobody find it, and note who holds what came of it."""
+        """Have no prompt find a block that differs, nor what was copied from it, and note which of these are
+        held.
+        """
         pool = self._group.pool
         found = Corruption(self._group.title, due.block, due.event, layer, due.heir)
         logger.error("verify='bytes': %s", found)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..kv import LayerGroup, state_steps
 from ..kv.layout import StateLayout
-from ..kv.state_spans import SpanRows, Spans, StateSpans
+from ..kv.state_spans import SpanRows, Spans, StateSpans, rounded
 from .lazy import NotFlat
 from .state_functions import DELTA, SlotState, dense_last
 
@@ -245,7 +245,7 @@ class FlatStates:
 
 def rounded_chunk(length: int, chunk: int) -> int:
     """The tokens of a chunk for rows of a length: a whole one is needless where they are shorter."""
-    return min(chunk, max(LEAST, 1 << (length - 1).bit_length()))
+    return rounded(min(length, chunk), chunk, LEAST)
 
 
 CONV_FN = ("hidden_states", "weight", "bias", "activation")

@@ -13,6 +13,7 @@ from ..blocks import (
     adopt,
     commit,
     commit_tail,
+    leading,
     reach_in_all,
 )
 from ..blocks.prefix_lookup import WORTH_A_COPY
@@ -78,15 +79,15 @@ class SharedPrefixes:
             known = self.scores.known(prompt.digests, group.request.scored)
             most = max(0, min(most, known * prompt.size - ahead))
         reached = reach_in_all(lookups, most)
-        filling = [each for each in lookups if each.pool.fills]
-        if 0 < len(filling) < len(lookups):
+        filling = [each for each in lookups if each.pool.fills] if self.snapshots.on else []
+        if filling:
             group.parts_at = reach_in_all(filling, most)
         while whole and reached % self._largest:
             reached = reach_in_all(lookups, reached - reached % self._largest)
         full = (reached + ahead) // prompt.size
         if full < len(names) and self._coming[names[full]]:
-            for twin in self._computing:
-                self.snapshots.part(twin, _common(twin.names(), names) * prompt.size)
+            for twin in self._computing if self.snapshots.on else ():
+                self.snapshots.part(twin, leading(twin.names(), names) * prompt.size)
             return None
         cross = [Match([], [])] * (len(self.kv_groups) - len(self.growing))
         return [lookup.take(reached) for lookup in lookups] + cross
@@ -171,9 +172,3 @@ class SharedPrefixes:
     def idle(self) -> bool:
         """True if no group waits for another's blocks."""
         return not self._coming and self.snapshots.idle
-
-
-def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """How many names two lists begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (here, there) in pairs if here != there), min(len(one), len(other)))

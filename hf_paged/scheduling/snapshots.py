@@ -45,6 +45,11 @@ class Snapshots:
         """The last plan of which a step was launched."""
 
     @property
+    def on(self) -> bool:
+        """True if groups leave any."""
+        return bool(self._numbers)
+
+    @property
     def idle(self) -> bool:
         """True if none waits for its step."""
         return not self._taken
@@ -111,7 +116,8 @@ class Snapshots:
             for table in each.tables:
                 if each.plan is plan and each.group not in without:
                     commit(table, each.tokens, each.group.request.key, keep_tokens=True)
-                    commit_tail(table, each.tokens, each.group.request.key)
+                    if table.pool.fills:  # else that was its only block
+                        commit_tail(table, each.tokens, each.group.request.key)
                 table.free()
 
     def drop(self) -> bool:
