@@ -3,6 +3,7 @@ bfloat16, no compile.
 
     python benchmarks/generate.py --json results.jsonl             # every section, five minutes on an H200
     python benchmarks/generate.py --sections steps --rows 1 8      # a part of it
+    python benchmarks/generate.py --sections beams --widths 4 --shape qwen8b   # a hybrid
     OMP_NUM_THREADS=1 python benchmarks/generate.py --shape tiny   # does it run? on any CPU, in two minutes
 
 Each row is printed as soon as it is known, and kept as a JSON line; a row that fails says so, and the next
@@ -74,9 +75,10 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, report: Report, model: Any = None) -> None:
         self.options, self.report = options, report
-        self.model = (
-            build(options.shape, options.device, getattr(torch, options.dtype)) if model is None else model
-        )
+        if model is None:
+            layers = {"num_hidden_layers": options.layers} if options.layers else {}
+            model = build(options.shape, options.device, getattr(torch, options.dtype), **layers)
+        self.model = model
         self.model.generation_config.pad_token_id = 0
         self.word = {
             "cache_implementation": "paged",
@@ -256,7 +258,7 @@ def beams(bench: Bench) -> None:
         must=("must", ".1f"), aim=("aim", ".1f"), met=("met", ""), same=("same tokens", ".0%"),
     )  # fmt: skip
     ids = bench.prompt(16, 256)
-    for width in BEAM_BARS:
+    for width in bench.options.widths:
         sides = bench.both(
             f"beams, width {width}", lambda paged, width=width: beam_seconds(bench, paged, ids, width)
         )
@@ -405,6 +407,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256], help="of the steps")
     parser.add_argument("--mode-rows", type=int, nargs="+", default=[1, 32], help="of the modes")
     parser.add_argument("--rounds", type=int, default=3, help="measured paged calls of steps and beams")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--widths", type=int, nargs="+", default=[*BEAM_BARS], help="of the beam searches")
     parser.add_argument(
         "--cache",
         type=json.loads,

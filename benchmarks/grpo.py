@@ -1,8 +1,10 @@
-"""A whole iteration of GRPO with TRL, by how completions are sampled: seconds of rollout, loss and optimizer step.
+"""A whole iteration of GRPO, by how completions are sampled: seconds of rollout, loss and optimizer step.
 
-    pip install trl peft
+    pip install trl
     python benchmarks/grpo.py --json results.jsonl      # on a GPU: 1B Llama shape, LoRA r16, bfloat16; two minutes
     OMP_NUM_THREADS=1 python benchmarks/grpo.py --shape tiny --prompts 2 --tokens 16 16 --iterations 2
+    python benchmarks/grpo.py --shape qwen1b                       # a hybrid
+    python benchmarks/grpo.py --shape qwen1b --loop plain          # without TRL: benchmarks/grpo_loop.py
 
 stock         generate() as transformers has it
 paged         the same by one word, cache_implementation="paged"
@@ -15,19 +17,18 @@ its own; the others are medians of the later ones.
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import statistics
 import tempfile
-import time
 from typing import Any
 
 import torch
-from datasets import Dataset
-from peft import LoraConfig
+from grpo_loop import lora, now
+from grpo_loop import trained as trained_plainly
 from shapes import SHAPES, Report, build, common_parser, report_of
 from tokenizer import tokenizer_of
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 import hf_paged
 from hf_paged.trl import rollout_func
@@ -61,25 +62,6 @@ class Clock(TrainerCallback):
         self.iterations.append(now() - self._begin)
 
 
-class TimedTrainer(GRPOTrainer):
-    """GRPO that notes how long it samples."""
-
-    rollouts: list[float]
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        begin = now()
-        answer = super()._generate(*args, **kwargs)
-        self.rollouts.append(now() - begin)
-        return answer
-
-
-def now() -> float:
-    """The time when the device has done what it was given."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def prompts_of(tokenizer: Any, count: int, tokens: int) -> list[str]:
     """Texts of so many tokens."""
     chance = random.Random(0)
@@ -88,12 +70,26 @@ def prompts_of(tokenizer: Any, count: int, tokens: int) -> list[str]:
 
 
 def trained(options: argparse.Namespace, way: str) -> tuple[Clock, list[float], float]:
-    """A few iterations: their clock, the seconds of their rollouts, and the mean tokens of a completion."""
+    """A few iterations of TRL's: their clock, the seconds of their rollouts, and the mean tokens of a completion."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    rollouts: list[float] = []
+
+    class TimedTrainer(GRPOTrainer):
+        """GRPO that notes how long it samples."""
+
+        def _generate(self, *args: Any, **kwargs: Any) -> Any:
+            begin = now()
+            answer = super()._generate(*args, **kwargs)
+            rollouts.append(now() - begin)
+            return answer
+
     on_gpu = torch.device(options.device).type == "cuda"
     prompt, new = options.tokens
     tokenizer = tokenizer_of(SHAPES[options.shape]["vocab_size"])
     tokenizer.pad_token = tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
-    model = build(options.shape, options.device, getattr(torch, options.dtype))
+    model = build(options.shape, options.device, getattr(torch, options.dtype), **options.changes)
     model.generation_config.pad_token_id = model.generation_config.eos_token_id = 0
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
@@ -119,18 +115,17 @@ def trained(options: argparse.Namespace, way: str) -> tuple[Clock, list[float], 
             train_dataset=Dataset.from_dict({"prompt": prompts_of(tokenizer, options.prompts, prompt)}),
             reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
             processing_class=tokenizer,
-            peft_config=LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+            peft_config=lora(),
             rollout_func=rollout_func if way == "rollout_func" else None,
             callbacks=[clock],
         )
-        trainer.rollouts = []
         trainer.train()
     hf_paged.release(trainer.model)
     logs = trainer.state.log_history
     length = statistics.mean(
         log["completions/mean_length"] for log in logs if "completions/mean_length" in log
     )
-    return clock, trainer.rollouts, length
+    return clock, rollouts, length
 
 
 def grpo(options: argparse.Namespace, report: Report) -> None:
@@ -138,7 +133,7 @@ def grpo(options: argparse.Namespace, report: Report) -> None:
     prompt, new = options.tokens
     report.table(
         "grpo",
-        f"GRPO: {options.prompts} prompts x {options.samples} samples, {prompt} + {new} tokens, LoRA r16 on all linears, "
+        f"GRPO ({options.loop}): {options.prompts} prompts x {options.samples} samples, {prompt} + {new} tokens, LoRA r16 on all linears, "
         f"micro-batches of {options.micro}, no checkpointing; medians of iterations behind the first",
         way=("rollouts", ""), iteration=("iteration, s", ".2f"), rollout=("rollout, s", ".2f"), loss=("loss, s", ".2f"),
         step=("step, s", ".3f"), faster=("times faster", ".2f"), rollout_faster=("the rollout", ".2f"),
@@ -146,8 +141,15 @@ def grpo(options: argparse.Namespace, report: Report) -> None:
     )  # fmt: skip
     stock: tuple[float, float] | None = None
     for way in options.ways:
+        gc.collect()  # the model of the way before
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         with report.surviving(way):
-            clock, rollouts, length = trained(options, way)
+            if options.loop == "plain":
+                clock: Any = trained_plainly(options, WAYS[way])
+                rollouts, length = clock.rollouts, new
+            else:
+                clock, rollouts, length = trained(options, way)
             medians = [statistics.median(each[1:]) for each in (clock.iterations, rollouts, clock.steps)]
             iteration, rollout, step = medians
             stock = stock or (iteration, rollout)
@@ -174,7 +176,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs=2, metavar=("PROMPT", "NEW"), default=[512, 512])
     parser.add_argument("--micro", type=int, default=8, help="rows of a micro-batch of the loss")
     parser.add_argument("--iterations", type=int, default=4)
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--loop", choices=["trl", "plain"], default="trl", help="plain: without TRL")
     options = parser.parse_args()
+    options.changes = {"num_hidden_layers": options.layers} if options.layers else {}
+    if options.loop == "plain":
+        options.ways = [way for way in options.ways if way != "rollout_func"]  # that is TRL's
     grpo(options, report_of(options))
 
 

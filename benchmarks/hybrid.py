@@ -2,6 +2,8 @@
 
 python benchmarks/hybrid.py [--rows 1 8 64] [--layers 32] [--stock] [--engine 1 8 64 256] [--prefixes]
     [--prompts 64]
+
+Beam searches: benchmarks/generate.py --sections beams --shape qwen8b. Training: benchmarks/grpo.py --shape qwen1b.
 """
 
 from __future__ import annotations
@@ -12,18 +14,13 @@ import time
 
 import torch
 import transformers
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from shapes import build
 
 import hf_paged
 from hf_paged.model.capture.replay import captures_of
 
 CONTEXT = 384
 SHORT, LONG = 32, 96
-SHAPE = {
-    "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
-    "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4, "vocab_size": 151936,
-}  # fmt: skip
 
 
 def seconds(model: torch.nn.Module, ids: torch.Tensor, new: int, paged: bool) -> float:
@@ -141,11 +138,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=0, help="prompts at once, in flat rows and one by one")
     parser.add_argument("--stock", action="store_true", help="measure stock too")
     given = parser.parse_args()
-    config = Qwen3_5TextConfig(**SHAPE, num_hidden_layers=given.layers, pad_token_id=0, eos_token_id=None)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = Qwen3_5ForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
+    model = build("qwen8b", "cuda", torch.bfloat16, num_hidden_layers=given.layers, pad_token_id=0)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "transformers", transformers.__version__)
     print(f"read-only bandwidth {bandwidth() / 1e12:.2f} TB/s")
     for rows in given.rows:

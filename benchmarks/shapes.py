@@ -18,11 +18,20 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
 import hf_paged
 
-SHAPES = {
+QWEN_LINEAR = {
+    "model_type": "qwen3_5_text",
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 256,
+    "vocab_size": 151936,
+}
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -68,16 +77,51 @@ SHAPES = {
         "vocab_size": 128256,
         "max_position_embeddings": 8192,
     },
+    "qwen_tiny": {
+        **QWEN_LINEAR,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "vocab_size": 2048,
+    },
+    "qwen1b": {
+        **QWEN_LINEAR,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen8b": {
+        **QWEN_LINEAR,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+    },
 }
+"""Llama's and Qwen3.5's: of the latter every fourth layer is attention, the others are linear."""
 
 
-def build(shape: str, device: str, dtype: torch.dtype, **changes: Any) -> LlamaForCausalLM:
+def build(shape: str, device: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
     """A model of the shape with random weights, made on the device; `changes` go into its configuration."""
+    config = AutoConfig.for_model(**{"model_type": "llama", **SHAPES[shape], **changes})
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return LlamaForCausalLM(LlamaConfig(**{**SHAPES[shape], **changes})).eval()
+            return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
     finally:
         torch.set_default_dtype(torch.float32)
 
