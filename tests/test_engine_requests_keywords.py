@@ -176,6 +176,7 @@ def test_an_engines_options_are_its_config() -> None:
     parameters = list(inspect.signature(Engine).parameters.values())
     assert [each.name for each in parameters[:3]] == ["model", "tokenizer", "config"]
     assert {each.name: each.default for each in parameters[3:]} == asdict(EngineConfig())
+    assert {each.name: each.annotation for each in parameters[3:]} == EngineConfig.__annotations__
     assert "MISSING" not in str(inspect.signature(Engine))
     assert set(get_args(config.Policy)) == set(POLICIES)
     assert set(get_args(config.Admission)) == set(ADMISSIONS)
@@ -194,6 +195,10 @@ def test_signatures_name_the_options(method: str) -> None:
     signature.bind(None, PROMPT, max_new_tokens=3, use_cache=True)
     assert "object at" not in str(signature)
     assert "MISSING" not in str(signature)
+    assert signature.parameters["max_new_tokens"].annotation == "int | None"
+    assert all(
+        each.annotation is not each.empty for name, each in signature.parameters.items() if name != "self"
+    )
 
 
 def test_every_named_keyword_is_described() -> None:
@@ -228,7 +233,7 @@ def test_annotations_resolve() -> None:
 def test_help_shows_options_and_no_internals() -> None:
     text = pydoc.render_doc(Engine, renderer=pydoc.plaintext)
     for option in (*EngineOptions.__annotations__, "max_new_tokens", "top_p", "seed", "logprobs", "salt"):
-        assert re.search(rf"\b{option}=", text), option
+        assert re.search(rf"\b{option}: '.+' = ", text), option
     for internal in ("Job", "CheckPolicy", "FinishReason", "Handles call it", "thread calls it"):
         assert internal not in text, internal
     methods = set(re.findall(r"^ \|  (?:async )?(\w+)\(self", text, re.M))
@@ -246,7 +251,14 @@ def test_the_front_door_has_the_types_of_answers() -> None:
 
 
 USER = """
+from typing import assert_type
+
+import hf_paged
 from hf_paged import Engine, EngineConfig, Handle, Increment, Output, SequenceOutput
+from hf_paged.engine import Answers, EngineStats
+
+def ended(done: int, total: int) -> None: ...
+def ended_of_any(done: int, total: int | None) -> None: ...
 
 engine = Engine(object(), block_size=16, policy="priority", run_ahead=None)
 Engine(object(), config=EngineConfig(num_blocks=100))
@@ -261,12 +273,23 @@ for increment in engine.stream("The moon", eos_token_id=[1, 2]):
     text: str = piece.text
 running: int = engine.stats()["running"]
 held: int = engine.stats()["blocks"]["full"]["held"]
+assert_type(engine.stats(), EngineStats)
+assert_type(engine.stats()["off"], dict[str, str])
+assert_type(hf_paged.stats(engine.model), hf_paged.Stats)
+assert_type(handle.result(), Output)
+assert_type([each.text for each in handle], list[str])
+assert_type(engine.generate([[5, 6]], progress=ended), list[Output])
+assert_type(engine.generate([5, 6], progress=ended_of_any), Output)
+assert_type(engine.chat([[{"role": "user", "content": "Hello"}]], progress=True), list[Output])
+assert_type(engine.map(["The fox"], progress=ended_of_any), Answers)
+assert_type([output for index, output in engine.map(["The fox"])], list[Output])
 
 async def main() -> None:
     several: list[Output] = await engine.agenerate(["The fox"], min_p=0.1)
     one: Output = await engine.agenerate([5, 6], min_p=0.1)
     async for increment in engine.astream("The fox", salt="one"):
         piece: Increment = increment
+    assert_type(await handle, Output)
 """
 MISTAKES = {
     "Engine(object(), blocksize=16)": 'Unexpected keyword argument "blocksize"',
@@ -275,6 +298,7 @@ MISTAKES = {
     'engine.submit("a", max_new_tokens="4")': 'expected "int | None"',
     'engine.submit("a", use_cache=False)': "Literal[True]",
     'engine.generate(["a"], temprature=0.5)': "No overload variant",
+    'engine.map(["a"], progress=ended)': 'expected "bool | Callable[[int, int | None], object] | None"',
     'engine.stream("a", beam_size=4)': 'Unexpected keyword argument "beam_size"',
     'engine.stream("a", priority="high")': 'expected "int"',
     'engine.astream("a", seeds=1)': 'Unexpected keyword argument "seeds"',

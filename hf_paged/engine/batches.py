@@ -124,7 +124,7 @@ class Answers(Iterable[Answer]):
         spec: BatchSpec,
         data: Any,
         key: str | None = None,
-        progress: Progress = None,
+        progress: Progress[int | None] = None,
         out: str | os.PathLike[str] | None = None,
         overwrite: bool = False,
     ) -> None:

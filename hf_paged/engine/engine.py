@@ -295,7 +295,7 @@ class Engine:
         prompts: Any,
         generation_config: Any = None,
         *,
-        progress: Progress = None,
+        progress: Progress[int] = None,
         strict: bool = False,
         **keywords: Unpack[RequestKeywords],
     ) -> Output | list[Output]:
@@ -380,7 +380,7 @@ class Engine:
         generation_config: Any = None,
         *,
         key: str | None = None,
-        progress: Progress = None,
+        progress: Progress[int | None] = None,
         overwrite: bool = False,
         **keywords: Unpack[RequestKeywords],
     ) -> Answers:

@@ -132,7 +132,7 @@ class BatchRun:
         self._most = AHEAD * service.engine.facts.sequences
         self._show: Callable[[int], object] = lambda done: None
 
-    def answer(self, path: str | os.PathLike[str], progress: Progress = None) -> None:
+    def answer(self, path: str | os.PathLike[str], progress: Progress[int] = None) -> None:
         """Answer all lines and close the engine. If this is broken off, what has ended is in the file."""
         with open(path, "rb") as opened:
             total = sum(1 for line in opened if line.strip())

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
 LONG_WORK = 3.0
 """Seconds after which a bar shows by itself."""
-Progress = bool | Callable[[int, int | None], object] | None
+Total = TypeVar("Total")
+Progress = bool | Callable[[int, Total], object] | None
 """True for a bar, False for none, None for one after a while; or a function of the number of requests that
-have ended and of all, None if that is not known.
+have ended and of all: an int, or None where that is not known.
 """
 
 
 @contextmanager
-def shown(progress: Progress, total: int | None) -> Iterator[Callable[[int], object]]:
+def shown(progress: Progress[Any], total: int | None) -> Iterator[Callable[[int], object]]:
     """Show progress until the block ends: by a function of the number of requests that have ended."""
     if callable(progress):
         yield lambda ended: progress(ended, total)

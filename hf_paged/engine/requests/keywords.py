@@ -225,8 +225,9 @@ class AsyncBatchKeywords(RequestKeywords, total=False):
 class BatchKeywords(AsyncBatchKeywords, total=False):
     """The keywords of `generate()`."""
 
-    progress: Progress
-    """True for a bar, False for none, None for one after a while; or a function of how many have ended."""
+    progress: Progress[int]
+    """True for a bar, False for none, None for one after a while; or a function of the number of requests
+    that have ended and of all."""
 
 
 class ChatKeywords(BatchKeywords, total=False):
@@ -254,7 +255,8 @@ def defaults_of(options: Any) -> dict[str, Any]:
 
 
 def spell_out(function: Callable[..., Any], keywords: type, defaults: Mapping[str, Any]) -> None:
-    """Name the keywords of a TypedDict in the signature of a function that takes `**options` of it.
+    """Name the keywords of a TypedDict, and their types, in the signature of a function that takes
+    `**options` of it.
 
     help() and completion read the signature. A keyword without a default among `defaults` has None.
     """
@@ -262,9 +264,12 @@ def spell_out(function: Callable[..., Any], keywords: type, defaults: Mapping[st
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     rest = [each for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD]
     hidden = UNNAMED | signature.parameters.keys()
-    names = [name for name in keywords.__annotations__ if name not in hidden]
     only = inspect.Parameter.KEYWORD_ONLY
-    named = [inspect.Parameter(name, only, default=defaults.get(name)) for name in names]
+    named = [
+        inspect.Parameter(name, only, default=defaults.get(name), annotation=kind.__forward_arg__)
+        for name, kind in keywords.__annotations__.items()
+        if name not in hidden
+    ]
     complete = UNNAMED.isdisjoint(keywords.__annotations__)
     parameters = own + named + ([] if complete else rest)
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
