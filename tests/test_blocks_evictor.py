@@ -101,6 +101,27 @@ def test_c20_a_random_walk_agrees_with_sorting():
         assert set(evictor) == set(model)
 
 
+def test_what_saves_more_stays_longer_and_not_for_ever():
+    """C20: a block is worth what it saves beyond what was evicted before its last use."""
+    evictor = Evictor()
+    evictor.add(0, 0, 100, saves=100)
+    found = []
+    for time in range(1, 15):
+        evictor.add(time, time, 10, saves=10)
+        found.append(evictor.evict())
+    assert found == [*range(1, 10), 0, *range(10, 14)]
+    assert drain(evictor) == [14]
+
+
+def test_a_block_that_saves_more_than_before_stays_longer():
+    evictor = Evictor()
+    for block in range(3):
+        evictor.add(block, block, 10, saves=10)
+    evictor.change(0, 15)
+    evictor.change(2, 5)
+    assert drain(evictor) == [2, 1, 0]
+
+
 def test_tenants_have_queues_of_their_own():
     """C43: what one tenant uses does not change which block of another goes first; empty queues are forgotten."""
     evictor = Evictor()

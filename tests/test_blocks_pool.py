@@ -5,6 +5,7 @@ import random
 import pytest
 
 from hf_paged.blocks import BlockPool, BlockTable, OutOfBlocks
+from hf_paged.blocks.pool import NEVER_FULL
 
 
 def name(number: int) -> bytes:
@@ -523,3 +524,69 @@ def test_several_are_dropped_as_one_by_one():
     with pytest.raises(ValueError, match="block 1 was freed twice"):
         pool.drop_several([blocks[1], blocks[0], blocks[1]])
     assert pool.held == 1
+
+
+class Chains:
+    """The plainest books of a pool whose blocks hold what all their tokens have come to: names in a list, one
+    search through all of them for each question.
+    """
+
+    def __init__(self) -> None:
+        self.worth = 0
+        self.named: dict[tuple[int, ...], int] = {}
+        """The block of each."""
+        self.cached: dict[tuple[int, ...], tuple[int, int]] = {}
+        """When each was used last: what was evicted before was worth, and the time."""
+
+    def shorter(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        return max(
+            (each for each in self.named if tokens[: len(each)] == each != tokens), key=len, default=()
+        )
+
+    def evict(self) -> int:
+        def worth(tokens: tuple[int, ...]) -> tuple[int, ...]:
+            since, last = self.cached[tokens]
+            return since + len(tokens) - len(self.shorter(tokens)), last, -len(tokens), self.named[tokens]
+
+        least = min(self.cached, key=worth)
+        inner = self.shorter(least)
+        followers = [each for each in self.named if inner and each[: len(inner)] == inner != each]
+        if followers == [least] and inner in self.cached:
+            least = inner
+        else:
+            self.worth = worth(least)[0]
+        del self.cached[least]
+        return self.named.pop(least)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_c20_snapshots_go_by_the_tokens_that_they_save(seed):
+    """C20 against books that search everything: names come, go, are used again and evicted."""
+    chance = random.Random(seed)
+    pool, books, held = BlockPool(10, NEVER_FULL), Chains(), {}
+    for time in range(1, 600):
+        tokens = tuple(chance.choices("ab", k=chance.randrange(1, 9)))
+        if held and chance.random() < 0.4:
+            tokens = chance.choice([*held])
+        if tokens in books.named:
+            block = books.named[tokens]
+            if tokens in held:
+                pool.drop(block, held.pop(tokens))
+                books.cached[tokens] = (books.worth, time - 1)
+            elif chance.random() < 0.1:
+                pool.discard(block)
+                del books.named[tokens], books.cached[tokens]
+            else:
+                pool.share(block)
+                del books.cached[tokens]
+                held[tokens] = time
+        elif len(held) < 5:
+            gone = books.evict() if not pool.free else None
+            block = pool.take()
+            assert gone in (None, block)
+            assert pool.cache(block, "".join(tokens).encode(), len(tokens), tokens, b"chain") == block
+            books.named[tokens] = block
+            held[tokens] = time
+        for each in held:
+            held[each] = time
+    assert pool.counts["evictions"] > 50

@@ -1,12 +1,15 @@
 """Snapshots of recurrent states: where a prompt leaves them, when they have a name, and what they give way to.
 
-Held here: C9, C14, C18, C22.
+Held here: C9, C14, C18, C20, C22.
 """
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from scheduling_prompts import squares as prompt
-from simulated import Simulated
+from simulated import Simulated, answer
 
 from hf_paged.blocks import Full, State
 from hf_paged.scheduling import Limits, Request, Status, StepPlan
@@ -120,6 +123,21 @@ def test_they_give_way_before_anyone_is_preempted() -> None:
     made.assert_empty()
 
 
+def test_those_without_a_name_yet_give_way_too() -> None:
+    """C9: a step is in flight that left one for each of two groups, and each needs a slot for its next chunk."""
+    made = world(slots=2, tokens=32)
+    for number in range(2):
+        made.submit(Request(number, prompt(40, number), 42))
+    first, second = launched(made), launched(made)
+    assert [len(plan.rows) for plan in (first, second)] == [2, 2]
+    assert made.scheduler.counts["preemptions"] == 0
+    made.scheduler.confirm(first)
+    made.scheduler.confirm(second)
+    made.run()
+    made.assert_answered()
+    made.assert_empty()
+
+
 def test_a_preempted_prompt_goes_on_from_the_last_one() -> None:
     made = world(tokens=16)
     group = made.submit(Request(0, prompt(60), 62))
@@ -129,5 +147,64 @@ def test_a_preempted_prompt_goes_on_from_the_last_one() -> None:
     plan = made.step()
     assert [(row.start, row.count) for row in plan.rows] == [(48, 12)]
     made.run()
+    made.assert_answered()
+    made.assert_empty()
+
+
+def test_the_snapshot_of_a_long_chat_outlives_those_of_short_prompts() -> None:
+    """C20: it saves more tokens a slot than any of them, and the turn behind it computes its own tokens only."""
+    made = world(slots=6, every=64)
+    said = prompt(41)
+    made.submit(Request(0, said, 42))
+    made.run()
+    for number in range(1, 12):
+        made.submit(Request(number, prompt(9, number), 10))
+        made.run()
+    assert made.pools[1].counts["evictions"] >= 6
+    assert covered(made).count(41) == 1
+    turn = made.submit(Request(20, (*said, *prompt(5, 20)), 48))
+    made.run()
+    assert turn.cached_tokens == 41
+    made.assert_answered()
+    made.assert_empty()
+
+
+def test_of_a_chat_the_last_snapshot_stays() -> None:
+    """C20: without those before it, a snapshot saves the tokens of theirs too."""
+    made = world(slots=6, every=64)
+    said = prompt(20)
+    for turn in range(5):
+        request = Request(turn, said, len(said) + 4)
+        made.submit(request)
+        made.run()
+        said = (*answer(request)[0], *prompt(1, turn))
+    for number in range(10, 16):
+        made.submit(Request(number, prompt(9, number), 10))
+        made.run()
+    assert len(said) - 2 in covered(made)
+    assert len([tokens for tokens in covered(made) if tokens > 10]) < 5
+    made.assert_answered()
+    made.assert_empty()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_they_take_no_slot_that_an_admitted_group_needs(seed: int) -> None:
+    """C9: with a slot for each row and none beside them, whoever was admitted runs to its end."""
+    chance = random.Random(seed)
+    requests = []
+    for number in range(12):
+        width = chance.choice([1, 1, 2, 3])
+        common = prompt(chance.choice([5, 17, 33]))
+        own = prompt(chance.randrange(1, 8), number + 2)
+        requests.append(
+            (Request(number, (*common, *own), len(common) + 14, width=width), chance.random() < 0.5)
+        )
+    made = world(slots=8, tokens=24)
+    for request, beams in requests:
+        made.submit(request, beams=beams)
+    made.run()
+    assert made.pools[1].peak_held == 8
+    assert made.pools[1].counts["evictions"] > 0
+    assert made.scheduler.counts["preemptions"] == 0
     made.assert_answered()
     made.assert_empty()

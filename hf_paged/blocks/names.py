@@ -74,6 +74,23 @@ class BlockNames:
         """How many tokens, from the sequence's first, the digest of `block` covers."""
         return self.of[block].covered
 
+    def saves(self, block: int) -> int:
+        """The tokens that a block covers beyond the next shorter one of its chain, where a block holds what
+        all its tokens have come to.
+        """
+        _, covered, tokens, parent_key = self.of[block]
+        shorter = self.partial.longest(parent_key, tokens[:-1])
+        return covered - (shorter[1] if shorter else 0)
+
+    def inner(self, block: int) -> int | None:
+        """The next shorter block of the chain that ends with this one, if no other chain goes on from it."""
+        _, _, tokens, parent_key = self.of[block]
+        shorter = self.partial.longest(parent_key, tokens[:-1])
+        if shorter is None or self.partial.next_longer(parent_key, tokens):
+            return None
+        alone = self.partial.next_longer(parent_key, tokens[: shorter[1]]) == [block]
+        return shorter[0] if alone else None
+
     def tokens(self, block: int) -> tuple[int, ...]:
         """The tokens that `block` was published with, empty if none were given."""
         name = self.of.get(block)
@@ -105,8 +122,8 @@ class BlockNames:
         self._block_of[digest] = block
         return block
 
-    def remove(self, block: int) -> None:
-        """Take the name of `block` away, if it has one."""
+    def remove(self, block: int) -> BlockName | None:
+        """Take the name of `block` away, if it has one: that name."""
         name = self.of.pop(block, None)
         if name:
             del self._block_of[name.digest]
@@ -114,6 +131,7 @@ class BlockNames:
                 log.renamed.add(block)
             if name.parent_key:
                 self.partial.remove(name.parent_key, name.tokens, block)
+        return name
 
     def clear(self) -> None:
         """Take all names away."""

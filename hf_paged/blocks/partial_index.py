@@ -57,6 +57,18 @@ class PartialBlockIndex:
             wanted = wanted[:common]  # whatever holds more of them would stand behind this one
         return None
 
+    def next_longer(self, parent_key: bytes, tokens: Sequence[int]) -> list[int]:
+        """The blocks that hold `tokens` and more, but for those that begin with all tokens of another one."""
+        entries = self._of.get(parent_key, [])
+        wanted = tuple(tokens)
+        found = []
+        place = bisect_right(entries, wanted, key=itemgetter(0))
+        while place < len(entries) and entries[place][0][: len(wanted)] == wanted:
+            content, block = entries[place]
+            found.append(block)
+            place = bisect_right(entries, content, place, key=lambda entry: entry[0][: len(content)])
+        return found
+
     def clear(self) -> None:
         """Forget all."""
         self._of.clear()

@@ -244,7 +244,8 @@ class BlockPool:
         if name:
             tenant = self.owners.get(block, "")
             self._state[block] = CACHED
-            self._evictor.add(block, self._last_access[block], name.covered, tenant)
+            saves = 0 if self.fills else self.names.saves(block)
+            self._evictor.add(block, self._last_access[block], name.covered, tenant, saves)
             if self._tenants:
                 self._tenants.change(tenant, 0, -1)
         else:
@@ -310,9 +311,14 @@ class BlockPool:
             shares = self.shares(tenant)
             loser = shares.loser()
             self.taken[loser] += loser != tenant and not shares.over(loser)
-        block = self._evictor.evict(loser)
+        inner = None if self.fills else self.names.inner(self._evictor.least(loser))
+        if inner is not None and inner in self._evictor and self.owners.get(inner, "") == loser:
+            block = inner  # a sequence may go on from the chain's end
+            self._evictor.remove(block)
+        else:
+            block = self._evictor.evict(loser)
         self.note(block, "evicted")
-        self.names.remove(block)
+        self._unname(block)
         self._set_free(block)
         self.counts["evictions"] += 1
         for log in self.names.logs:
@@ -353,16 +359,18 @@ class BlockPool:
             raise ValueError(
                 f"block {block} is not held and cannot be published; publish before the last reference goes"
             )
-        bearer = self.names.add(block, BlockName(digest, covered, tokens, parent_key if tokens else b""))
+        name = BlockName(digest, covered, tokens, parent_key if tokens else b"")
+        new = block not in self.names
+        bearer = self.names.add(block, name)
+        if new and bearer == block and not self.fills:
+            self._weigh_behind(name)
         if self.sealed is not None and bearer == block:
             self.sealed.seal(block)
         return bearer
 
     def uncache(self, block: int) -> None:
         """Take the name of `block` away, if it has one: its content is about to change."""
-        names = self.names
-        if block in names.of:
-            names.remove(block)
+        self._unname(block)
         if self.sealed is not None:
             self.sealed.lift(block)
 
@@ -370,10 +378,22 @@ class BlockPool:
         """Have no prompt find `block` again, whose content is wrong: it is free once no table names it."""
         if self._state[block] == CACHED:
             self._evictor.remove(block)
-            self.names.remove(block)
+            self._unname(block)
             self._set_free(block)
         else:
             self.uncache(block)
+
+    def _unname(self, block: int) -> None:
+        """Take the name of `block` away, if it has one."""
+        name = self.names.remove(block)
+        if name and not self.fills:
+            self._weigh_behind(name)
+
+    def _weigh_behind(self, name: BlockName) -> None:
+        """A block of this name came or went: the next longer ones save other numbers of tokens now."""
+        for block in self.names.partial.next_longer(name.parent_key, name.tokens):
+            if block in self._evictor:
+                self._evictor.change(block, self.names.saves(block))
 
     def forget(self) -> None:
         """Drop every hash: cached blocks become free; held ones keep their content but match no prompt any
