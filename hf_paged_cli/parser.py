@@ -214,6 +214,7 @@ def _add_sizes(add: Any) -> None:
         help="further slots, for snapshots of states; 0 for none",
     )
     add("--state-every", type=number(int, 1), default=512, help="tokens of a prompt between snapshots (512)")
+    add("--state-dtype", choices=["bfloat16"], help="keep float32 states of recurrent layers in this type")
     add("--gpu-memory-utilization", type=number(float, 0.001, 1), help="share of the free memory for pools")
 
 

@@ -564,6 +564,12 @@ def test_info_says_how_much_memory(capsys: pytest.CaptureFixture[str], tmp_path:
         if family == "falcon_h1":
             assert " of states a sequence" in said["keys and values"]
             assert said["layers"] == "2 full in pages and states in slots"
+            whole = said["keys and values"]
+            flags = ["--state-slots", "3", "--state-snapshots", "2", "--state-dtype", "bfloat16"]
+            assert main(["info", str(tmp_path / family), *flags]) == 0
+            said = facts_of(capsys.readouterr().out)
+            assert "5 state slots" in said["pools"]
+            assert said["keys and values"] != whole
         assert said["engine, serve"].startswith("served, if")
 
 

@@ -219,6 +219,45 @@ def test_snapshots_give_way_to_sequences(model: Any, ahead: bool) -> None:
         engine.check()
 
 
+@pytest.mark.parametrize("model", ["qwen3_5_text", "nemotron_h"], indirect=True)
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "captured"])
+def test_states_in_bfloat16(model: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly the same answers in less memory, in chunks, from snapshots, behind a swap."""
+    if graphs:
+        monkeypatch.setitem(RECORDERS, "cpu", record)
+        policy(monkeypatch, after=1, agree=1)
+    options = {"state_slots": 4, "state_snapshots": 2, "num_blocks": 18, "block_size": 4, "state_every": 8}
+    found, bytes_of = [], []
+    for dtype in (None, "bfloat16"):
+        with Engine(
+            model, state_dtype=dtype, max_batch_tokens=8, max_batch_sequences=4, preemption="swap", **options
+        ) as engine:
+            asked = [*prompts(), prompts()[4] * 2, [*prompts()[4], 7, 8]]
+            handles = [engine.submit(prompt, max_new_tokens=NEW, logprobs=True) for prompt in asked]
+            samples = engine.submit(
+                asked[3], max_new_tokens=NEW, num_return_sequences=3, do_sample=True, top_k=1
+            )
+            assert len(samples.result().sequences) == 3
+            found.append([handle.result().sequences[0] for handle in handles])
+            stats = engine.stats()
+            assert stats["states"]["hits"] > 0
+            assert stats["swapped_in"] > 0
+            assert bool(counts(engine)["replayed"]) is graphs
+            bytes_of.append(stats["memory"]["most_bytes"])
+            engine.check()
+    pairs = [
+        (one, other)
+        for each, half in zip(*found, strict=True)
+        for one, other in zip(each.logprobs, half.logprobs, strict=True)
+    ]
+    assert sum(one.token_id == other.token_id for one, other in pairs) > 0.9 * len(pairs)
+    first = [
+        abs(each.logprobs[0].logprob - half.logprobs[0].logprob) for each, half in zip(*found, strict=True)
+    ]
+    assert 0 < max(first) < 0.05
+    assert bytes_of[1] < bytes_of[0]
+
+
 @pytest.mark.parametrize("model", ["qwen3_5_text"], indirect=True)
 def test_a_snapshot_of_other_bytes_is_not_continued(model: Any) -> None:
     """verify="bytes" checks slots as it checks blocks: the request ends, and the next one begins anew."""

@@ -13,7 +13,9 @@ from hf_paged.kv import state_steps
 
 STEPS = pytest.mark.parametrize("steps", [load(), state_steps], ids=["kernels", "torch"])
 DTYPES = pytest.mark.parametrize(
-    ("dtype", "held"), [(FP32, FP32), (BF16, FP32), (BF16, BF16)], ids=["fp32", "bf16", "bf16-states"]
+    ("dtype", "held"),
+    [(FP32, FP32), (BF16, FP32), (BF16, BF16), (FP32, BF16)],
+    ids=["fp32", "bf16", "bf16-states", "fp32-bf16-states"],
 )
 
 

@@ -11,7 +11,7 @@ from poison import poison_free_slots
 from tape import record
 from tiny import build, config_class
 
-from hf_paged import PagedCache
+from hf_paged import Engine, PagedCache
 from hf_paged.model.registry import memory_of
 from hf_paged.model.rehearsal import RECORDERS
 
@@ -22,6 +22,11 @@ MODES: dict[str, dict[str, Any]] = {"greedy": {}, "beams": {"num_beams": 3}}
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_free_slots(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Any:
+    return build("causal", config_class("causal", "qwen3_5_text"))
 
 
 def padded_prompts() -> dict[str, torch.Tensor]:
@@ -63,14 +68,48 @@ def test_a_fixed_number_of_slots_is_written_in_place(monkeypatch: pytest.MonkeyP
     memory_of(model).check()
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_text"])
+def test_states_in_bfloat16_answer_nearly_as_stock(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed in float32 and rounded where they are stored, in captured steps and others."""
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    policy(monkeypatch, least_steps=4)
+    model = build("causal", config_class("causal", family))
+    given = {**padded_prompts(), "max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
+    given |= {"return_dict_in_generate": True, "output_logits": True}
+    stock = model.generate(**given)
+    options = {"cache_implementation": "paged", "cache_config": {"state_dtype": "bfloat16"}}
+    paged = model.generate(**given, **options)
+    assert counts(model)["replayed"] >= 8, reasons(model)
+    assert (paged.sequences == stock.sequences).float().mean() > 0.9
+    difference = (torch.stack(paged.logits[:4]) - torch.stack(stock.logits[:4])).abs().max()
+    assert 0 < difference < 0.05
+    halves = [
+        {each.dtype for each in group.layouts}
+        for group in memory_of(model).groups.values()
+        if not group.kind.fills
+    ]
+    assert halves == [{torch.float32, torch.bfloat16}]  # convolutions keep their type
+    memory_of(model).check()
+
+
+def test_no_other_types_of_states(qwen: Any) -> None:
+    for wrong in ("float16", torch.bfloat16):
+        with pytest.raises(ValueError, match=r"state_dtype=.* is not one of \(None, 'bfloat16'\)"):
+            PagedCache(qwen, state_dtype=wrong)
+        with pytest.raises(ValueError, match=r"state_dtype=.* is not one of \(None, 'bfloat16'\)"):
+            Engine(qwen, state_dtype=wrong)
+
+
 def test_states_are_read_outside_a_forward_and_set_within_one() -> None:
     model = build("causal", config_class("causal", "qwen3_5_text"))
-    cache = PagedCache(model)
+    cache = PagedCache(model, state_dtype="bfloat16")
     with torch.no_grad():
         model(padded_prompts()["input_ids"], past_key_values=cache)
     layer = next(layer for layer in cache.layers if hasattr(layer, "conv_states"))
     assert layer.conv_states[0].shape[0] == 3
     assert layer.has_previous_state[0]
+    assert layer.recurrent_states[0].dtype == torch.float32
     with pytest.raises(RuntimeError, match="are set by forwards of the model"):
         layer.conv_states[0] = torch.zeros(3)
     with pytest.raises(KeyError):

@@ -48,6 +48,10 @@ def model_lines(given: Namespace, source: Source) -> list[str]:
         memory_fraction=given.gpu_memory_utilization,
         max_batch_sequences=given.max_num_seqs,
         max_batch_tokens=given.max_num_batched_tokens,
+        state_slots=given.state_slots,
+        state_snapshots=given.state_snapshots,
+        state_every=given.state_every,
+        state_dtype=given.state_dtype,
         **({} if given.max_loras is None else {"max_adapters": given.max_loras}),
     )
     model = source.outline()

@@ -165,6 +165,7 @@ def engine_options(given: argparse.Namespace) -> dict[str, Any]:
         "state_slots": given.state_slots,
         "state_snapshots": given.state_snapshots,
         "state_every": given.state_every,
+        "state_dtype": given.state_dtype,
         "memory_fraction": given.gpu_memory_utilization,
         "prefix_caching": not given.no_enable_prefix_caching,
         "verify": given.verify,

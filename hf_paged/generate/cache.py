@@ -74,10 +74,13 @@ class PagedCache(DynamicCache):
         salt: str = "",
         verify: str | None = None,
         keep_pools: bool | None = None,
+        state_slots: int | None = None,
+        state_dtype: str | None = None,
     ) -> None:
         config = CacheConfig(
-            block_size, num_blocks, memory_fraction, kernels, graphs, prefix_caching, salt, verify, keep_pools
-        )
+            block_size, num_blocks, memory_fraction, kernels, graphs, prefix_caching, salt, verify,
+            keep_pools, state_slots=state_slots, state_dtype=state_dtype,
+        )  # fmt: skip
         self._open(base_model(model), config, cross=False)
 
     @classmethod

@@ -13,6 +13,7 @@ from ..blocks.pool import check_block_size
 
 KERNELS = ("auto", "triton", "native", "torch")
 VERIFY = (None, "tokens", "bytes")
+STATE_DTYPES = (None, "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class CacheConfig:
     num_blocks: blocks of every layer group, fixed. Without it the pool is sized by the call's need and grows.
     memory_fraction: instead of num_blocks, the share of the device's free memory that the pools get, fixed.
     state_slots: slots for recurrent states, fixed. A row of a step takes two. Without it their number grows.
+    state_dtype: "bfloat16" keeps float32 states in that type, rounded after each step, in half the memory.
+        They are computed in float32 either way. None keeps them as transformers does.
     kernels: what reads the pages: "torch"; "triton"; "native", the C++ op of CPUs, built if it is missing
         (both are an error where they cannot run); or "auto": Triton in captured steps where it can run, the
         C++ op where it is built, else torch.
@@ -43,6 +46,7 @@ class CacheConfig:
     num_blocks: int | None = None
     memory_fraction: float | None = None
     state_slots: int | None = field(default=None, kw_only=True)
+    state_dtype: str | None = field(default=None, kw_only=True)
     kernels: str = "auto"
     graphs: bool = True
     prefix_caching: bool = field(default=False, compare=False)
@@ -59,6 +63,11 @@ class CacheConfig:
         check_keep_pools(self.keep_pools)
         check_salt(self.salt)
         check_verify(self.verify)
+        if self.state_dtype not in STATE_DTYPES:
+            raise ValueError(
+                f"state_dtype={self.state_dtype!r} is not one of {STATE_DTYPES}; None keeps recurrent states "
+                "in the type that transformers gives them"
+            )
         if self.num_blocks is not None and self.memory_fraction is not None:
             raise ValueError(
                 f"num_blocks={self.num_blocks} and memory_fraction={self.memory_fraction} both size the "

@@ -60,12 +60,15 @@ class StateLayout(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
+    """The type in which slots hold it."""
     shape: tuple[int, ...]
+    computed: torch.dtype
+    """The type in which layers compute with it."""
 
     @classmethod
-    def of(cls, states: torch.Tensor) -> StateLayout:
-        """That of states [rows, ...]."""
-        return cls(states.device, states.dtype, tuple(states.shape[1:]))
+    def of(cls, states: torch.Tensor, dtype: torch.dtype | None = None) -> StateLayout:
+        """That of states [rows, ...], held in their own type or in another one."""
+        return cls(states.device, dtype or states.dtype, tuple(states.shape[1:]), states.dtype)
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one slot: a state is as large behind any number of tokens."""

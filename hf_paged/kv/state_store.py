@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..blocks.table import Copy
+from . import state_steps
 from .layout import StateLayout
 from .ops import choose_for
 from .reference import invariant
@@ -23,7 +24,7 @@ class StateStore:
     def __init__(self, layout: StateLayout, layers: int, blocks: int, kernels: str = "auto") -> None:
         self.layout = layout
         self.layers = layers
-        self.captured = choose_for(kernels, layout.device, layout.dtype)
+        self.captured = choose_for(kernels, layout.device, layout.computed)
         """The ops of captured steps."""
         self._hold(self._allocate(blocks))
 
@@ -50,7 +51,7 @@ class StateStore:
         return [self.data.flatten(2)] if self.data.ndim > 3 else [self.data]
 
     def _allocate(self, blocks: int, on: torch.device | None = None) -> torch.Tensor:
-        device, dtype, shape = self.layout
+        device, dtype, shape, _ = self.layout
         each = torch.Size(shape).numel()
         flat = allocate(self.layers * (blocks + 1) * each, dtype, on or device)
         return flat.view(self.layers, blocks + 1, *shape)
@@ -104,9 +105,8 @@ class StateStore:
         """The states [rows, ...] of the layer at `place` in slots [rows]; behind -1 is no state, and the
         answer means nothing.
         """
-        return self.of_layer[place].index_select(0, slots.clamp(min=0))
+        return self.of_layer[place].index_select(0, slots.clamp(min=0)).to(self.layout.computed)
 
     def write(self, place: int, slots: torch.Tensor, states: torch.Tensor) -> None:
         """Put states [rows, ...] of the layer at `place` into slots [rows]; those of -1 are dropped."""
-        spare = slots.new_full((), self.blocks)
-        self.of_layer[place].index_copy_(0, torch.where(slots < 0, spare, slots), states)
+        state_steps.write(self.of_layer[place], slots, states)

@@ -57,7 +57,7 @@ class SlotState(LazyTensor):
 
     @staticmethod
     def __new__(cls, layout: StateLayout, steps: Any, states: Any, source: Any, target: Any) -> Any:
-        return LazyTensor.__new__(cls, (len(source), *layout.shape), layout.dtype, layout.device)
+        return LazyTensor.__new__(cls, (len(source), *layout.shape), layout.computed, layout.device)
 
     @property
     def in_slots(self) -> bool:
@@ -66,7 +66,7 @@ class SlotState(LazyTensor):
 
     def _make(self) -> torch.Tensor:
         """The states as they are now, gathered."""
-        return self.states.index_select(0, self.source.clamp(min=0))
+        return self.states.index_select(0, self.source.clamp(min=0)).to(self.dtype)
 
     def step(self, kernel: str, *given: Any, **options: Any) -> torch.Tensor:
         """Step the states by one token of each row; the answer of that kernel."""

@@ -115,13 +115,19 @@ class StoredStates(SlotStates):
                     "a paged cache keeps no gradients; call the model under torch.no_grad(), or train "
                     "without a cache"
                 )
-            self.group.place(name, StateLayout.of(states))
+            self.group.place(name, StateLayout.of(states, self._kept_in(name, states)))
             slots = self._slots(STATE_WRITTEN.name, states.device)
             if slots is not None:
                 store, place = self.group.store(name)
                 store.write(place, slots, states)
         self._left.update(self.in_forward)
         self.in_forward.clear()
+
+    def _kept_in(self, name: StateName, states: torch.Tensor) -> torch.dtype | None:
+        """The type in which slots hold a state, if it is another one than the layer's."""
+        if self.group.config.state_dtype and name[1] == "recurrent" and states.dtype == torch.float32:
+            return torch.bfloat16
+        return None
 
     def _slots(self, name: str, device: torch.device) -> torch.Tensor | None:
         """The slots of the rows; None if no row has any."""
@@ -154,7 +160,7 @@ class StoredStates(SlotStates):
         column = STATE_WRITTEN if left else STATE_READ
         slots = self._slots(column.name, layout.device) if left or self.has_past() else None
         if slots is None:
-            found = torch.zeros((len(self.rows), *layout.shape), dtype=layout.dtype, device=layout.device)
+            found = torch.zeros((len(self.rows), *layout.shape), dtype=layout.computed, device=layout.device)
         else:
             found = self._read(name, layout, slots)
         self.in_forward[name] = found

@@ -218,7 +218,7 @@ class FlatStates:
             elif by_slots:
                 continue
             else:
-                past = state_steps.read(states, rows.source) if rows.has_past else None
+                past = state_steps.read(states, rows.source).to(layout.computed) if rows.has_past else None
                 found, after = chunks(rows, past)
                 state_steps.write(states, rows.target, after)
             if out is None:

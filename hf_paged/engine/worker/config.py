@@ -27,6 +27,7 @@ PreemptionMode = Literal["auto", "recompute", "swap"]
 Admission = Literal["watermark", "future"]
 Kernels = Literal["auto", "triton", "native", "torch"]
 Verify = Literal["tokens", "bytes"]
+StateDtype = Literal["bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class EngineConfig:
         Default: as many as state_slots, within the same share. What runs may take their place.
     state_every: tokens of a prompt between two snapshots. There is one behind every prompt and answer too,
         and where a prompt parts from one that is cached.
+    state_dtype: "bfloat16" keeps float32 states in that type, rounded after each step, in half the memory;
+        they are computed in float32 either way. None keeps them as transformers does.
     memory_fraction: instead of num_blocks, the share of the device's free memory for the blocks. Without
         either the engine takes what max_batch_sequences of the model's longest length need, within a share of
         the memory.
@@ -113,6 +116,7 @@ class EngineConfig:
     state_slots: int | None = None
     state_snapshots: int | None = None
     state_every: int = 512
+    state_dtype: StateDtype | None = None
     run_ahead: bool | None = None
     rank_timeout: float = 300.0
     max_adapters: int = 16
@@ -196,7 +200,10 @@ class EngineConfig:
 
     def pages(self) -> CacheConfig:
         """The options of the pools, checked."""
-        return CacheConfig(self.block_size, self.num_blocks, self.memory_fraction, self.kernels, graphs=False)
+        return CacheConfig(
+            self.block_size, self.num_blocks, self.memory_fraction, self.kernels, graphs=False,
+            state_dtype=self.state_dtype,
+        )  # fmt: skip
 
     def limits(self) -> Limits:
         """The budgets of a step, checked."""
@@ -268,6 +275,7 @@ class EngineOptions(TypedDict, total=False):
     state_slots: int | None
     state_snapshots: int | None
     state_every: int
+    state_dtype: StateDtype | None
     run_ahead: bool | None
     rank_timeout: float
     max_adapters: int

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from ...blocks import Copy, LayerKind, OutOfBlocks
 from ...kv import HostBlocks, LayerGroup, Layout, Transfer
 from ...kv.budget import Room, free_bytes
 from ...kv.checksums import NO_CHECKS, ByteChecks
-from ...kv.config import CacheConfig
 from ...model.registry import memory_of
 from ...model.servable import Unservable
 from ...model.slots import CROSS, NO_CONTENT, STATES, slots_of
@@ -82,7 +82,7 @@ class Pools:
         self._dtype = getattr(model, "dtype", None)
         self.memory = memory_of(model)
         pages = config.pages()
-        options = CacheConfig(pages.block_size, None, None, pages.kernels, False)
+        options = replace(pages, num_blocks=None, memory_fraction=None)
         owner = object()
         self.groups: dict[LayerKind, LayerGroup] = {
             kind: self.memory.group(kind, options, count, count / counts.total(), owner)
