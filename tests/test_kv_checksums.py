@@ -78,7 +78,7 @@ def test_in_chunks_and_after_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recurrent_states() -> None:
-    store = StateStore(StateLayout(CPU, torch.float32, (3, 5)), 2, 6, "torch")
+    store = StateStore(StateLayout.of(torch.zeros(1, 3, 5)), 2, 6, "torch")
     store.data.normal_()
     before = sums_of(store.by_block, BLOCKS)
     flip_a_byte(store, 5, layer=1, byte=59)

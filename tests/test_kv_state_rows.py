@@ -13,7 +13,7 @@ from hf_paged.kv.config import CacheConfig
 from hf_paged.kv.layout import StateLayout
 from hf_paged.kv.state_rows import NO_SLOT, StateRows
 
-LAYOUT = StateLayout(torch.device("cpu"), torch.float64, (1,))
+LAYOUT = StateLayout.of(torch.zeros(1, 1, dtype=torch.float64))
 
 
 def make_rows(slots: int | None = None) -> StateRows:
