@@ -126,3 +126,24 @@ def test_a_pool_without_room_says_how_many_slots_are_needed() -> None:
     with pytest.raises(OutOfBlocks, match=r"3 more .* 2 of 2 are free \(state_slots=2"):
         rows.take(3, 5)
     assert rows.group.pool.held == 0
+
+
+def test_rows_alone_take_turns_between_two_slots() -> None:
+    """Each row goes on with the two slots that it has; one that others hold is never written."""
+    rows = make_rows()
+    for _ in range(2):
+        rows.take(3, 1)
+    read, written = rows.read, rows.written
+    rows.take(3, 1)
+    assert (rows.read, rows.written) == (written, read)
+    rows.return_to(rows.begun, None)
+    assert rows.written == written
+    rows.take(3, 1)
+    twin = rows.fork()
+    rows.take(3, 1)
+    assert rows.read == twin.written
+    assert not {*rows.written} & {*twin.written}
+    rows.group.pool.check()
+    twin.free()
+    rows.free()
+    rows.group.pool.check()

@@ -125,6 +125,17 @@ class BlockTable(TableView):
         self.length += tokens
         self.stamp = now
 
+    def turn(self, other: BlockTable, tokens: int, now: int) -> None:
+        """Take tokens, and write what they come to into the one block of `other`, which gets this one's: as
+        if `other` had been freed and this table forked into it. Nobody else holds either block.
+        """
+        self.blocks, other.blocks = other.blocks, self.blocks
+        for block in self.blocks:
+            self.pool.uncache(block)
+        other.length = self.length
+        self.length += tokens
+        self.stamp = other.stamp = now
+
     def _extend(self, tokens: int, now: int) -> Copy | None:
         """Make the last block private if it is written, and add new ones. There are enough blocks for it."""
         pool = self.pool

@@ -35,6 +35,8 @@ class StateRows(Rows):
     def take(self, rows: int, new: int) -> None:
         """Take a step of `new` columns: choose its slots. On failure nothing has changed."""
         with self.group.memory.lock:
+            if rows == self.count and self._turn(new):
+                return
             self._forget_last()
             first_step = not self.columns
             if first_step:
@@ -54,6 +56,22 @@ class StateRows(Rows):
                 self.columns = begun + new
                 self.begun = begun
                 self._changed(new)
+
+    def _turn(self, new: int) -> bool:
+        """Let rows write where the last step has read, if they alone hold these slots and their own."""
+        references = self.group.pool.references
+        before = self._before
+        if not before or any(references(table.blocks[0]) != 1 for table in (*before, *self._tables)):
+            return False
+        with self._whole():
+            now = self.group.pool.tick()
+            self.read = self.written
+            for table, old in zip(self._tables, before, strict=True):
+                table.turn(old, new, now)
+            self.begun = self.columns
+            self.columns += new
+            self._changed(new)
+        return True
 
     def _make_slots(self, rows: int) -> bool:
         """Make room for a step of so many rows; true if each may write elsewhere than it reads."""
