@@ -6,6 +6,7 @@ captured in a CUDA graph.
 """
 
 from .advance import advance
+from .chain import FUNCTIONS, SUMS, Operation, chain
 from .conv_step import conv_step
 from .copy import copy
 from .decode import Plan, decode
@@ -30,15 +31,19 @@ from .write import write
 know_kernels()
 
 __all__ = [
+    "FUNCTIONS",
     "GOLDEN",
+    "SUMS",
     "AdapterPlan",
     "Invariant",
     "LoraWeights",
     "NoFixedOrder",
+    "Operation",
     "Plan",
     "Spans",
     "add_rms_norm",
     "advance",
+    "chain",
     "conv_step",
     "copy",
     "decode",

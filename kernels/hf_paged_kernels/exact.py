@@ -92,6 +92,12 @@ def tanh(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def sigmoid(x, EXACT: tl.constexpr):
+    """1 / (1 + e^-x)."""
+    return tl.div_rn(tl.where(x == x, 1.0, x), 1.0 + exp(-x, EXACT))
+
+
+@triton.jit
 def silu(x, EXACT: tl.constexpr):
     """x / (1 + e^-x)."""
     return tl.div_rn(x, 1.0 + exp(-x, EXACT))

@@ -5,23 +5,39 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 import transformers as tf
+from chain_functions import FUNCTIONS
 from families import LONG, SMALL, TOKENS
 from torch import nn
 from torch.nn.functional import gelu, silu
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 
+import hf_paged_kernels as kernels
 from hf_paged.model.capture.fusion import ROTARY, Fusion, current_fusion
 
 CONFIG = tf.LlamaConfig(num_key_value_heads=2, **SMALL, **TOKENS, **LONG)
 
 
 WIDTH = CONFIG.hidden_size
+
+
+def _as_a_kernel(method: Any) -> Any:
+    """No mode of torch sees what a kernel computes."""
+
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return method(*args, **kwargs)
+
+    return run
 
 
 class Kernels:
@@ -37,6 +53,7 @@ class Kernels:
         self.calls[name] += 1
         self.threads.add(threading.get_ident())
 
+    @_as_a_kernel
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, centered: bool = False
     ) -> torch.Tensor:
@@ -47,6 +64,7 @@ class Kernels:
         normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
         return (normed * (1 + weight.float())).to(x.dtype) if centered else weight * normed.to(x.dtype)
 
+    @_as_a_kernel
     def add_rms_norm(
         self,
         x: torch.Tensor,
@@ -59,10 +77,29 @@ class Kernels:
         self._note("add_rms_norm")
         return residual + x, self._norm(residual + x, weight, eps, centered)
 
+    @_as_a_kernel
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> torch.Tensor:
         self._note(activation)
         return {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}[activation](gate) * up
 
+    Operation = kernels.Operation
+
+    @_as_a_kernel
+    def chain(
+        self,
+        inputs: Sequence[torch.Tensor],
+        operations: Sequence[kernels.Operation],
+        outputs: Mapping[int, torch.Tensor],
+    ) -> None:
+        self._note("chain")
+        values = [x.float() for x in inputs]
+        for kind, operands, dtype in operations:
+            given = [values[x] if isinstance(x, int) else x for x in operands]
+            values.append(FUNCTIONS[kind](*given).to(dtype).float())
+        for place, out in outputs.items():
+            out.copy_(values[place])
+
+    @_as_a_kernel
     def rotary(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,8 @@ begins, so that adding and norm are one kernel.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -264,6 +265,11 @@ class CompiledFusion(Fusion):
     def layer_of(self, tag: torch.Tensor) -> PagedLayer:
         """The layer of the cache that a traced layer uses."""
         return self._tags[tag.data_ptr()]
+
+    @contextmanager
+    def chained(self) -> Iterator[None]:
+        """Small operations are in the compiled layers."""
+        yield
 
     # ---- what the modules do instead
 

@@ -24,6 +24,7 @@ from transformers.activations import ACT2FN
 
 from ...kv import fork_safe_lock
 from ...kv.ops import on
+from ...kv.reference import invariant
 from ..adapters.apply import read_together
 from ..device_map import runs_class_forward
 from ..lazy import Rotation
@@ -33,6 +34,7 @@ from ..ranks.tensor_parallel import mesh_of
 from ..source import STANDS_FOR, reads_like
 from ..state_functions import StateFunctions, stepping
 from .branches import Product, at_once, beside, products_of
+from .chains import Chains, Noted, computed
 from .products import fused_product
 
 ROTARY = "apply_rotary_pos_emb"
@@ -53,6 +55,7 @@ class Fusion:
         """The norm that reads what a layer answers."""
         self._last: set[nn.Module] = set()
         """Of these norms those behind which a stack ends."""
+        self._device_type = next((each.device.type for each in model.parameters()), "cpu")
         self._mesh = mesh_of(model)
         self.ranks = None if self._mesh is None else memory_of(self._mesh.get_group())
         """The memory for sums of a divided model's ranks."""
@@ -148,6 +151,19 @@ class Fusion:
                 calls.setdefault((width, name), partial(self.kernels.swiglu, x, x, activation=name))
         return list(calls.values())
 
+    @contextmanager
+    def chained(self) -> Iterator[None]:
+        """Let small operations of this thread's forward be computed in chains, where kernels can. Sums over
+        ranks lie in memory that the next sum takes, so what reads them cannot wait.
+        """
+        recorded = torch.is_grad_enabled() or torch.is_autocast_enabled(self._device_type)
+        if self.kernels is None or self.ranks is not None or recorded or invariant.get():
+            yield
+            return
+        with Chains(self.kernels) as chains:
+            yield
+            chains.compute_all()
+
     # ---- what the modules do instead
 
     def take_ahead(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
@@ -166,10 +182,22 @@ class Fusion:
         known = self.take_ahead(module, x)
         if known is not None:
             return known
+        if isinstance(x, Noted) and x.note.waits:
+            return self._norm_of_noted(module, x)
         with on(x.device):
             normed: torch.Tensor = self.kernels.rms_norm(
-                x, module.weight, epsilon(module), centered=is_centered(module)
+                computed(x), module.weight, epsilon(module), centered=is_centered(module)
             )
+        return normed
+
+    def _norm_of_noted(self, module: nn.Module, x: Noted) -> torch.Tensor:
+        """The norm of what is not computed yet: together with that."""
+        summed = x.chains.sum_of(x)
+        if summed is None:
+            chained: torch.Tensor = type(module).forward(module, x)
+            return chained
+        total, normed = self.add_norm(module, *summed)
+        x.note.settle(total)
         return normed
 
     def add_norm(
@@ -184,7 +212,9 @@ class Fusion:
                 if of_ranks is not None:
                     return of_ranks
                 x = x.dense()
-            both: tuple[torch.Tensor, torch.Tensor] = self.kernels.add_rms_norm(x, *given, centered=centered)
+            both: tuple[torch.Tensor, torch.Tensor] = self.kernels.add_rms_norm(
+                *map(computed, (x, *given)), centered=centered
+            )
         return both
 
     def _sums_wait(self) -> AbstractContextManager[None]:
@@ -193,6 +223,7 @@ class Fusion:
 
     def product(self, layer: nn.Linear, products: dict[nn.Linear, Product], x: torch.Tensor) -> torch.Tensor:
         """A layer's product of x. products: those of all layers that are given the same input."""
+        x = computed(x)  # before streams part
         ready = self._ready
         if ready is None or ready[0] is not x or ready[1] != _version(x) or layer not in ready[2]:
             found = fused_product(x, [*products])
@@ -211,7 +242,7 @@ class Fusion:
             gate = module.gate_proj(x)
             up = module.up_proj(x)
         with on(x.device):
-            gated = self.kernels.swiglu(gate, up, activation=activation(module))
+            gated = self.kernels.swiglu(computed(gate), computed(up), activation=activation(module))
         return module.down_proj(gated)
 
     def layer(self, module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -239,7 +270,7 @@ class Fusion:
     ) -> Any:
         if unsqueeze_dim != 1 or cos.ndim != 3 or not q.dtype == k.dtype == cos.dtype == sin.dtype:
             return stock(q, k, cos, sin, unsqueeze_dim)
-        return Rotation(self.kernels, q, k, cos, sin).lazy()
+        return Rotation(self.kernels, *map(computed, (q, k, cos, sin))).lazy()
 
     def substitute(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Replaces a module file's rotary embedding meanwhile."""
@@ -270,7 +301,7 @@ def fused(fusion: Fusion) -> Iterator[None]:
         states = stepping.set(fusion.states)
         try:
             fusion.states.put_in()
-            with nullcontext() if fusion.ranks is None else fusion.ranks.forward():
+            with nullcontext() if fusion.ranks is None else fusion.ranks.forward(), fusion.chained():
                 yield
         finally:
             stepping.reset(states)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from ...kv import LayerGroup, Memory, is_out_of_memory
 from ...kv.reference import invariant
@@ -27,6 +28,7 @@ from ..ranks.votes import Votes, before_groups_end
 from ..rehearsal import RECORDERS, Rehearsal, graph_memory
 from ..snapshot import StateKey
 from ..weights_digest import PLAIN_TENSORS, memory_of_parts, wraps
+from .chains import computed
 from .compile import Compilation, CompiledFusion, reason_of
 from .fusion import Fusion, changing, fused
 from .step import AGREE, CapturedStep, Size, StepSource
@@ -618,7 +620,7 @@ def _forward(
 ) -> Any:
     """The captured forward."""
     with fused(fusion), lengths_on_device(source.model, lengths):
-        return source.forward(step)
+        return tree_map(computed, source.forward(step))
 
 
 def _reserved(devices: Sequence[torch.device]) -> int:

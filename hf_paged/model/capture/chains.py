@@ -1,0 +1,407 @@
+"""Small operations of a captured forward that follow each other, computed by one kernel.
+
+While the forward runs, operations on single numbers and means along lines are noted instead of computed. What
+is noted is computed when something else needs it, together with what it was computed from. So a chain is
+found by what the modules compute, whatever their code is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from ...kv.ops import on
+from ..lazy import LazyTensor
+from ..weights_digest import PLAIN_TENSORS
+
+aten = torch.ops.aten
+LEAST = 2
+"""Operations that are worth a kernel of their own."""
+MOST = 48
+"""Operations and tensors of one kernel."""
+WIDEST = 16384
+FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+Number = int | float
+
+
+class Recipe(NamedTuple):
+    """An operation of torch as the kernel has it."""
+
+    kind: str
+    operands: tuple[Any, ...]
+    """Tensors and numbers."""
+
+
+class Note:
+    """An operation that is noted, or its answer once it is computed."""
+
+    def __init__(self, run: Callable[[], torch.Tensor], recipe: Recipe, answer: torch.Tensor) -> None:
+        """run: computes it alone; answer: a tensor without data of its shape, strides and type."""
+        self.run: Callable[[], torch.Tensor] | None = run
+        self.kind = recipe.kind
+        self.operands = [each.note if isinstance(each, Noted) else each for each in recipe.operands]
+        self.shape = answer.shape
+        self.strides = answer.stride()
+        self.dtype = answer.dtype
+        self.value: torch.Tensor | None = None
+        self.tensor: weakref.ref[Noted] | None = None
+        """The answer in the forward, while something holds it."""
+        self.stream = _stream(recipe)
+
+    def settle(self, value: torch.Tensor) -> None:
+        """The answer is computed; nothing that it was computed from is needed any more."""
+        self.value = value
+        self.run = None
+        self.operands = []
+
+    @property
+    def waits(self) -> bool:
+        return self.value is None
+
+    @property
+    def held(self) -> bool:
+        """True if the forward may still ask for the answer."""
+        return self.tensor is not None and self.tensor() is not None
+
+    @property
+    def is_trivial(self) -> bool:
+        """True of a product with one."""
+        return self.kind == "mul" and 1.0 in [each for each in self.operands if isinstance(each, float)]
+
+    def joins(self, later: Note) -> bool:
+        """True if the kernel of a later operation can compute this one: a sum, along whole lines of it."""
+        if not self.sums:
+            return True
+        (of,) = self.operands
+        return of.shape == later.shape
+
+    @property
+    def sums(self) -> bool:
+        return self.kind in ("sum", "mean")
+
+
+class Noted(LazyTensor):
+    """The answer of an operation that is noted."""
+
+    note: Note
+    chains: Chains
+
+    @classmethod
+    def of(cls, note: Note, device: torch.device, chains: Chains) -> Noted:
+        made: Noted = torch.Tensor._make_wrapper_subclass(
+            cls, note.shape, strides=note.strides, dtype=note.dtype, device=device
+        )
+        made.note = note
+        made.chains = chains
+        note.tensor = weakref.ref(made)
+        return made
+
+    def _make(self) -> torch.Tensor:
+        return self.chains.compute(self.note)
+
+
+class Chains(TorchDispatchMode):
+    """Notes operations of the forward that runs under it, and computes them."""
+
+    def __init__(self, kernels: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels = kernels
+        self._noted: list[weakref.ref[Noted]] = []
+        self._computing = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if self._computing:
+            return func(*args, **named)
+        if args and isinstance(args[0], Noted) and _changes_nothing(func, *args, **named):
+            return args[0]
+        find = RECIPES.get(getattr(func, "overloadpacket", None))
+        if find is not None:
+            recipe = find(*args, **named)
+            if recipe is not None and _fits(recipe):
+                return self._note(func, recipe, args, named)
+        if func._schema.is_mutable:  # it may write to what a note will read
+            self.compute_all()
+        return func(*tree_map(computed, args), **tree_map(computed, named))
+
+    def _note(self, func: Any, recipe: Recipe, args: Any, named: Mapping[str, Any]) -> Noted:
+        answer = _answer(func, args, named)
+        given = tree_map(lambda x: x.note if isinstance(x, Noted) else x, (args, dict(named)))
+
+        def run() -> torch.Tensor:
+            positional, by_name = tree_map(lambda x: self.compute(x) if isinstance(x, Note) else x, given)
+            made: torch.Tensor = func(*positional, **by_name)
+            return made
+
+        device = next(x.device for x in recipe.operands if isinstance(x, torch.Tensor))
+        note = Note(run, recipe, answer)
+        noted = Noted.of(note, device, self)
+        assert note.tensor is not None
+        self._noted.append(note.tensor)
+        return noted
+
+    def compute_all(self) -> None:
+        """Compute all that the forward may still ask for."""
+        noted, self._noted = self._noted, []
+        for each in noted:
+            tensor = each()
+            if tensor is not None:
+                tensor.dense()
+
+    def sum_of(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The two tensors whose sum x will be, if that is all that is to be computed."""
+        if not isinstance(x, Noted) or not x.note.waits or x.note.kind != "add":
+            return None
+        operands = [each.value if isinstance(each, Note) else each for each in x.note.operands]
+        alike = all(
+            isinstance(each, torch.Tensor) and (each.shape, each.dtype) == (x.shape, x.dtype)
+            for each in operands
+        )
+        return (operands[0], operands[1]) if alike else None  # type: ignore[return-value]
+
+    # ---- computing
+
+    def compute(self, note: Note) -> torch.Tensor:
+        """The answer of an operation."""
+        if note.value is None:
+            outer, self._computing = self._computing, True
+            try:
+                with _on_its_stream(note):
+                    self._compute(note)
+            finally:
+                self._computing = outer
+        assert note.value is not None
+        return note.value
+
+    def _compute(self, note: Note) -> None:
+        tree = self._tree(note)
+        if sum(not each.is_trivial for each in tree) < LEAST:
+            assert note.run is not None
+            note.settle(note.run())
+            return
+        leaves: dict[int, torch.Tensor] = {}
+        for each in tree:
+            for x in each.operands:
+                x = x.value if isinstance(x, Note) else x
+                if isinstance(x, torch.Tensor):
+                    leaves[id(x)] = x
+        device = next(iter(leaves.values())).device
+        kept = [each for each in tree if each is note or (each.held and each.shape == note.shape)]
+        for leaf in leaves.values():
+            aten.alias(leaf)  # lets a mode that watches the forward see what is read
+        places: dict[int, int] = {key: i for i, key in enumerate(leaves)}
+        operations = []
+        for i, each in enumerate(tree, len(leaves)):
+            operands = [self._operand(x, places) for x in each.operands]
+            operations.append(self.kernels.Operation(each.kind, tuple(operands), each.dtype))
+            places[id(each)] = i
+        with on(device):
+            made = [torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=device) for x in kept]
+            inputs = [leaf.expand(note.shape) for leaf in leaves.values()]
+            outputs = {places[id(x)]: out for x, out in zip(kept, made, strict=True)}
+            self.kernels.chain(inputs, operations, outputs)
+        for each, value in zip(kept, made, strict=True):
+            each.settle(value)
+
+    @staticmethod
+    def _operand(x: Any, places: Mapping[int, int]) -> int | float:
+        if isinstance(x, Note) and x.value is not None:
+            return places[id(x.value)]
+        return x if isinstance(x, float) else places[id(x)]
+
+    def _tree(self, note: Note) -> list[Note]:
+        """The operations that one kernel computes, each behind its operands. What it cannot have is computed
+        before.
+        """
+        found: dict[int, Note] = {}
+        met: set[int] = set()
+
+        def visit(each: Note) -> None:
+            met.add(id(each))
+            for x in each.operands:
+                if isinstance(x, Note) and x.waits and id(x) not in met:
+                    if len(met) < MOST and x.joins(note):
+                        visit(x)
+                    else:
+                        self.compute(x)
+                if not isinstance(x, float):
+                    met.add(id(x))
+            found[id(each)] = each
+
+        if note.sums:
+            found[id(note)] = note
+        else:
+            visit(note)
+        return [each for each in found.values() if each.waits]
+
+
+def computed(value: Any) -> Any:
+    """The content of a noted answer; anything else as it is."""
+    return value.dense() if isinstance(value, Noted) else value
+
+
+def _fits(recipe: Recipe) -> bool:
+    """True if a kernel can compute it: floats of one device."""
+    tensors = [x for x in recipe.operands if isinstance(x, torch.Tensor)]
+    return (
+        len({x.device for x in tensors}) == 1
+        and all(
+            (type(x) in PLAIN_TENSORS or isinstance(x, Noted))
+            and x.dtype in FLOATS
+            and x.layout == torch.strided
+            and not x.is_meta
+            and x.numel()
+            for x in tensors
+        )
+        and all(isinstance(x, (torch.Tensor, float)) for x in recipe.operands)
+        and any(x.ndim for x in tensors)
+    )
+
+
+def _answer(func: Any, args: Any, named: Mapping[str, Any]) -> torch.Tensor:
+    """The answer of an operation without data, with the shape, strides and type that torch gives it."""
+
+    def without_data(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    with _disable_current_modes():
+        answer: torch.Tensor = func(*tree_map(without_data, args), **tree_map(without_data, dict(named)))
+    return answer
+
+
+def _stream(recipe: Recipe) -> Any:
+    device = next(x.device for x in recipe.operands if isinstance(x, torch.Tensor))
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def _on_its_stream(note: Note) -> Iterator[None]:
+    """The stream on which an operation was noted, for which the current one then waits."""
+    if note.stream is None or (outer := torch.cuda.current_stream(note.stream.device)) == note.stream:
+        yield
+        return
+    with torch.cuda.stream(note.stream):
+        yield
+    outer.wait_stream(note.stream)
+
+
+# ---- operations of torch
+
+
+def _unary(kind: str) -> Callable[..., Recipe | None]:
+    def find(x: Any, **named: Any) -> Recipe | None:
+        return None if named else Recipe(kind, (x,))
+
+    return find
+
+
+def _binary(kind: str) -> Callable[..., Recipe | None]:
+    def find(x: Any, y: Any, *rest: Any, **named: Any) -> Recipe | None:
+        return None if rest or named else Recipe(kind, (_operand(x), _operand(y)))
+
+    return find
+
+
+def _operand(x: Any) -> Any:
+    return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
+
+
+def _divided(x: Any, y: Any, *rest: Any, **named: Any) -> Recipe | None:
+    y = _operand(y)
+    if rest or named:
+        return None
+    if isinstance(y, float) and isinstance(x, torch.Tensor) and x.is_cuda and y:
+        return Recipe("mul", (x, 1.0 / y))  # as torch does there
+    return Recipe("div", (_operand(x), y))
+
+
+def _reversed(x: Any, y: Any, *rest: Any, **named: Any) -> Recipe | None:
+    return None if rest or named else Recipe("sub", (_operand(y), _operand(x)))
+
+
+def _power(x: Any, exponent: Any) -> Recipe | None:
+    return Recipe("square", (x,)) if isinstance(exponent, (int, float)) and exponent == 2 else None
+
+
+def _softplus(x: Any, beta: Number = 1, threshold: Number = 20) -> Recipe | None:
+    return Recipe("softplus", (x,)) if (beta, threshold) == (1, 20) else None
+
+
+def _gelu(x: Any, approximate: str = "none") -> Recipe | None:
+    return Recipe({"none": "gelu", "tanh": "gelu_tanh"}[approximate], (x,))
+
+
+def _clamped(x: Any, least: Any = None, most: Any = None, **named: Any) -> Recipe | None:
+    least, most = named.get("min", least), named.get("max", most)
+    if isinstance(least, (int, float)) and most is None:
+        return Recipe("at_least", (x, float(least)))
+    if isinstance(most, (int, float)) and least is None:
+        return Recipe("at_most", (x, float(most)))
+    return None
+
+
+def _along(kind: str) -> Callable[..., Recipe | None]:
+    def find(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Recipe | None:
+        dims = dim if isinstance(dim, (list, tuple)) else [dim]
+        last = len(dims) == 1 and dims[0] in (-1, x.ndim - 1)
+        wanted = last and keepdim and dtype in (None, x.dtype) and x.dtype == torch.float32
+        return Recipe(kind, (x,)) if wanted and 1 <= x.shape[-1] <= WIDEST else None
+
+    return find
+
+
+def _cast(x: Any, *rest: Any, **named: Any) -> Recipe | None:
+    dtype = _type_alone(x, *rest, **named)
+    return Recipe("copy", (x,)) if dtype is not None and dtype != x.dtype else None
+
+
+def _type_alone(x: Any, dtype: Any = None, *rest: Any, **named: Any) -> torch.dtype | None:
+    """The type of `to`, if that is all that it is asked for."""
+    dtype = named.pop("dtype", dtype)
+    named.pop("non_blocking", None)
+    same = {"device": x.device, "layout": torch.strided, "memory_format": torch.preserve_format}
+    alone = all(named.pop(name, None) in (None, value) for name, value in same.items())
+    return dtype if alone and dtype in FLOATS and not any((*rest, *named.values())) else None
+
+
+def _changes_nothing(func: Any, x: Noted, *rest: Any, **named: Any) -> bool:
+    """True if torch would answer x itself."""
+    if func is aten.contiguous.default:
+        return x.is_contiguous() and not rest and not named
+    return func is aten.to.dtype and _type_alone(x, *rest, **named) == x.dtype
+
+
+RECIPES: dict[Any, Callable[..., Recipe | None]] = {
+    aten.add: _binary("add"),
+    aten.sub: _binary("sub"),
+    aten.rsub: _reversed,
+    aten.mul: _binary("mul"),
+    aten.div: _divided,
+    aten.neg: _unary("neg"),
+    aten.abs: _unary("abs"),
+    aten.square: _unary("square"),
+    aten.pow: _power,
+    aten.reciprocal: _unary("reciprocal"),
+    aten.rsqrt: _unary("rsqrt"),
+    aten.sqrt: _unary("sqrt"),
+    aten.exp: _unary("exp"),
+    aten.tanh: _unary("tanh"),
+    aten.sigmoid: _unary("sigmoid"),
+    aten.relu: _unary("relu"),
+    aten.silu: _unary("silu"),
+    aten.gelu: _gelu,
+    aten.softplus: _softplus,
+    aten.clamp: _clamped,
+    aten.mean: _along("mean"),
+    aten.sum: _along("sum"),
+    aten._to_copy: _cast,
+    aten.to: _cast,
+}

@@ -1,0 +1,180 @@
+"""Chains of operations on numbers, and sums along lines between them, as one kernel that is written for them.
+
+Each operation is computed in fp32 and rounded to the type of its answer, as torch computes and rounds it.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from . import exact
+from .launching import launch
+
+WIDEST = 16384
+TILE = 1024
+TYPES = {torch.float32: "tl.float32", torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
+SUMS = ("sum", "mean")
+FUNCTIONS = {
+    "copy": "{0}",
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "tl.div_rn({0}, {1})",
+    "neg": "-{0}",
+    "abs": "tl.abs({0})",
+    "square": "{0} * {0}",
+    "reciprocal": "tl.div_rn(tl.where({0} == {0}, 1.0, {0}), {0})",
+    "rsqrt": "tl.rsqrt({0})",
+    "sqrt": "tl.sqrt_rn({0})",
+    "relu": "tl.where({0} < 0.0, 0.0, {0})",
+    "at_least": "tl.where({0} < {1}, {1}, {0})",
+    "at_most": "tl.where({0} > {1}, {1}, {0})",
+    "exp": "exact.exp({0}, EXACT)",
+    "tanh": "exact.tanh({0}, EXACT)",
+    "sigmoid": "exact.sigmoid({0}, EXACT)",
+    "silu": "exact.silu({0}, EXACT)",
+    "softplus": "exact.softplus({0}, EXACT)",
+    "gelu": "0.5 * {0} * (1.0 + tl.erf({0} * 0.7071067811865476))",
+    "gelu_tanh": "exact.gelu_tanh({0}, EXACT)",
+    "sum": "tl.sum(tl.where(real, {0}, 0.0), 1)[:, None]",
+    "mean": "(tl.sum(tl.where(real, {0}, 0.0), 1) * FACTOR)[:, None]",
+}
+"""By name of an operation, its code: {0} and {1} are its operands."""
+
+
+class Operation(NamedTuple):
+    """An operation of a chain."""
+
+    kind: str
+    """One of FUNCTIONS; "sum" and "mean" go along lines, and what they answer counts for the whole line."""
+    operands: tuple[int | float, ...]
+    """An integer is a value's place among inputs and, behind them, operations; a float is a number."""
+    dtype: torch.dtype
+    """The type to which the answer is rounded."""
+
+
+def chain(
+    inputs: Sequence[torch.Tensor], operations: Sequence[Operation], outputs: Mapping[int, torch.Tensor]
+) -> None:
+    """Compute operations on inputs, and put some values, named by their places, into outputs.
+
+    Inputs and outputs have one shape [..., n], any strides, and types of TYPES; with sums n is at most 16384.
+    """
+    tensors = [*outputs.values(), *inputs]
+    shape = tensors[0].shape
+    wrong = [x for x in tensors if x.shape != shape or x.dtype not in TYPES]
+    if wrong or not inputs:
+        raise ValueError(
+            f"Invalid shape or type of a tensor: expected {list(shape)} in one of "
+            f"{', '.join(map(str, TYPES))}, got {[(list(x.shape), x.dtype) for x in wrong] or 'no input'}"
+        )
+    whole = any(each.kind in SUMS for each in operations)
+    if whole and (not shape or shape[-1] > WIDEST):
+        raise ValueError(f"Invalid shape: sums go along lines of 1 to {WIDEST}, got {list(shape)}")
+    if not tensors[0].numel():
+        return
+    *dims, (n, *along) = _dims(tensors, whole)
+    dims = dims or [[1] + [0] * len(tensors)]
+    sizes = [size for size, *_ in dims]
+    strides = tuple((*(each[1 + i] for each in dims), stride) for i, stride in enumerate(along))
+    form = _Form(tuple(sizes[1:]), strides, len(inputs), tuple(operations), tuple(outputs), n if whole else 0)
+    count = prod(sizes)
+    padded = triton.next_power_of_2(n)
+    padded = padded if whole else min(padded, TILE)
+    at_once = max(1, TILE // padded)
+    launch(
+        _kernel(form), (triton.cdiv(count, at_once), triton.cdiv(n, padded)), *tensors, count, n,
+        AT_ONCE=at_once, PADDED=padded, EXACT=tensors[0].device.type != "cpu",
+        num_warps=max(4, min(16, at_once * padded // 256)), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _dims(tensors: Sequence[torch.Tensor], whole: bool) -> list[list[int]]:
+    """The dimensions as few as they can be, outermost in the first tensor first: each its size and every
+    tensor's stride. whole: the last is the tensors' own last.
+    """
+    first = tensors[0]
+    order = [*range(first.ndim - whole)]
+    dims: list[list[int]] = []
+    for d in sorted((d for d in order if first.shape[d] != 1), key=lambda d: -first.stride(d)):
+        size = first.shape[d]
+        strides = [x.stride(d) for x in tensors]
+        if dims and dims[-1][1:] == [size * stride for stride in strides]:
+            dims[-1] = [dims[-1][0] * size, *strides]
+        else:
+            dims.append([size, *strides])
+    if whole:
+        return [*dims, [first.shape[-1], *(x.stride(-1) for x in tensors)]]
+    return dims or [[1] + [0] * len(tensors)]
+
+
+class _Form(NamedTuple):
+    """All that a kernel's code depends on."""
+
+    lines: tuple[int, ...]
+    """The sizes of the dimensions of lines, but for the outermost."""
+    strides: tuple[tuple[int, ...], ...]
+    """Of every tensor, outputs first: one a dimension of lines, and that along a line."""
+    inputs: int
+    operations: tuple[Operation, ...]
+    stored: tuple[int, ...]
+    """The places of the values that outputs get."""
+    width: int
+    """The length of a line that is summed; 0 if none is."""
+
+
+@lru_cache(1024)
+def _kernel(form: _Form) -> Any:
+    """The kernel: its source is a file without a place on disk, in which Triton finds it."""
+    source = "\n".join(_source(form)) + "\n"
+    place = f"<hf_paged chain {sha256(source.encode()).hexdigest()[:16]}>"
+    linecache.cache[place] = len(source), None, source.splitlines(keepends=True), place
+    names = {"__name__": __name__, "tl": tl, "exact": exact}
+    exec(compile(source, place, "exec"), names)
+    if not isinstance(exact.exp, triton.JITFunction):  # the interpreter's, like all others
+        return type(exact.exp)(names["chain"])
+    return triton.jit(do_not_specialize=["count", "n"])(names["chain"])
+
+
+def _source(form: _Form) -> list[str]:
+    outs = len(form.stored)
+    tensors = ", ".join([*(f"OUT{i}" for i in range(outs)), *(f"IN{i}" for i in range(form.inputs))])
+    text = [
+        "line = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)",
+        "column = (tl.program_id(1) * PADDED + tl.arange(0, PADDED))[None, :]",
+        "real = (line < count)[:, None] & (column < n)",
+    ]
+    if form.width:
+        text.append(f"FACTOR: tl.constexpr = {1.0 / form.width!r}")
+    for d, size in reversed([*enumerate(form.lines, 1)]):
+        text += [f"at{d} = (line % {size}).to(tl.int64)[:, None]", f"line = line // {size}"]
+    text.append("at0 = line.to(tl.int64)[:, None]")
+    indices = [*(f"at{d}" for d in range(len(form.lines) + 1)), "column"]
+    places = [
+        " + ".join(f"{index} * {stride}" for index, stride in zip(indices, of, strict=True))
+        for of in form.strides
+    ]
+    for i, place in enumerate(places[outs:]):
+        text.append(f"v{i} = tl.load(IN{i} + {place}, mask=real, other=0.0).to(tl.float32)")
+    for i, each in enumerate(form.operations, form.inputs):
+        named = [f"v{x}" if isinstance(x, int) else _number(x) for x in each.operands]
+        text.append(f"v{i} = {FUNCTIONS[each.kind].format(*named)}")
+        if each.dtype != torch.float32:
+            text.append(f"v{i} = v{i}.to({TYPES[each.dtype]}).to(tl.float32)")
+    for i, value in enumerate(form.stored):
+        text.append(f"tl.store(OUT{i} + {places[i]}, v{value}.to(OUT{i}.dtype.element_ty), mask=real)")
+    sizes = "count, n, AT_ONCE: tl.constexpr, PADDED: tl.constexpr, EXACT: tl.constexpr"
+    return [f"def chain({tensors}, {sizes}):", *(f"    {each}" for each in text)]
+
+
+def _number(x: float) -> str:
+    return f'float("{x}")' if x != x or x in (float("inf"), float("-inf")) else repr(x)

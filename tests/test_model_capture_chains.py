@@ -1,0 +1,228 @@
+"""Chains: operations that are computed together, with the numbers of each alone, whatever the code is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fused_models import Kernels
+from tiny import build, config_class
+from torch.nn import functional as F
+
+from hf_paged.model.capture.chains import LEAST, MOST, Chains, Noted, computed
+from hf_paged.model.capture.fusion import Fusion, fused
+from hf_paged.model.lazy import NotCapturable
+from hf_paged.model.rehearsal import Rehearsal
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def noise(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def gates(dtype: torch.dtype) -> torch.Tensor:
+    """Qwen3.5's decay."""
+    a, log, bias = noise(3, 1, 40, dtype=dtype)[..., :8], noise(8, dtype=dtype), noise(8, seed=1).to(dtype)
+    return -log.float().exp() * F.softplus(a.float() + bias)
+
+
+def gated_norm(dtype: torch.dtype) -> torch.Tensor:
+    x, gate, weight = noise(6, 16, dtype=dtype), noise(6, 20, dtype=dtype)[:, :16], noise(16, dtype=dtype)
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    h = weight * h.to(dtype)
+    return (h * F.silu(gate.to(torch.float32))).to(dtype)
+
+
+def softmax_by_hand(dtype: torch.dtype) -> torch.Tensor:
+    x = noise(2, 3, 7, dtype=dtype).float()
+    e = (x - 2.0).exp()
+    return (e / e.sum(-1, keepdim=True)).to(dtype)
+
+
+def numbers(dtype: torch.dtype) -> torch.Tensor:
+    """Numbers on both sides, whole ones, and a clamp."""
+    x = noise(2, 5, dtype=dtype)
+    return (2 - x.clamp(min=-0.5) * 3) / 4 + (x.tanh() - 1).neg()
+
+
+def transposed(dtype: torch.dtype) -> torch.Tensor:
+    x = noise(2, 3, 4, dtype=dtype).transpose(0, 1)
+    return x.sigmoid() * x + x
+
+
+PIECES = {each.__name__: each for each in (gates, gated_norm, softmax_by_hand, numbers, transposed)}
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("name", PIECES)
+def test_one_launch_and_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    expected = PIECES[name](dtype)
+    kernels = Kernels()
+    with Chains(kernels):
+        found = PIECES[name](dtype)
+        assert isinstance(found, Noted)
+        assert kernels.calls.total() == 0
+        got = found.dense()
+    assert torch.equal(got, expected)
+    assert (got.dtype, got.stride()) == (expected.dtype, expected.stride())
+    assert kernels.calls == {"chain": 1}
+
+
+def test_an_operation_alone_is_torchs_own() -> None:
+    x = noise(4)
+    kernels = Kernels()
+    with Chains(kernels):
+        assert torch.equal(computed(x.exp()), x.exp())
+        assert torch.equal(computed(x.cos() * 1.0), x.cos())  # a product with one is none
+    assert LEAST == 2
+    assert not kernels.calls
+
+
+def test_what_is_asked_for_twice_is_computed_once() -> None:
+    """A sum that a later one reads too comes out of the same launch."""
+    x, kernels = noise(4), Kernels()
+    with Chains(kernels):
+        total = x.sigmoid() + x
+        scaled = total.exp() * 2.0
+        assert torch.equal(scaled.dense(), (x.sigmoid() + x).dense().exp().dense() * 2.0)
+        before = kernels.calls["chain"]
+        assert torch.equal(total.dense(), x.sigmoid().dense() + x)
+        assert kernels.calls["chain"] == before
+
+
+def test_more_than_a_kernel_takes() -> None:
+    x, kernels = noise(4), Kernels()
+
+    def many() -> torch.Tensor:
+        y = x
+        for i in range(2 * MOST):
+            y = y * 0.5 + float(i)
+        return y
+
+    expected = many()
+    with Chains(kernels):
+        assert torch.equal(computed(many()), expected)
+    assert kernels.calls["chain"] > 1
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a number": lambda x: x.add_(1),
+    "a part": lambda x: x[:2].zero_(),
+    "a copy": lambda x: x.copy_(torch.zeros(4)),
+    "an index": lambda x: x.index_fill_(0, torch.tensor([1]), 9.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_overwritten_was_read_before(name: str) -> None:
+    x = noise(4)
+    expected = x.sigmoid() * x
+    with Chains(Kernels()):
+        found = x.sigmoid() * x
+        CHANGES[name](x)
+        assert torch.equal(computed(found), expected)
+
+
+def test_a_noted_answer_may_be_changed_in_place() -> None:
+    x = noise(4)
+    with Chains(Kernels()):
+        found = x.sigmoid() * x
+        later = found.exp() + 1.0
+        found += 1
+        assert torch.equal(computed(found), torch.sigmoid(x).mul(x).add(1))
+        assert torch.equal(computed(later), torch.sigmoid(x).mul(x).exp().add(1))
+
+
+NOT_NOTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "whole numbers": lambda x: x.long() + 1,
+    "fp64": lambda x: x.double() * 2.0,
+    "another exponent": lambda x: x.pow(3),
+    "another rounding": lambda x: torch.div(x, 2.0, rounding_mode="floor"),
+    "a sum of all": lambda x: x.sum(),
+    "a sum without its dimension": lambda x: x.sum(-1),
+    "a sum of lines": lambda x: x.sum(0, keepdim=True),
+    "a mean in fp64": lambda x: x.mean(-1, keepdim=True, dtype=torch.float64),
+    "another slope": lambda x: F.softplus(x, beta=2.0),
+    "a share of the other": lambda x: torch.add(x, x, alpha=2),
+    "both limits": lambda x: x.clamp(-1, 1),
+    "nothing": lambda x: x[:, :0] * 2.0,
+    "one number": lambda x: x[0, 0] * 2.0,
+}
+
+
+@pytest.mark.parametrize("name", NOT_NOTED)
+def test_what_no_kernel_has_is_torchs(name: str) -> None:
+    x = noise(3, 4)
+    expected = NOT_NOTED[name](x)
+    with Chains(Kernels()):
+        got = NOT_NOTED[name](x)
+    assert type(got) is torch.Tensor
+    assert torch.equal(got, expected)
+
+
+def test_readers_get_the_content() -> None:
+    """Views, products, lists and the host."""
+    x, weight = noise(3, 4), noise(5, 4, seed=1)
+    expected = x.sigmoid() * x
+    with Chains(Kernels()):
+        made = [x.sigmoid() * x for _ in range(5)]
+        assert torch.equal(made[0].view(4, 3), expected.view(4, 3))
+        assert torch.equal(F.linear(made[1], weight), F.linear(expected, weight))
+        assert torch.equal(torch.cat([made[2], x]), torch.cat([expected, x]))
+        assert made[3].tolist() == expected.tolist()
+        assert made[4].to(torch.float32) is made[4]
+        assert made[4].contiguous() is made[4]
+
+
+def test_what_is_left_is_computed_at_the_end() -> None:
+    x, chains = noise(4), Chains(Kernels())
+    with chains:
+        found = x.sigmoid() * x
+        chains.compute_all()
+    assert torch.equal(computed(found), x.sigmoid() * x)
+
+
+def test_a_rehearsal_sees_what_a_chain_reads() -> None:
+    """A tensor that is neither a weight nor made in the step is refused, as without chains."""
+    known, foreign = noise(4), noise(4, seed=1)
+    with Rehearsal([known.device], [known]), Chains(Kernels()):
+        assert computed(known.sigmoid() * known).shape == (4,)
+        with pytest.raises(NotCapturable, match="neither a weight nor an input"):
+            computed(foreign.sigmoid() * known)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "nemotron_h", "lfm2", "olmo2", "phi3", "glm4", "gpt_oss"])  # fmt: skip
+def test_families_answer_the_same(family: str) -> None:
+    """In fewer launches than operations, bit by bit."""
+    model = build("causal", config_class("causal", family)).eval()
+    ids = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+
+    def step() -> torch.Tensor:
+        past = model(ids[:, :-1], use_cache=True).past_key_values
+        logits: torch.Tensor = computed(model(ids[:, -1:], past_key_values=past, use_cache=True).logits)
+        return logits
+
+    expected, kernels = step(), Kernels()
+    with fused(Fusion(model, kernels)):
+        got = step()
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert kernels.calls["chain"] >= 4
+
+
+@pytest.mark.parametrize("around", [torch.enable_grad, lambda: torch.autocast("cpu", BF16)])
+def test_gradients_and_autocast_are_left_alone(around: Any) -> None:
+    model = build("causal", config_class("causal", "phi3")).eval()
+    kernels = Kernels()
+    with around(), fused(Fusion(model, kernels)):
+        model(torch.tensor([[5, 6]]), use_cache=False)
+    assert not kernels.calls["chain"]
