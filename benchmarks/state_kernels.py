@@ -22,7 +22,9 @@ def noise(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def cases(rows: int) -> Iterator[tuple[str, int, Callable[[], torch.Tensor]]]:
-    """Name, bytes of states read and written, and a step: Qwen3.5's shape of 8B, a Kimi-Linear's, a Mamba-2's."""
+    """Name, bytes of states read and written, and a step: Qwen3.5's shape of 8B, a Kimi-Linear's, a Mamba-2's,
+    a Mamba's.
+    """
     source = torch.randperm(2 * rows, device="cuda")[:rows]
     target = torch.randperm(2 * rows, device="cuda")[:rows] + 2 * rows
     for name, at in (("elsewhere", target), ("in place", source)):
@@ -59,6 +61,23 @@ def cases(rows: int) -> Iterator[tuple[str, int, Callable[[], torch.Tensor]]]:
             softplus=True,
         )
         yield f"ssm_step {name}", 2 * rows * states[0].nbytes, step
+        states = noise(4 * rows + 1, 8192, 16, dtype=FP32)
+        step = partial(
+            kernels.scan_step,
+            noise(rows, 8192),
+            noise(rows, 8192),
+            -noise(8192, 16, dtype=FP32).abs(),
+            noise(rows, 16),
+            noise(rows, 16),
+            noise(8192),
+            noise(8192, dtype=FP32),
+            states,
+            source,
+            at,
+            gate=noise(rows, 8192),
+            softplus=True,
+        )
+        yield f"scan_step {name}", 2 * rows * states[0].nbytes, step
 
 
 def main() -> None:

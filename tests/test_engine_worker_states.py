@@ -22,7 +22,11 @@ from hf_paged.kv.checksums import flip_a_byte
 from hf_paged.kv.state_spans import StateSpans
 from hf_paged.model.rehearsal import RECORDERS
 
-FAMILIES = ["falcon_h1", "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text", "zamba2", "zaya"]
+SCANS = [pytest.param(family, marks=FLAT_STATES) for family in ("jamba", "zamba")]
+"""Families whose scans begin without states in transformers."""
+FAMILIES = [
+    "falcon_h1", *SCANS, "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text", "zamba2", "zaya",
+]  # fmt: skip
 LENGTHS = (3, 11, 1, 7, 20, 5)
 NEW = 14
 
@@ -69,7 +73,7 @@ def test_sequences_answer_as_alone(model: Any, graphs: bool, monkeypatch: pytest
 
 
 @FLAT_STATES
-@pytest.mark.parametrize("model", ["qwen3_5_text", "nemotron_h"], indirect=True)
+@pytest.mark.parametrize("model", ["qwen3_5_text", "nemotron_h", "jamba"], indirect=True)
 @pytest.mark.parametrize("tokens", [4, 64])
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 def test_chunks_of_any_length_beside_decoding_rows(model: Any, tokens: int, ahead: bool) -> None:
@@ -109,7 +113,7 @@ def test_a_fault_in_the_middle_of_a_layer(
         engine.check()
 
 
-@pytest.mark.parametrize("model", ["qwen3_5_text", "lfm2"], indirect=True)
+@pytest.mark.parametrize("model", ["qwen3_5_text", "lfm2", SCANS[0]], indirect=True)
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_sequences_beyond_the_slots_are_preempted(model: Any, preemption: Any) -> None:
     """Samples of a prompt take slots of their own; what does not fit is computed again later, or waits on the

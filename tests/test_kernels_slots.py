@@ -65,3 +65,9 @@ def test_refuses_what_does_not_fit() -> None:
         kernels.ssm_step(v, noise(ROWS, 3), noise(3), q, q, None, None, *slots.given)
     with pytest.raises(ValueError, match="Invalid shape of dt, A, D or dt_bias"):
         kernels.ssm_step(v, noise(ROWS, 3), noise(2), q[:, :1], q[:, :1], None, None, *slots.given)
+    scanned = noise(ROWS, 8), noise(ROWS, 8), noise(8, 4)
+    b = noise(ROWS, 4)
+    with pytest.raises(ValueError, match="Invalid shape of A, B or C"):
+        kernels.scan_step(*scanned, b[:, :2], b, None, None, *slots.given)
+    with pytest.raises(ValueError, match="Invalid shape of dt, gate, D or dt_bias"):
+        kernels.scan_step(*scanned, b, b, noise(4), None, *slots.given)

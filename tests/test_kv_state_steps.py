@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import load
-from state_step_cases import BF16, FP32, check_conv, check_delta, check_ssm
+from state_step_cases import BF16, FP32, check_conv, check_delta, check_scan, check_ssm
 
 from hf_paged.kv import state_steps
 
@@ -55,7 +55,7 @@ def test_a_gated_delta_rule(
     [(4, 2, (16, 32), True), (3, 1, (20, 24), False)],
     ids=["groups", "odd"],
 )
-def test_a_selective_scan(
+def test_a_selective_scan_by_heads(
     steps: Any,
     dtype: torch.dtype,
     held: torch.dtype,
@@ -65,3 +65,14 @@ def test_a_selective_scan(
     whole: bool,
 ) -> None:
     check_ssm(steps, dtype, held, heads, groups, dims, whole)
+
+
+@STEPS
+@DTYPES
+@pytest.mark.parametrize(
+    ("channels", "dim", "whole"), [(300, 16, True), (24, 12, False)], ids=["whole", "odd"]
+)
+def test_a_selective_scan(
+    steps: Any, dtype: torch.dtype, held: torch.dtype, channels: int, dim: int, whole: bool
+) -> None:
+    check_scan(steps, dtype, held, channels, dim, whole)

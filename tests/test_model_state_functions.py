@@ -9,6 +9,8 @@ import pytest
 import torch
 from captures import counts, policy, pool_of, reasons
 from poison import poison_free_slots
+from releases import FLAT_STATES
+from state_step_cases import jamba, noise
 from tape import record
 from tiny import build, config_class
 
@@ -27,6 +29,8 @@ FAMILIES = {
     "nemotron_h": {"conv_step", "ssm_step"},
     "falcon_h1": {"conv_step", "ssm_step"},
     "bamba": {"conv_step", "ssm_step"},
+    "jamba": {"conv_step", "scan_step"},
+    "zamba": {"conv_step", "scan_step"},
     "lfm2": {"conv_step"},
     "zaya": set(),
 }
@@ -70,9 +74,11 @@ def check_answers_as_stock(model: Any, beams: int = 1) -> None:
     memory_of(model).check()
 
 
-@pytest.mark.parametrize(
-    ("family", "beams"), [*((family, 1) for family in FAMILIES), ("qwen3_5_text", 3), ("nemotron_h", 3)]
-)
+OTHERS = [(family, 1) for family in FAMILIES if family not in ("jamba", "zamba")]
+SCANS = [pytest.param(family, 1, marks=FLAT_STATES) for family in ("jamba", "zamba")]
+
+
+@pytest.mark.parametrize(("family", "beams"), [*OTHERS, *SCANS, ("qwen3_5_text", 3), ("nemotron_h", 3)])
 def test_captured_steps_answer_as_stock(family: str, beams: int, steps: Counted) -> None:
     model = build("causal", config_class("causal", family))
     check_answers_as_stock(model, beams)
@@ -82,7 +88,7 @@ def test_captured_steps_answer_as_stock(family: str, beams: int, steps: Counted)
     assert not any(hasattr(getattr(file, name, None), STANDS_FOR) for name in KNOWN)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", pytest.param("jamba", marks=FLAT_STATES)])
 def test_steps_of_an_engine_answer_as_each_prompt_alone(
     family: str, steps: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +150,51 @@ def test_states_in_slots_are_tensors_for_other_code() -> None:
     assert not state.in_slots
     assert not state.dense().any()
     assert state.states[:2].any()
+
+
+def in_heads() -> SlotState:
+    """States [2, 3, 2, 4] of three heads, likewise."""
+    states = noise(5, 3, 2, 4)
+    layout = StateLayout.of(states[:1])
+    return SlotState(layout, state_steps, states, torch.tensor([1, 0]), torch.tensor([2, 3]))
+
+
+def scanned(states: torch.Tensor) -> None:
+    """A token through the scan of a head, states [2, 2, 4]."""
+    x, b = noise(2, 2, seed=1), noise(2, 4, seed=2)
+    functions = StateFunctions(torch.nn.Module())
+    stock = jamba.mamba_selective_state_update
+    given = states, x, x.abs(), -noise(2, 4, seed=3).abs(), b, b
+    functions.call("mamba_selective_state_update", stock, given, {})
+
+
+def test_heads_are_stepped_one_by_one() -> None:
+    """As Zamba's layers do: behind the last the states are whole, before it some are behind the token."""
+    state = in_heads()
+    wanted = state.states[[1, 0]]
+    before = state.states.clone()
+    heads = [state[:, number] for number in range(3)]
+    for number, head in enumerate(heads):
+        scanned(head)
+        scanned(wanted[:, number])
+        torch.testing.assert_close(state._make(), wanted)
+    assert state.stepped
+    assert state.in_slots
+    assert torch.stack(heads, dim=1) is state
+    assert torch.stack(heads[::-1], dim=1) is not state
+    assert torch.equal(state.states[[0, 1, 4]], before[[0, 1, 4]])
+
+
+def test_a_head_that_is_changed_as_a_tensor_changes_all() -> None:
+    state = in_heads()
+    other = state[:, 0]
+    state[:, 1].copy_(torch.full((2, 2, 4), 7.0))
+    assert not state.in_slots
+    assert state.dense()[:, 1].eq(7).all()
+    wanted = state.dense().clone()
+    scanned(other)
+    scanned(wanted[:, 0])
+    assert torch.equal(state.dense(), wanted)
 
 
 def test_arguments_that_a_kernel_does_not_know_go_to_the_function() -> None:

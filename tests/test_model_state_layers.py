@@ -8,6 +8,7 @@ import pytest
 import torch
 from captures import counts, policy, reasons
 from poison import poison_free_slots
+from releases import FLAT_STATES
 from tape import record
 from tiny import build, config_class
 
@@ -15,7 +16,17 @@ from hf_paged import Engine, PagedCache
 from hf_paged.model.registry import memory_of
 from hf_paged.model.rehearsal import RECORDERS
 
-FAMILIES = ["falcon_h1", "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text", "zamba2", "zaya"]
+FAMILIES = [
+    "falcon_h1",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "nemotron_h",
+    "qwen3_5_text",
+    "zamba",
+    "zamba2",
+    "zaya",
+]
 MODES: dict[str, dict[str, Any]] = {"greedy": {}, "beams": {"num_beams": 3}}
 
 
@@ -53,6 +64,18 @@ def test_captured_steps_answer_as_stock(family: str, mode: str, monkeypatch: pyt
     stock = model.generate(**given)
     assert torch.equal(model.generate(cache_implementation="paged", **given), stock)
     assert counts(model)["replayed"] >= 8, reasons(model)
+    memory_of(model).check()
+
+
+@FLAT_STATES
+@pytest.mark.parametrize("family", ["jamba", "zamba"])
+def test_a_scan_goes_on_where_a_piece_of_a_prompt_ended(family: str) -> None:
+    """Transformers' begins anew: what is right is the whole prompt's answer."""
+    model = build("causal", config_class("causal", family))
+    given = {**padded_prompts(), "max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
+    whole = model.generate(**given, do_sample=False).logits[0]
+    pieces = model.generate(**given, do_sample=False, cache_implementation="paged", prefill_chunk_size=3)
+    torch.testing.assert_close(pieces.logits[0], whole, rtol=1e-5, atol=1e-5)
     memory_of(model).check()
 
 

@@ -23,8 +23,8 @@ from hf_paged.model.state_spans import SPANNED, StockCall
 
 PROMPTS = [[7, 9, 11, 13, 8], [21, 30], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]]
 FAMILIES = [
-    "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h",
-    "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+    "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h",
+    "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2",
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from ..model.offloaded import input_device
 from ..model.ranks.tensor_parallel import mesh_of
 from ..model.registry import base_model, end_forwards, memory_of
 from ..model.slots import CROSS, NO_CONTENT, Slot, beside, slots_of
+from ..model.state_functions import WITHOUT_PAST, StateFunctions
 from ..model.state_layers import KeepsStates, RowStates
 from ..model.state_slots import rows_at, states_of
 from .picture import block_map
@@ -144,10 +145,12 @@ class PagedCache(DynamicCache):
         self.prompt_in_chunks = False
         """True if the running call feeds its prompt in several forwards."""
         if sequences.states is not None:
-            states = RowStates(sequences, sequences.states)
             known_model = model()
+            functions = None
             if known_model is not None:
+                functions = StateFunctions(known_model, WITHOUT_PAST)
                 end_forwards(known_model)
+            states = RowStates(sequences, sequences.states, functions)
             for layer in layers:
                 if isinstance(layer, KeepsStates) and layer.complete:
                     layer.keep_in_slots(states)

@@ -78,8 +78,7 @@ def ssm_step(
     """
     group = x.shape[1] // B.shape[1]
     b, c = (each.repeat_interleave(group, 1) for each in (B, C))
-    t = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    t = F.softplus(t) if softplus else t
+    t = times_of(dt, dt_bias, softplus)
     added = (t[..., None] * b).unsqueeze(-2) * x.unsqueeze(-1)
     state = read(states, source) * (t.float() * A.float()).exp()[..., None, None] + added
     write(states, target, state)
@@ -87,6 +86,40 @@ def ssm_step(
     if D is not None:
         out = (out + x * D[:, None]).to(out.dtype)
     return (out if gate is None else out * F.silu(gate)).to(x.dtype)
+
+
+def scan_step(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    states: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    gate: torch.Tensor | None = None,
+    softplus: bool = False,
+) -> torch.Tensor:
+    """One token of Mamba's selective scan; x, dt and gate [rows, channels], A [channels, N], B and C
+    [rows, N], D and dt_bias [channels], states [slots, channels, N].
+    """
+    t = times_of(dt, dt_bias, softplus).float()[..., None]
+    added = t * B.float()[:, None] * x.float()[..., None]
+    state = read(states, source).float() * (t * A.float()).exp() + added
+    write(states, target, state)
+    out = (state.to(C.dtype) @ C[..., None])[..., 0]
+    if D is not None:
+        out = out + x * D
+    return (out if gate is None else out * F.silu(gate)).to(x.dtype)
+
+
+def times_of(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
+    """The time [..., channels] that tokens take."""
+    t = dt if bias is None else dt + bias.to(dt.dtype)
+    return F.softplus(t) if softplus else t
 
 
 def read(states: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache, cached_property
 from types import FunctionType, ModuleType
@@ -54,6 +54,10 @@ class SlotState(LazyTensor):
         self.target = target
         self.stepped = False
         """True if a kernel has written the slots."""
+        self.part_of: tuple[SlotState, int] | None = None
+        """The states of all heads, and the number of the head that these are of."""
+        self._stepped: list[int] = []
+        """The heads whose slots a kernel has written, while others' are to come."""
 
     @staticmethod
     def __new__(cls, layout: StateLayout, steps: Any, states: Any, source: Any, target: Any) -> Any:
@@ -62,11 +66,58 @@ class SlotState(LazyTensor):
     @property
     def in_slots(self) -> bool:
         """True if the states lie in the slots alone: no tensor of them has been handed out."""
-        return self._dense is None
+        return self._dense is None and (self.part_of is None or self.part_of[0].in_slots)
 
     def _make(self) -> torch.Tensor:
         """The states as they are now, gathered."""
-        return self.states.index_select(0, self.source.clamp(min=0)).to(self.dtype)
+        if self.part_of is not None:
+            states, head = self.part_of
+            return states.dense()[:, head]
+        found = self.states.index_select(0, self.source.clamp(min=0)).to(self.dtype)
+        for head in self._stepped:
+            found[:, head] = self.states[:, head].index_select(0, self.target.clamp(min=0)).to(self.dtype)
+        return found
+
+    # ---- heads that are computed one by one, as Zamba's layers do
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.stack.default:
+            whole = whole_of(*args, **(kwargs or {}))
+            if whole is not None:
+                return whole
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if self.in_slots and isinstance(index, tuple) and len(index) == 2:
+            rows, number = index
+            if rows == slice(None) and isinstance(number, int) and 0 <= number < self.shape[1]:
+                return self.head(number)
+        return self.dense()[index]
+
+    def head(self, number: int) -> SlotState:
+        """The states [rows, ...] of one head of states [rows, heads, ...]."""
+        layout = StateLayout(self.device, self.states.dtype, tuple(self.shape[2:]), self.dtype)
+        part = SlotState(layout, self.steps, self.states[:, number], self.source, self.target)
+        part.part_of = self, number
+        return part
+
+    def _note(self, head: int) -> None:
+        """A kernel has written a head's slots."""
+        self._stepped.append(head)
+        if len(self._stepped) == self.shape[1]:
+            self._stepped = []
+            self._advance()
+
+    def _advance(self) -> None:
+        """A kernel has written the slots, which later ones read."""
+        self.source = self.target
+        self.stepped = True
+        if self.part_of is not None:
+            states, head = self.part_of
+            states._note(head)
 
     def step(self, kernel: str, *given: Any, **options: Any) -> torch.Tensor:
         """Step the states by one token of each row; the answer of that kernel."""
@@ -74,8 +125,7 @@ class SlotState(LazyTensor):
             answer: torch.Tensor = getattr(self.steps, kernel)(
                 *given, self.states, self.source, self.target, **options
             )
-        self.source = self.target
-        self.stepped = True
+        self._advance()
         return answer
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> SlotState:
@@ -83,6 +133,19 @@ class SlotState(LazyTensor):
         if source is not self:
             self.dense().copy_(as_dense(source), non_blocking)
         return self
+
+
+def whole_of(parts: Sequence[Any], dim: int = 0) -> SlotState | None:
+    """The states of all heads, if these are all of them in their order."""
+    first = parts[0].part_of if isinstance(parts[0], SlotState) else None
+    if first is None or dim != 1 or len(parts) != first[0].shape[1] or not first[0].in_slots:
+        return None
+    for number, part in enumerate(parts):
+        if not isinstance(part, SlotState) or part.part_of is None:
+            return None
+        if part.part_of[0] is not first[0] or part.part_of[1] != number:
+            return None
+    return first[0]
 
 
 # ---- what the functions do instead, given a SlotState
@@ -159,6 +222,26 @@ def _ssm(
     )
 
 
+def _scan(
+    state: SlotState,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    z: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """hidden_states, dt and z [rows, channels]; A [channels, N]; B and C [rows, N]; D, dt_bias [channels]."""
+    _require(hidden_states.shape == state.shape[:2], "there is more than one token of a row")
+    x, times, rates, b, c = map(dense_last, (hidden_states, dt, A, B, C))
+    gate = None if z is None else dense_last(z)
+    return state.step("scan_step", x, times, rates, b, c, D, dt_bias, gate=gate, softplus=dt_softplus)
+
+
 def dense_last(x: torch.Tensor) -> torch.Tensor:
     """x with the last stride 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -193,6 +276,7 @@ KNOWN: dict[str, tuple[str, str, tuple[str, ...], Callable[..., Any]]] = {
     "torch_recurrent_gated_delta_rule": ("recurrent", "initial_state", DELTA, _delta),
     "recurrent_kimi_delta_attention": ("recurrent", "initial_state", DELTA, _delta),
     "mamba2_selective_state_update": ("recurrent", "state", SCAN, _ssm),
+    "mamba_selective_state_update": ("recurrent", "state", SCAN, _scan),
 }  # fmt: skip
 """By name of a function of one token: the states that it steps, its parameter for them, all its parameters,
 and what it does given a SlotState.
@@ -206,13 +290,30 @@ def has_parameters(function: Any, names: Iterable[str]) -> bool:
     return tuple(each.name for each in parameters if each.kind is not each.VAR_KEYWORD) == names
 
 
-OF_ONE_TOKEN = {name: parameters for name, (_, _, parameters, _) in KNOWN.items()}
+SELECTIVE = (
+    "hidden_states",
+    "dt",
+    "A",
+    "B",
+    "C",
+    "D",
+    "z",
+    "delta_bias",
+    "delta_softplus",
+    "return_last_state",
+    "use_mambapy",
+    "use_associative_scan",
+)
+WITHOUT_PAST = {"mamba_selective_scan": SELECTIVE}
+"""By name of a function that begins without states, whatever is before its tokens: all its parameters."""
+CAPTURED = {**{name: parameters for name, (_, _, parameters, _) in KNOWN.items()}, **WITHOUT_PAST}
+"""The functions of captured steps likewise."""
 
 
 class StateFunctions:
     """The functions of a model's own files by which its layers step states, as far as they are known."""
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, tuple[str, ...]] = OF_ONE_TOKEN) -> None:
+    def __init__(self, model: nn.Module, parameters: Mapping[str, tuple[str, ...]] = CAPTURED) -> None:
         """parameters: of each function, by its name."""
         self.parameters = parameters
         self.places: dict[tuple[str, str], ModuleType] = {}

@@ -25,9 +25,10 @@ from ..kv.state_rows import StateRows
 from ..kv.state_spans import StateSpans
 from ..kv.upload import upload
 from .layer import require_all
-from .state_functions import SlotState, stepping
+from .lazy import as_dense
+from .state_functions import WITHOUT_PAST, SlotState, StateFunctions, stepping
 from .state_slots import SlotStates, StateRow, StatesAdvanced, StateSlots, rows_at
-from .state_spans import FlatStates, StateName
+from .state_spans import FlatStates, SelectiveScan, StateName, StockCall
 
 
 class StoredStates(SlotStates):
@@ -35,8 +36,17 @@ class StoredStates(SlotStates):
     writes them when it comes to the next layer.
     """
 
-    def __init__(self, sequences: Sequences, group: LayerGroup) -> None:
+    def __init__(
+        self, sequences: Sequences, group: LayerGroup, functions: StateFunctions | None = None
+    ) -> None:
+        """functions: those of the model's files that begin without states; None where they are replaced."""
         super().__init__()
+        self.functions = functions
+        self._outer: Any = None
+        """The answerer of functions around the running forward."""
+        self._layer = -1
+        """The layer that the running forward is at, and the heads of it that have gone through a scan."""
+        self._heads = 0
         self.sequences = sequences
         self.group = group
         self.tokens = group.tokens_behind  # with the slots, which several caches share
@@ -64,12 +74,34 @@ class StoredStates(SlotStates):
     @contextmanager
     def forward(self) -> Iterator[None]:
         self._enter()
+        if self.functions is not None:
+            self.functions.put_in()
+        self._outer = stepping.get()
+        token = stepping.set(self)
         try:
             yield
             self._write()
         finally:
+            stepping.reset(token)
+            self._outer = None
+            if self.functions is not None:
+                self.functions.take_out()
             self.running = False
             self._clear()
+
+    def call(
+        self, name: str, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The answer to a call of a function of a modeling file: one that begins without states goes on from
+        those of its layer.
+        """
+        if name in WITHOUT_PAST and self.has_past():
+            past = as_dense(self.get((self._layer, "recurrent", 0)))
+            if past.ndim > 3:  # one head of several
+                past = past[:, self._heads]
+                self._heads += 1
+            return SelectiveScan.of(StockCall.of(stock, WITHOUT_PAST[name], args, kwargs)).behind(past)
+        return stock(*args, **kwargs) if self._outer is None else self._outer.call(name, stock, args, kwargs)
 
     @contextmanager
     def flat_forward(self, reasons: Iterable[str]) -> Iterator[None]:
@@ -97,9 +129,13 @@ class StoredStates(SlotStates):
         self.in_forward.clear()
         self.begun.clear()
         self._left.clear()
+        self._layer = -1
 
     def turn_to(self, layer: int) -> None:
         """The forward is at a layer: those before it have their states."""
+        if layer != self._layer:
+            self._layer = layer
+            self._heads = 0
         if any(name[0] != layer for name in self.in_forward):
             self._write()
 
@@ -172,7 +208,7 @@ class StoredStates(SlotStates):
         """
         store, place = self.group.store(name)
         number, which, _ = name
-        functions = stepping.get()
+        functions = self._outer
         one = self.sequences.static is not None and (not self.rows or self.rows[0].count == 1)
         if functions is not None and one and (number, which) in functions.known and store.steps is not None:
             target = self._slots(STATE_WRITTEN.name, layout.device)
@@ -185,8 +221,10 @@ class StoredStates(SlotStates):
 class RowStates(StoredStates):
     """The recurrent states of a cache of generate()."""
 
-    def __init__(self, sequences: Sequences, kept: StateRows) -> None:
-        super().__init__(sequences, kept.group)
+    def __init__(
+        self, sequences: Sequences, kept: StateRows, functions: StateFunctions | None = None
+    ) -> None:
+        super().__init__(sequences, kept.group, functions)
         self._expected: tuple[int, int] | None = None
         """Rows and new tokens of a plain forward, which begins when a layer asks for its state."""
 

@@ -17,9 +17,11 @@ from torch.nn import functional as F
 
 from ..kv import LayerGroup, state_steps
 from ..kv.layout import StateLayout
+from ..kv.state_scans import SCANNED, scan_tokens
 from ..kv.state_spans import SpanRows, Spans, StateSpans, rounded
+from ..kv.state_steps import times_of
 from .lazy import NotFlat
-from .state_functions import DELTA, SlotState, dense_last
+from .state_functions import DELTA, SELECTIVE, SlotState, dense_last
 
 StateName = tuple[int, str, int]
 """A layer's number, "conv" or "recurrent", and the number of the state in the layer."""
@@ -54,6 +56,39 @@ class StockCall(NamedTuple):
         return self.stock(*args, **given)
 
 
+class SelectiveScan(NamedTuple):
+    """The arguments of a call of Mamba's selective scan, tokens before channels."""
+
+    x: torch.Tensor
+    """[rows, tokens, channels], as `times`; `rates` [channels, N]; `b` and `c` [rows, tokens, N]."""
+    times: torch.Tensor
+    rates: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor
+    skip: torch.Tensor | None
+    """[channels]: the part of x that goes around the scan."""
+    gate: torch.Tensor | None
+    """[rows, channels, tokens]"""
+
+    @classmethod
+    def of(cls, call: StockCall) -> SelectiveScan:
+        x, dt, b, c = (call.get(name).transpose(1, 2) for name in ("hidden_states", "dt", "B", "C"))
+        times = times_of(dt, call.get("delta_bias"), bool(call.get("delta_softplus")))
+        return cls(x, times, call.get("A"), b, c, call.get("D"), call.get("z"))
+
+    def behind(self, past: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The answer of the call behind states [rows, channels, N], and the states behind it."""
+        out, states = scan_tokens(self.x, self.times, self.rates, self.b, self.c, past)
+        return self.answer(out), states
+
+    def answer(self, out: torch.Tensor) -> torch.Tensor:
+        """The answers [rows, channels, tokens] of the scan's [rows, tokens, channels]."""
+        if self.skip is not None:
+            out = out + self.x * self.skip
+        out = out.transpose(1, 2)
+        return out if self.gate is None else out * F.silu(self.gate)
+
+
 class FlatStates:
     """The states of the sequences of one row, while a forward of it runs."""
 
@@ -68,6 +103,8 @@ class FlatStates:
         """The inputs of the layer's convolution, which is to come."""
         self._answered: tuple[StateName, SlotState] | None = None
         """The states that the layer's recurrence has answered, which the layer is to keep."""
+        self._heads = 0
+        """The heads that it has answered, where a layer calls it head by head."""
 
     # ---- what a layer does with its states
 
@@ -87,6 +124,9 @@ class FlatStates:
         """The layer keeps states behind a recurrence."""
         if self._answered is None or self._answered[0] != name or self._answered[1] is not states:
             raise self.unknown(name[0])
+        if self._heads not in (0, states.shape[1]):
+            raise self.unknown(name[0])
+        self._heads = 0
         self._answered = None
         return states
 
@@ -193,6 +233,34 @@ class FlatStates:
         self._require(call.get("z") is None)
         return self._recur(given["hidden_states"], (call.get("chunk_size"), LEAST), single, chunks)
 
+    def selective_scan(self, call: StockCall) -> tuple[torch.Tensor, SlotState]:
+        """All channels of a layer, or those of its next head."""
+        self._require(bool(call.get("return_last_state")))
+        scan = SelectiveScan.of(call)
+
+        def single(steps: Any, rows: SpanRows, states: torch.Tensor) -> torch.Tensor:
+            x, times, b, c = (
+                dense_last(rows.take(each)[:, 0]) for each in (scan.x, scan.times, scan.b, scan.c)
+            )
+            answer: torch.Tensor = steps.scan_step(
+                x, times, scan.rates, b, c, None, None, states, rows.source, rows.target
+            )
+            return answer
+
+        def chunks(rows: SpanRows, past: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            x, b, c = map(rows.take, (scan.x, scan.b, scan.c))
+            return scan_tokens(x, rows.ended(rows.take(scan.times)), scan.rates, b, c, past)
+
+        if self._answered is None:
+            self._answered = self._behind(scan.x.device)
+            self._heads = 0
+        states = self._answered[1]
+        if states.ndim > 3:
+            self._require(self._heads < states.shape[1])
+            states = states.head(self._heads)
+            self._heads += 1
+        return scan.answer(self._through(scan.x, states, (SCANNED, LEAST), single, chunks)), states
+
     def _recur(
         self,
         x: torch.Tensor,
@@ -205,9 +273,30 @@ class FlatStates:
         chunk, and of the shortest rows. single: one token of rows by their slots. chunks: rows behind states.
         spanned: all spans of several tokens by their slots, where there is a kernel for it.
         """
-        self._require(x.shape[:2] == (1, self.spans.tokens) and self._answered is None)
+        self._require(self._answered is None)
+        name, answered = self._behind(x.device)
+        out = self._through(x, answered, chunk, single, chunks, spanned)
+        self._answered = name, answered
+        return out, answered
+
+    def _behind(self, device: torch.device) -> tuple[StateName, SlotState]:
+        """The name of the states behind the layer's recurrence, and what stands for them."""
         name = self.layer, "recurrent", 0
         layout, steps, states = self._states(name)
+        return name, SlotState(layout, steps, states, *self.spans.slots(device))
+
+    def _through(
+        self,
+        x: torch.Tensor,
+        answered: SlotState,
+        chunk: tuple[int, int],
+        single: Callable[[Any, SpanRows, torch.Tensor], torch.Tensor],
+        chunks: Callable[[SpanRows, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]],
+        spanned: Callable[[Any, torch.Tensor, Spans], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """The answers; the slots of `answered` then hold the states behind them."""
+        self._require(x.shape[:2] == (1, self.spans.tokens))
+        steps, states = answered.steps, answered.states
         out: torch.Tensor | None = None
         by_slots = spanned is not None and hasattr(steps, "delta_spans")
         if spanned is not None and by_slots:
@@ -218,16 +307,14 @@ class FlatStates:
             elif by_slots:
                 continue
             else:
-                past = state_steps.read(states, rows.source).to(layout.computed) if rows.has_past else None
+                past = state_steps.read(states, rows.source).to(answered.dtype) if rows.has_past else None
                 found, after = chunks(rows, past)
                 state_steps.write(states, rows.target, after)
             if out is None:
                 out = found.new_empty((self.spans.tokens, *found.shape[2:]))
             rows.put(out, found)
         assert out is not None
-        answered = SlotState(layout, steps, states, *self.spans.slots(x.device))
-        self._answered = name, answered
-        return out.unsqueeze(0), answered
+        return out.unsqueeze(0)
 
     def _states(self, name: StateName) -> tuple[StateLayout, Any, torch.Tensor]:
         """The layout of a layer's state, the functions of one token, and the states [slots, ...]."""
@@ -269,6 +356,7 @@ SPANNED: dict[str, tuple[tuple[str, ...], Callable[[FlatStates, StockCall], Any]
     "torch_chunk_gated_delta_rule": (CHUNKS, FlatStates.delta),
     "chunk_kimi_delta_attention": (CHUNKS, FlatStates.delta),
     "mamba2_chunk_scan": (SCANS, FlatStates.scan),
+    "mamba_selective_scan": (SELECTIVE, FlatStates.selective_scan),
 }
 """By name of a function of several tokens: all its parameters, and what answers it."""
 PARAMETERS = {name: parameters for name, (parameters, _) in SPANNED.items()}

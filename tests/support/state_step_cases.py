@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, GPU
 
+jamba = pytest.importorskip("transformers.models.jamba.modeling_jamba")
 kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
 nemotron = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
 qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
@@ -125,6 +126,28 @@ def check_ssm(
         z=gate,
     )  # fmt: skip
     got = steps.ssm_step(x, dt, A, B, C, D, dt_bias, *slots.given, gate=gate, softplus=whole)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, wanted, rtol=ERROR[dtype], atol=ERROR[dtype] * 4)
+    slots.check(state, max(ERROR[dtype], ERROR[held]))
+
+
+def check_scan(
+    steps: Any, dtype: torch.dtype, held: torch.dtype, channels: int, dim: int, whole: bool
+) -> None:
+    """Mamba's step as Jamba calls it; not whole: without D, dt_bias and gate, and dt as it is."""
+    rows = len(SOURCE)
+    slots = InSlots((channels, dim), held)
+    x, dt, gate = noise(rows, 3, channels, dtype=dtype).unbind(1)
+    A = -noise(channels, dim, seed=2).exp()
+    B, C = noise(rows, 2, dim, dtype=dtype, seed=3).unbind(1)
+    D = noise(channels, dtype=dtype, seed=4)
+    bias = noise(channels, seed=5)
+    given = {"D": D, "dt_bias": bias, "dt_softplus": True, "z": gate} if whole else {}
+    dt = dt if whole else dt.abs()
+    state = slots.gathered()
+    wanted = jamba.mamba_selective_state_update(state, x, dt, A, B, C, **given)
+    more = (D, bias) if whole else (None, None)
+    got = steps.scan_step(x, dt, A, B, C, *more, *slots.given, gate=given.get("z"), softplus=whole)
     assert got.dtype == dtype
     torch.testing.assert_close(got, wanted, rtol=ERROR[dtype], atol=ERROR[dtype] * 4)
     slots.check(state, max(ERROR[dtype], ERROR[held]))
