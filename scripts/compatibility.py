@@ -1,12 +1,14 @@
-"""Run the fast subset of the suite on other releases of transformers, torch and Python, and note what passed.
+"""Run the suite, or its fast subset, on other releases of transformers, torch and Python, and note what passed.
 
     .venv/bin/python scripts/compatibility.py                                 # all cells of PATH
     .venv/bin/python scripts/compatibility.py transformers==5.9.0 python3.13  # these
+    .venv/bin/python scripts/compatibility.py --whole transformers==5.24.0    # the whole suite
     .venv/bin/python scripts/compatibility.py --write docs/compatibility.md   # the page, of all that has run
 
 A cell differs from constraints.txt in one thing. A release of a package lies in a folder of its own, with what
 it requires in other versions, before the packages of this environment; a Python has an environment of its own.
-Both are made below .compatibility, where results are kept as well.
+Both are made below .compatibility, where results are kept as well. `--reports` takes the numbers of a run in parts from
+its JUnit files, and runs nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ PATH = (
 )
 OF_THE_TEXT = ("tests.test_house", "tests.test_docs")
 """Tests of the repository's text, which no release changes."""
-COLUMNS = ("transformers", "torch", "python", "passed", "failed", "skipped", "date")
+WORDS = {"fast": ["--fast"], "whole": ["-n", "2", "--dist", "worksteal"]}
+"""What scripts/test is given for the tests of a run."""
+COLUMNS = ("transformers", "torch", "python", "tests", "passed", "failed", "skipped", "date")
 VERSIONS = """
 import platform, torch, transformers
 print(transformers.__version__, torch.__version__, platform.python_version())
@@ -49,6 +53,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("cells", nargs="*", help=f"of {' '.join(PATH)}, or any other release")
+    parser.add_argument("--whole", action="store_true", help="the whole suite, not its fast subset")
+    parser.add_argument("--reports", nargs="+", type=Path, metavar="XML", help="of a run of the one cell")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page, and run nothing")
     given = parser.parse_args()
     PLACE.mkdir(exist_ok=True)
@@ -56,14 +62,17 @@ def main() -> None:
     if given.write:
         given.write.write_text(page(results))
         return
+    if given.reports and len(given.cells) != 1:
+        parser.error(f"--reports are of one cell, got {given.cells or 'none'}")
+    tests = "whole" if given.whole else "fast"
     for cell in given.cells or PATH:
-        results[cell] = run(cell)
+        row = results[f"{cell} {tests}"] = run(cell, tests, given.reports)
         RESULTS.write_text(json.dumps(results, indent=1))
-        print(cell, {name: results[cell][name] for name in ("passed", "failed", "skipped")})
+        print(cell, tests, {name: row[name] for name in ("passed", "failed", "skipped")})
 
 
-def run(cell: str) -> dict[str, Any]:
-    """Versions and numbers of a cell, and the tests that failed there."""
+def run(cell: str, tests: str, reports: list[Path] | None = None) -> dict[str, Any]:
+    """Versions and numbers of a cell, and the tests that failed there. reports: of a run that was made before."""
     folder = PLACE / cell.replace("==", "-")
     path = [str(ROOT), str(ROOT / "kernels")]
     environment = Path(sys.prefix)
@@ -73,19 +82,22 @@ def run(cell: str) -> dict[str, Any]:
     else:
         lay_over(cell, folder)
         path.insert(0, str(folder))
-    report = PLACE / f"{folder.name}.xml"
-    report.unlink(missing_ok=True)
     variables = {**os.environ, "PYTHONPATH": ":".join(path), "HF_PAGED_ENVIRONMENT": str(environment)}
     python = str(environment / "bin" / "python")
     asked = subprocess.run(
         [python, "-c", VERSIONS], env=variables, check=True, capture_output=True, text=True
     )
     transformers, torch, release = asked.stdout.split()[-3:]
-    subprocess.run(
-        ["scripts/test", "--fast", f"--junitxml={report}", "-p", "no:cacheprovider"], cwd=ROOT, env=variables
-    )
-    today = datetime.date.today().isoformat()
-    return {"date": today, "transformers": transformers, "torch": torch, "python": release, **counted(report)}
+    if reports is None:
+        reports = [PLACE / f"{folder.name}.{tests}.xml"]
+        reports[0].unlink(missing_ok=True)
+        subprocess.run(
+            ["scripts/test", *WORDS[tests], f"--junitxml={reports[0]}", "-p", "no:cacheprovider"],
+            cwd=ROOT,
+            env=variables,
+        )
+    versions = {"transformers": transformers, "torch": torch, "python": release}
+    return {"date": datetime.date.today().isoformat(), **versions, "tests": tests, **counted(reports)}
 
 
 def make_environment(python: str, folder: Path) -> None:
@@ -127,11 +139,10 @@ def is_met(need: Requirement, there: dict[str, Distribution]) -> bool:
         return False
 
 
-def counted(report: Path) -> dict[str, Any]:
+def counted(reports: list[Path]) -> dict[str, Any]:
     """The numbers of a run, and the tests that failed."""
-    found = [
-        case for case in xml.parse(report).iter("testcase") if not module_of(case).startswith(OF_THE_TEXT)
-    ]
+    cases = [case for report in reports for case in xml.parse(report).iter("testcase")]
+    found = [case for case in cases if not module_of(case).startswith(OF_THE_TEXT)]
     failed = [case for case in found if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in found)
     names = sorted({f"{module_of(case).replace('.', '/')}.py::{case.get('name')}" for case in failed})
@@ -148,13 +159,15 @@ def page(results: dict[str, Any]) -> str:
     """The table of all cells that have run, and the tests that failed."""
     written = ROOT / "docs" / "compatibility.md"
     words = written.read_text().partition("<!-- words -->")[2] if written.exists() else "\n"
-    rows = sorted(results.values(), key=lambda row: [numbers(row[name]) for name in COLUMNS[:3]])
+    rows = sorted(
+        results.values(), key=lambda row: ([numbers(row[name]) for name in COLUMNS[:3]], row["tests"])
+    )
     lines = [
         "# Compatibility",
         "",
-        f"Made by `scripts/compatibility.py`: the fast subset of the suite (`scripts/test --fast`) on CPUs ({platform.machine()}),",
-        "without its tests of texts, and with the packages of constraints.txt but for the versions named here. A row is a run;",
-        "combinations that are not listed were not run. CI runs the whole suite on the release of constraints.txt.",
+        f"Made by `scripts/compatibility.py` on CPUs ({platform.machine()}): the fast subset of the suite (`scripts/test --fast`) or",
+        "the whole suite, without its tests of texts, and with the packages of constraints.txt but for the versions named here. A",
+        "row is a run; combinations that are not listed were not run. CI runs the whole suite on the release of constraints.txt.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",
@@ -166,7 +179,7 @@ def page(results: dict[str, Any]) -> str:
         if row["names"]:
             lines += [
                 "",
-                f"Failed on transformers {row['transformers']}, torch {row['torch']}, Python {row['python']}:",
+                f"Failed on transformers {row['transformers']}, torch {row['torch']}, Python {row['python']} ({row['tests']}):",
                 "",
             ]
             lines += [f"- `{name}`" for name in row["names"]]

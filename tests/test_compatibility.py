@@ -20,22 +20,30 @@ REPORT = """<testsuites><testsuite>
 
 def row(transformers: str, **found: Any) -> dict[str, Any]:
     versions = {"transformers": transformers, "torch": "2.13.0+cpu", "python": "3.11.7", "date": "2026-11-27"}
-    return {**versions, "passed": 2000, "failed": 0, "skipped": 3, "names": [], **found}
+    return {**versions, "tests": "fast", "passed": 2000, "failed": 0, "skipped": 3, "names": [], **found}
 
 
 def test_a_report_is_counted_without_tests_of_texts(tmp_path: Path) -> None:
-    (tmp_path / "report.xml").write_text(REPORT)
-    found = SCRIPT["counted"](tmp_path / "report.xml")
-    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
+    reports = [tmp_path / "report.xml", tmp_path / "other.xml"]
+    reports[0].write_text(REPORT)
+    reports[1].write_text('<testsuites><testcase classname="tests.test_d" name="five"/></testsuites>')
+    found = SCRIPT["counted"](reports)
+    assert (found["passed"], found["failed"], found["skipped"]) == (2, 2, 1)
     assert found["names"] == ["tests/test_a.py::two", "tests/test_c.py::tests.test_c"]
 
 
 def test_the_page_has_a_row_for_each_run_and_keeps_its_words() -> None:
-    results = {"new": row("5.24.0"), "old": row("5.9.0", failed=1, names=["tests/test_a.py::two"])}
+    whole = row("5.24.0", tests="whole", passed=9000)
+    results = {
+        "whole": whole,
+        "new": row("5.24.0"),
+        "old": row("5.9.0", failed=1, names=["tests/test_a.py::two"]),
+    }
     lines = SCRIPT["page"](results).splitlines()
     assert [line for line in lines if line.startswith("| 5.")] == [
-        "| 5.9.0 | 2.13.0+cpu | 3.11.7 | 2,000 | 1 | 3 | 2026-11-27 |",
-        "| 5.24.0 | 2.13.0+cpu | 3.11.7 | 2,000 | 0 | 3 | 2026-11-27 |",
+        "| 5.9.0 | 2.13.0+cpu | 3.11.7 | fast | 2,000 | 1 | 3 | 2026-11-27 |",
+        "| 5.24.0 | 2.13.0+cpu | 3.11.7 | fast | 2,000 | 0 | 3 | 2026-11-27 |",
+        "| 5.24.0 | 2.13.0+cpu | 3.11.7 | whole | 9,000 | 0 | 3 | 2026-11-27 |",
     ]
     assert "- `tests/test_a.py::two`" in lines
     assert "## Limits of single releases" in lines
