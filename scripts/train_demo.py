@@ -47,12 +47,32 @@ BOS, EOS, PAD, USER, ASSISTANT, SYSTEM = (
 )
 SPECIAL = [BOS, EOS, PAD, USER, ASSISTANT, SYSTEM]
 VOCAB = 848
-# The reply begins right after its role token and ends with EOS: the same text that `chat` below trains on.
+# The reply begins right after its role token and ends with EOS: the same text that `chat` below trains on. Tools are a
+# system message of their names and parameters, and their results are a user's; the model has learned neither.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
+    "{{ bos_token }}{% if tools %}<|system|>Tools: {% for tool in tools %}{% set function = tool['function'] %}"
+    "{{ function['name'] }}({{ (function['parameters'] or {}).get('properties', []) | join(', ') }})"
+    "{{ ', ' if not loop.last }}{% endfor %}.{{ eos_token }}{% endif %}{% for message in messages %}"
+    "{% set role = 'user' if message['role'] == 'tool' else message['role'] %}"
+    "{{ '<|' + role + '|>' + (message['content'] or '') }}{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>' + (call['function'] | tojson) + '</tool_call>' }}{% endfor %}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# How transformers reads calls of tools in a reply that is written as the template writes them.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ASSISTANT,
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": EOS, "content": "text"},
+    },
+}
 
 PRONOUNS = {"he": ("he", "him", "his"), "she": ("she", "her", "her")}
 
@@ -336,6 +356,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHAT_TEMPLATE
+    fast.response_template = RESPONSE_TEMPLATE
     fast.save_pretrained(folder)
     rewrite(folder / "tokenizer.json", None)
     rewrite(

@@ -89,10 +89,9 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, served: Served) -> No
         client.completions.create(model="demo", prompt="a", extra_body={"topk": 5})
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt="a")
+    twice = 2 * [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(
-            model="demo", messages=CHAT, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
+        client.chat.completions.create(model="demo", messages=CHAT, tools=twice)
     assert caught.value.param == "tools"
     with (
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0) as other,

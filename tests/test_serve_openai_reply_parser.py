@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +14,19 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 pytest.importorskip("openai")
+pytest.importorskip(
+    "transformers.utils.chat_parsing.response_templates", reason="this transformers reads no answers"
+)
 
 import openai
 from cases import examples
-from reply_cases import CALL, CHAT, CLOCK, TEMPLATE, WEATHER, reading, saying
+from reply_cases import CALL, CHAT, CLOCK, TEMPLATE, WEATHER, reading, saying, unread
 from serving import Served, serving, tokenizer
 
 from hf_paged.serve.openai.protocol import ChatRequest
 from hf_paged.serve.openai.reply_parser import Replies
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +90,21 @@ def test_a_chat_template_of_another_form_shows_no_prompt(client: openai.OpenAI) 
                 choice.message.content == client.chat.completions.create(**request).choices[0].message.content
             )
             assert "weather in Paris" not in choice.message.content
+
+
+def test_a_message_is_continued(client: openai.OpenAI, served: Served) -> None:
+    """The answer is what follows; the beginning that the client sent is no part of it."""
+    begun = [*CHAT, {"role": "assistant", "content": "Once upon"}]
+    going_on = {"continue_final_message": True, "add_generation_prompt": False}
+    request = {"model": "demo", "messages": begun, "max_tokens": 100, "temperature": 0}
+    whole = client.chat.completions.create(**request, extra_body={**going_on, **saying(" a time.")}).choices[
+        0
+    ]
+    assert whole.message.content == " a time."
+    chunks = client.chat.completions.create(
+        **request, extra_body={**going_on, **saying(" a time.")}, stream=True
+    )
+    assert "".join(each.choices[0].delta.content or "" for each in chunks) == " a time."
 
 
 def test_a_call_alone_has_no_content(client: openai.OpenAI) -> None:
@@ -202,8 +224,39 @@ def test_required_and_named_calls(client: openai.OpenAI) -> None:
         assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+def test_the_first_call_of_the_guide() -> None:
+    """The demo model as it is: a call, the turn after it, a call in the template's own form, and a story."""
+    guide = (ROOT / "docs" / "serving.md").read_text()
+    body = json.loads(re.search(r"curl \S+/v1/chat/completions .*?-d '(.*?)'", guide, re.S)[1])
+    call = json.loads(re.search(r"has the call `(.*?)`", guide, re.S)[1])
+    free = {key: body[key] for key in ("messages", "tools")} | {"max_tokens": 60, "temperature": 0}
+    with serving() as made:
+
+        def choice(**fields: Any) -> Any:
+            response = made.post("/v1/chat/completions", fields)
+            assert response.status_code == 200, response.text
+            return response.json()["choices"][0]
+
+        first = choice(**body)
+        assert first["finish_reason"] == "tool_calls"
+        assert [each["function"] for each in first["message"]["tool_calls"]] == [call]
+        made_up = f'<tool_call>{{"name": "get_weather", "arguments": {call["arguments"]}}}</tool_call>'
+        assert choice(**free, **saying(made_up))["message"]["tool_calls"][0]["function"] == call
+        assert "tool_calls" not in choice(**free)["message"]
+        result = {"role": "tool", "tool_call_id": first["message"]["tool_calls"][0]["id"], "content": "sunny"}
+        free["messages"] = [*free["messages"], first["message"], result]
+        assert choice(**free)["message"]["content"]
+        asked = made.post("/tokenize", {"messages": free["messages"], "tools": free["tools"]}).json()[
+            "tokens"
+        ]
+    assert tokenizer().decode(asked) == (
+        "<|bos|><|system|>Tools: get_weather(city).<|eos|><|user|>What is the weather in Paris?<|eos|><|assistant|>"
+        f"{made_up}<|eos|><|user|>sunny<|eos|><|assistant|>"
+    )
+
+
 def test_required_calls_need_no_response_template() -> None:
-    with serving() as served:
+    with serving(tokenizer=unread()) as served:
         body = {
             "messages": CHAT,
             "max_tokens": 300,

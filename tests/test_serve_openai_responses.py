@@ -233,7 +233,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "no"}]}, "input"),

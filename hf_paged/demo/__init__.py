@@ -35,7 +35,8 @@ def model() -> LlamaForCausalLM:
 def tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer for the texts of the demo model, a new object at each call.
 
-    It pads on the left, as generation needs it, starts a text with its bos token, and has a chat template.
+    It pads on the left, as generation needs it, and starts a text with its bos token. It has a chat template
+    and a response template, though the model has not learned to call tools.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -58,6 +58,13 @@ def reading() -> Any:
     return made
 
 
+def unread() -> Any:
+    """The demo's tokenizer without a response template."""
+    made = demo.tokenizer()
+    made.response_template = None
+    return made
+
+
 def saying(said: str) -> dict[str, Any]:
     """Fields that make the model say exactly this."""
     return {"structured_outputs": {"choice": [said]}}

@@ -101,8 +101,8 @@ class ParsedReply:
 
     def add(self, text: str, last: bool) -> Delta:
         delta = Delta()
-        for event in self._parser.initial_events:  # what the chat template has begun
-            self._take(event, delta)
+        for event in self._parser.initial_events:  # what the prompt has begun, and no part of the answer
+            self._take(event, Delta())
         self._parser.initial_events = []
         for begin in range(0, len(text), SLICE):
             self._read(text[begin : begin + SLICE], delta)
@@ -221,11 +221,15 @@ class Replies:
     def __init__(self, template: dict[str, Any] | None) -> None:
         """template: as transformers defines it; checked here."""
         self._template: Any = None
+        self._only_calls = False
+        """True if an answer without calls is all content."""
         if template is not None:
             from transformers.utils.chat_parsing.response_templates import load_response_template
 
             self._template = load_response_template(template)
             _bound(self._template)
+            fields = self._template.fields.keys()
+            self._only_calls = self._template.implicit == "content" and fields <= {"content", "tool_calls"}
 
     def check(self, request: ChatRequest, most: int) -> None:
         """Raise for tools that contradict each other, or that no answer could call."""
@@ -251,7 +255,9 @@ class Replies:
 
     def reads(self, request: ChatRequest) -> bool:
         """True if answers to a request are read by the template: with their special tokens."""
-        return self._template is not None and not forced(request) and request.skip_special_tokens is not False
+        if self._template is None or forced(request) or request.skip_special_tokens is False:
+            return False
+        return bool(request.offered) or not self._only_calls
 
     def separates(self, request: ChatRequest) -> bool:
         """True if answers to a request may be more than content."""
