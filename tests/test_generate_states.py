@@ -14,7 +14,8 @@ import torch
 from captures import counts, drop, policy, reasons
 from counted_states import CountedStates, assert_every_token_once, counting, put_into_generate
 from families import BY_NAME, VOCABULARY, build
-from tape import rerun
+from poison import poison_free_slots
+from tape import record, rerun
 from tiny import build as build_tiny
 from tiny import config_class
 from transformers import LogitsProcessor
@@ -204,6 +205,62 @@ def test_a_forward_over_states_that_failed_is_given_again(family: str, later: bo
     handle.remove()
     for kept in (copy.deepcopy(cache), cache):
         assert torch.equal(paged(model, given, kept), model.generate(given, **NEW))
+    memory_of(model).check()
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], list[int]]] = {
+    "copied": (lambda cache: None, [0, 1, 2]),
+    "selected": (lambda cache: cache.batch_select_indices([2, 0]), [2, 0]),
+    "repeated": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    "reordered": (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
+    "reset": (lambda cache: cache.reset(), [0, 1, 2]),
+    "cropped to nothing": (lambda cache: cache.crop(-99), [0, 1, 2]),
+    "cropped by a step": (lambda cache: cache.crop(-1), [0, 1, 2]),
+}
+"""Changes of a kept cache, and the rows that it holds then."""
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["", "captured"])
+@pytest.mark.parametrize("family", ["lfm2", "nemotron_h", "qwen3_5_text", "zaya"])
+def test_a_second_turn_behind_a_kept_cache(
+    family: str, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the whole text from the beginning, by copies of the cache and by the cache itself in the end."""
+    poison_free_slots(monkeypatch)
+    if captured:
+        monkeypatch.setitem(RECORDERS, "cpu", record)
+        policy(monkeypatch, least_steps=4)
+    model = build_tiny("causal", config_class("causal", family))
+    model.generation_config.eos_token_id = None
+    ids = prompts(3) % 75 + 5
+    call = {"cache_implementation": "paged", "return_dict_in_generate": True}
+    first = model.generate(ids, **NEW, **call)
+    cache = first.past_key_values
+    said = torch.cat([first.sequences, ids[:, :4]], 1)
+    wanted = model.generate(said, **NEW)
+    for name, (change, rows) in CHANGES.items():
+        kept = cache if name == "cropped by a step" else copy.deepcopy(cache)
+        change(kept)
+        assert torch.equal(paged(model, said[rows], kept), wanted[rows]), name
+        memory_of(model).check()
+    assert bool(counts(model)["replayed"]) is captured
+
+
+def test_a_kept_cache_of_other_rows_or_tokens_is_refused() -> None:
+    """With what to do instead; the cache is as it was."""
+    model = build_tiny("causal", config_class("causal", "qwen3_5_text"))
+    ids = prompts(2) % 75 + 5
+    cache = PagedCache(model, block_size=4)
+    said = paged(model, ids, cache, **SHORT)
+    with pytest.raises(ValueError, match=r"holds 2 rows and was given 4; .*batch_repeat_interleave\(\)"):
+        paged(model, said, cache, num_beams=2)
+    with pytest.raises(
+        RuntimeError, match="cannot go back 3 tokens: a recurrent state covers all 15; use a new"
+    ):
+        cache.crop(-3)
+    cache.batch_repeat_interleave(2)
+    answer = paged(model, said, cache, num_beams=2)
+    assert torch.equal(answer, model.generate(said, **NEW, num_beams=2))
     memory_of(model).check()
 
 

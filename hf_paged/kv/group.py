@@ -454,6 +454,12 @@ class LayerGroup:
 
     def _explain(self, need: int) -> str:
         pool = self.pool
+        if not self.kind.fills:
+            return (
+                f"{need} more slots for recurrent states are needed, {pool.available} of {pool.total} are "
+                f"free ({self._sized}); raise it, lower the batch size or num_beams, or drop caches that you "
+                "keep"
+            )
         return (
             f"{need} more blocks of {pool.block_size} tokens are needed for the {self.kind.name} layers, "
             f"{pool.available} of {pool.total} are free ({self._sized}, {self.block_bytes} bytes a block); "

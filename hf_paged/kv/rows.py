@@ -191,9 +191,7 @@ class Rows:
         if first_step:
             self._open(rows)
         elif rows != self.count:
-            raise ValueError(
-                f"this cache holds {self.count} rows and was given {rows}; use a new cache for another batch"
-            )
+            raise other_rows(self.count, rows)
         if not self.keep_past:
             self._release()
         need = blocks_needed(self.tables, counts or self._new_tokens(new))
@@ -523,3 +521,11 @@ class Rows:
             self.torn = False
             self._cut = 0
             self._changed()
+
+
+def other_rows(held: int, given: int) -> ValueError:
+    """The error of a batch that has not the rows of the cache which it continues."""
+    return ValueError(
+        f"this cache holds {held} rows and was given {given}; use a new cache for another batch, or "
+        "batch_repeat_interleave() and batch_select_indices() of this one first"
+    )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..blocks import BlockTable, append
 from .group import LayerGroup
-from .rows import Rows
+from .rows import Rows, other_rows
 
 NO_SLOT = -1
 """The slot of a row without a past, which reads no state."""
@@ -42,10 +42,7 @@ class StateRows(Rows):
             if first_step:
                 self._open(rows)
             elif rows != self.count:
-                raise ValueError(
-                    f"this cache holds {self.count} rows and was given {rows}; use a new cache for another "
-                    "batch"
-                )
+                raise other_rows(self.count, rows)
             apart = self._make_slots(max(rows, self.expected_rows) if first_step else rows)
             with self._whole():
                 begun = self.columns
