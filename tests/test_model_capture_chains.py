@@ -60,7 +60,15 @@ def transposed(dtype: torch.dtype) -> torch.Tensor:
     return x.sigmoid() * x + x
 
 
-PIECES = {each.__name__: each for each in (gates, gated_norm, softmax_by_hand, numbers, transposed)}
+def cast_where_it_is(dtype: torch.dtype) -> torch.Tensor:
+    x = noise(2, 3, dtype=dtype).sigmoid()
+    return x.to(dtype=torch.float16, device=x.device) * 3.0
+
+
+PIECES = {
+    each.__name__: each
+    for each in (cast_where_it_is, gates, gated_norm, softmax_by_hand, numbers, transposed)
+}
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

@@ -268,6 +268,8 @@ def _answer(func: Any, args: Any, named: Mapping[str, Any]) -> torch.Tensor:
     """The answer of an operation without data, with the shape, strides and type that torch gives it."""
 
     def without_data(x: Any) -> Any:
+        if isinstance(x, torch.device):
+            return torch.device("meta")
         if not isinstance(x, torch.Tensor):
             return x
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
