@@ -406,6 +406,7 @@ def test_c10_only_whole_blocks_behind_the_position_go():
     assert (table.released, table.blocks, pool.held) == (4, [], 0)
     assert table.append(1) == []
     assert (table.end, len(table.blocks)) == (5, 1)
+    assert (table.capacity, table.lacks(table.capacity), table.lacks(table.capacity + 1)) == (20, 0, 1)
     pool.check()
 
 

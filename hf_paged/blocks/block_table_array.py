@@ -32,7 +32,8 @@ class BlockTableArray:
 
     def write(self, row: int, first: int, blocks: array[int]) -> None:
         """Write down what a table names from its block `first` on."""
-        self._fit(row, first + len(blocks))
+        if row >= self.height or first + len(blocks) > self.width:
+            self._fit(row, first + len(blocks))
         begin = row * self.width + first
         self.ids[begin : begin + len(blocks)] = blocks
         if self.journal is not None:
@@ -41,7 +42,8 @@ class BlockTableArray:
     def add(self, row: int, table: BlockTable) -> None:
         """Write down the last block of a table, which is new."""
         end = table.end
-        self._fit(row, end)
+        if row >= self.height or end > self.width:
+            self._fit(row, end)
         self.ids[row * self.width + end - 1] = table.blocks[-1]
         if self.journal is not None:
             self.journal.append((row, end - 1, 1))
@@ -57,8 +59,7 @@ class BlockTableArray:
         return list(self.ids[begin + table.released : begin + table.end]) == table.blocks
 
     def _fit(self, row: int, width: int) -> None:
-        if row < self.height and width <= self.width:
-            return
+        """Make the array at least so large."""
         wide = max(self.width, 1 << (width - 1).bit_length() if width else 0)
         high = max(self.height, 2 * row, 8)
         ids = array("i", bytes(4 * wide * high))

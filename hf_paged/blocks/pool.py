@@ -151,10 +151,11 @@ class BlockPool:
         state = self._state
         if 0 <= near < len(state) and state[near] == FREE:
             block = near
-        elif self.free:
-            block = self._lowest_free = state.find(FREE, self._lowest_free)
         else:
-            block = self._evict(tenant)
+            block = state.find(FREE, self._lowest_free)
+            self._lowest_free = len(state) if block < 0 else block
+            if block < 0:
+                block = self._evict(tenant)
         state[block] = HELD
         self._references[block] = 1
         self._held += 1

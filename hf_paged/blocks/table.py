@@ -50,6 +50,15 @@ class TableView:
         """The index after the last block, counted from the sequence's first."""
         return self.released + len(self.blocks)
 
+    @property
+    def capacity(self) -> int:
+        """The length at which the next token needs another block."""
+        return (self.released + len(self.blocks)) * self.pool.block_size
+
+    def lacks(self, length: int) -> int:
+        """The blocks that are missing for a length."""
+        return -(-length // self.pool.block_size) - self.released - len(self.blocks)
+
     def at(self, index: int) -> int | None:
         """The block of that number, counted from the sequence's first; None if the table holds none there."""
         return self.blocks[index - self.released] if self.released <= index < self.end else None
@@ -145,7 +154,7 @@ class BlockTable(TableView):
         elif not self.length:
             self.epoch = pool.epoch
         self.length += tokens
-        more = pool.blocks_for(self.length) - self.end
+        more = self.lacks(self.length)
         if more:
             near = self.blocks[-1] + 1 if self.blocks else self.near
             self.blocks += (
@@ -262,7 +271,7 @@ def blocks_needed(tables: Sequence[BlockTable], tokens: Sequence[int]) -> int:
                 f"cannot append {more} tokens to {table!r}; give 0 or more, and tables of one pool in one "
                 "call"
             )
-        need += max(0, -(-(table.length + more) // size) - table.end)
+        need += max(0, table.lacks(table.length + more))
         if more and table.length % size:
             writers[table.blocks[-1]] += 1
     for block, count in writers.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 from ..blocks import BlockTable, Prompt
 from ..blocks.pool import NOWHERE
@@ -58,12 +59,12 @@ class Request:
         if not isinstance(self.tenant, str):
             raise TypeError(f"tenant={self.tenant!r} is not a str; give the name of a tenant")
 
-    @property
+    @cached_property
     def shares(self) -> bool:
         """True if `key` and the tokens determine its keys and values, so that prefixes can be shared."""
         return not self.source or bool(self.source_key)
 
-    @property
+    @cached_property
     def key(self) -> bytes:
         """The extra key of its blocks (C24)."""
         return self.extra + self.adapter_key + self.source_key

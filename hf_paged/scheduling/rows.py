@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from itertools import compress, count
-from operator import attrgetter, ge
+from collections.abc import Iterable
+from operator import add, attrgetter, sub
 from sys import byteorder
 from typing import NamedTuple
 
 from ..blocks import BlockTable, BlockTableArray
 from ..blocks.pool import NOWHERE, expect
-from .limits import KVCacheGroup
+from .limits import KVCacheGroup, finest
 from .plan import ScheduledBatch, ScheduledRow
 from .plan_builder import to_sample
 from .request import SequenceGroup, TokenSequence
@@ -22,14 +22,14 @@ from .request import SequenceGroup, TokenSequence
 class _Columns(NamedTuple):
     """The members in the order of their rows, until one joins, leaves or takes another number of tokens.
 
-    limits: the lengths at which a row needs a block or is complete. ones: the counts of a step of one token
-    each. tables: of all members and KV cache groups.
+    ones: the counts of a step of one token each. one: these as one large integer. tables: of all members and
+    KV cache groups.
     """
 
     sequences: tuple[TokenSequence, ...]
     row_ids: array[int]
-    limits: array[int]
     ones: array[int]
+    one: int
     samples: tuple[tuple[TokenSequence, ...], ...]
     tables: list[BlockTable]
 
@@ -39,15 +39,15 @@ class RowTable:
 
     In most steps every row takes one token. A row takes what its sequence is behind: several tokens where the
     host has several that are not computed, none while its sequence waits. A row needs a block when its tables
-    have no room for what it takes, which one comparison of two columns finds for all rows. The last use of a
-    table is stamped when its sequence leaves. The scheduler decides which group joins and leaves; groups
-    outside are planned row by row.
+    have no room for what it takes, which one column shows for all rows. The last use of a table is stamped
+    when its sequence leaves. The scheduler decides which group joins and leaves; groups outside are planned
+    row by row.
     """
 
     def __init__(self, kv_groups: tuple[KVCacheGroup, ...]) -> None:
         """kv_groups: those whose tables grow with the tokens; a member's cross-attention table is empty."""
         self.kv_groups = kv_groups
-        self._sizes = {kv_group.pool.block_size for kv_group in kv_groups}
+        self._finest = kv_groups[finest(kv_groups)].pool.block_size
         self.clear()
 
     def clear(self) -> None:
@@ -66,8 +66,10 @@ class RowTable:
         self._columns: _Columns | None = None
         self._lengths = array("i")
         """The tokens that each of the columns' members has computed, those in flight included."""
+        self._room = array("i")
+        """The tokens from there to the limit of each."""
         self._longest = 0
-        """The most of them."""
+        """The largest of their lengths."""
 
     def __len__(self) -> int:
         return len(self._limits)
@@ -130,12 +132,13 @@ class RowTable:
         """Members that are as long as they may become, and take no further step."""
         return [sequence for sequence in self.ending if sequence.complete]
 
-    def _lacking(self, sequence: TokenSequence, table: BlockTable) -> int:
-        """The blocks that one of a member's tables needs for what it takes in the next step."""
-        return max(0, table.pool.blocks_for(sequence.computed + self._takes(sequence)) - table.end)
+    def _lacking(self, i: int, sequences: Iterable[TokenSequence]) -> list[int]:
+        """The blocks of pool `i` that each of these members needs for what it takes in the next step."""
+        uneven = self.uneven
+        return [each.tables[i].lacks(each.computed + uneven.get(each, 1)) for each in sequences]
 
     def _lacks(self, sequence: TokenSequence) -> bool:
-        return any(self._lacking(sequence, table) for table in self._tables_of(sequence))
+        return any(any(self._lacking(i, (sequence,))) for i in range(len(self.kv_groups)))
 
     def _takes(self, sequence: TokenSequence) -> int:
         """The tokens that a member takes in the next step."""
@@ -148,7 +151,7 @@ class RowTable:
     def _limit_of(self, sequence: TokenSequence) -> int:
         limit = sequence.group.request.most_tokens - 1
         for table in self._tables_of(sequence):
-            limit = min(limit, table.end * table.pool.block_size)
+            limit = min(limit, table.capacity)
         return limit
 
     # ---- a step
@@ -161,14 +164,15 @@ class RowTable:
                 table = sequence.tables[i]
                 table.stamp = kv_group.pool.tick()
                 kv_group.kind.release(table)
-            found.append(self.growth(i).total())
+            found.append(sum(self._lacking(i, self.growing)))
         return found
 
     def growth(self, i: int) -> Counter[str]:
         """The blocks of pool `i` that the next step takes for the sequences of each tenant."""
         growth: Counter[str] = Counter()
-        for sequence in self.growing if i < len(self.kv_groups) else ():
-            growth[sequence.group.request.tenant] += self._lacking(sequence, sequence.tables[i])
+        if i < len(self.kv_groups):
+            for sequence, blocks in zip(self.growing, self._lacking(i, self.growing), strict=True):
+                growth[sequence.group.request.tenant] += blocks
         return growth
 
     def limit(self, most: int) -> None:
@@ -194,34 +198,33 @@ class RowTable:
         """One token of every row that takes one, and behind them the rows that take several; every pool has
         the blocks for it.
         """
-        limits = None if self._columns is None else self._columns.limits
         for sequence, place in self.growing.items():
-            self._grow(sequence)
-            self._limits[sequence] = limit = self._limit_of(sequence)
-            if limits is not None:
-                limits[place] = limit
+            self._limits[sequence] = limit = self._grow(sequence)
+            if self._columns is not None:
+                self._room[place] = limit - self._lengths[place]
         self.growing = {}
         columns = self._columns = self._columns or self._made_columns()
         sequences, starts = columns.sequences, self._lengths
-        self._lengths = lengths = array("i")
-        # All of them one longer, added as one large integer: none is so long that it carries over.
-        more = int.from_bytes(columns.ones.tobytes(), byteorder)
-        total = int.from_bytes(starts.tobytes(), byteorder) + more
-        lengths.frombytes(total.to_bytes(lengths.itemsize * len(starts), byteorder))
+        # All rows at once, as large integers: no length carries over, and every row has room for its token.
+        wide = starts.itemsize * len(starts)
+        ends = int.from_bytes(starts.tobytes(), byteorder) + columns.one
+        left = int.from_bytes(self._room.tobytes(), byteorder) - columns.one
+        self._lengths = lengths = array("i", ends.to_bytes(wide, byteorder))
+        self._room = room = array("i", left.to_bytes(wide, byteorder))
         self._longest += bool(sequences)
         for table in columns.tables:
             table.length += 1
         full, last = [], []
-        for place in compress(count(), map(ge, lengths, columns.limits)):
+        place = -1
+        for _ in range(room.count(0)):
+            place = room.index(0, place + 1)
             sequence, length = sequences[place], lengths[place]
             if length >= sequence.group.request.most_tokens - 1:
                 last.append(place)
                 self.ending[sequence] = None
-            for size in self._sizes:
-                if not length % size:
-                    full.append((sequence, length))
-                    self.growing[sequence] = place
-                    break
+            if not length % self._finest:
+                full.append((sequence, length))
+                self.growing[sequence] = place
         batch = ScheduledBatch(
             columns.row_ids,
             starts,
@@ -253,23 +256,31 @@ class RowTable:
         members = [sequence for sequence in self._limits if sequence not in self.uneven]
         sequences = tuple(sorted(members, key=attrgetter("row")))
         self._lengths = array("i", [sequence.computed for sequence in sequences])
+        self._room = array("i", map(sub, map(self._limits.__getitem__, sequences), self._lengths))
         self._longest = max(self._lengths, default=0)
+        ones = array("i", [1]) * len(sequences)
         return _Columns(
             sequences,
             array("i", [sequence.row for sequence in sequences]),
-            array("i", map(self._limits.__getitem__, sequences)),
-            array("i", [1]) * len(sequences),
+            ones,
+            int.from_bytes(ones.tobytes(), byteorder),
             tuple([(sequence,) for sequence in sequences]),
             [table for sequence in sequences for table in self._tables_of(sequence)],
         )
 
-    def _grow(self, sequence: TokenSequence) -> None:
-        """Give a sequence the blocks of what it takes."""
-        for tables, table in zip(self.tables, self._tables_of(sequence), strict=True):
-            for _ in range(self._lacking(sequence, table)):
-                near = table.blocks[-1] + 1 if table.blocks else NOWHERE
-                table.blocks.append(table.pool.take(near, table.tenant))
+    def _grow(self, sequence: TokenSequence) -> int:
+        """Give a sequence the blocks of what it takes: its new limit."""
+        length = sequence.computed + self.uneven.get(sequence, 1)
+        limit = sequence.group.request.most_tokens - 1
+        for tables, table in zip(self.tables, sequence.tables, strict=False):
+            capacity, pool, blocks = table.capacity, table.pool, table.blocks
+            while capacity < length:
+                blocks.append(pool.take(blocks[-1] + 1 if blocks else NOWHERE, table.tenant))
                 tables.add(sequence.row, table)
+                capacity += pool.block_size
+            if capacity < limit:
+                limit = capacity
+        return limit
 
     def renamed(self, sequence: TokenSequence, first: int) -> None:
         """The tables of a sequence name other blocks from their block `first` on."""
@@ -303,4 +314,10 @@ class RowTable:
             expect(
                 lengths == {sequence: sequence.computed for sequence in self._limits},
                 "a row has another length than its sequence",
+            )
+            limits = dict(zip(lengths, map(add, self._lengths, self._room), strict=True))
+            reached = self.growing.keys() | self.ending.keys()
+            expect(
+                all(limits[each] == limit or each in reached for each, limit in self._limits.items()),
+                "a row has another limit than its sequence",
             )
