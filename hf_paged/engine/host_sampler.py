@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kv.upload import download, upload
+from ..kv.static import download
+from ..kv.upload import upload
 from ..scheduling import UNKNOWN, Scheduler, SequenceGroup, TokenSequence
 from .outputs.output import TokenLogprob, TokenLogprobs
 from .requests.callables import require_known

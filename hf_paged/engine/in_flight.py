@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..kv.upload import download, upload
+from ..kv.static import download
+from ..kv.upload import upload
 from ..scheduling import (
     UNKNOWN,
     ScheduledBatch,

@@ -14,7 +14,8 @@ import torch
 
 from ..blocks import BlockPool, Copy, Corruption, Due, SealedBlocks
 from .ordinary import ordinary_tensors
-from .upload import download, upload
+from .static import download
+from .upload import upload
 
 logger = logging.getLogger("hf_paged")
 

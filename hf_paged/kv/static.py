@@ -1,4 +1,6 @@
-"""The index tensors of a captured step: the same tensors at every replay, with other content."""
+"""Tensors of a step on their way between host and device: the index tensors of a captured one, which are the
+same at every replay with other content, and copies of its answer.
+"""
 
 from __future__ import annotations
 
@@ -109,6 +111,26 @@ def _divided(buffer: torch.Tensor, parts: Sequence[UploadPart]) -> dict[str, tor
     return {
         part.name: piece.view(part.dtype).view(part.shape) for part, piece in zip(parts, pieces, strict=True)
     }
+
+
+def download(tensors: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
+    """Launch copies of tensors of one device to the host; the answer waits for all of them and has them."""
+    if not (tensors and tensors[0].is_cuda):
+        return lambda: tensors
+    copies = [
+        torch.empty(each.shape, dtype=each.dtype, device="cpu", pin_memory=True).copy_(
+            each, non_blocking=True
+        )
+        for each in tensors
+    ]
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensors[0].device))
+
+    def wait() -> list[torch.Tensor]:
+        event.synchronize()
+        return copies
+
+    return wait
 
 
 class StaticBatch(Batch):

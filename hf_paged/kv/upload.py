@@ -1,9 +1,8 @@
-"""Numbers copied to a device, and back, without waiting."""
+"""Numbers copied to a device without waiting."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,23 +22,3 @@ def upload(numbers: Any, device: torch.device, dtype: torch.dtype = torch.long) 
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)  # `pin_memory=True` above refuses NumPy's arrays
-
-
-def download(tensors: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
-    """Launch copies of tensors of one device to the host; the answer waits for all of them and has them."""
-    if not (tensors and tensors[0].is_cuda):
-        return lambda: tensors
-    copies = [
-        torch.empty(each.shape, dtype=each.dtype, device="cpu", pin_memory=True).copy_(
-            each, non_blocking=True
-        )
-        for each in tensors
-    ]
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(tensors[0].device))
-
-    def wait() -> list[torch.Tensor]:
-        event.synchronize()
-        return copies
-
-    return wait
