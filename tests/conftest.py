@@ -24,6 +24,11 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")  # an example takes as long as the machine takes
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests name a cache as all releases do; transformers 5.24 has another name, and takes this one."""
+    config.addinivalue_line("filterwarnings", "ignore:`past_key_values` is deprecated:FutureWarning")
+
+
 def pytest_collection_finish() -> None:
     """Imported modules and tests stay: a full collection that looked at them took a seventh of the suite's time."""
     gc.collect()
