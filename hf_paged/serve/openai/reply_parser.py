@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -276,11 +277,13 @@ class Replies:
 
         most = 1 if request.parallel_tool_calls is False else None
         chat = prompt()
-        tools: list[Any] = list(shown_tools(request.offered))
+        casts: dict[str, Any] = {}
+        if "tools" in inspect.signature(ResponseParser).parameters:  # older ones cast no arguments
+            casts["tools"] = shown_tools(request.offered)
         try:
             # A parser that does not find where the answer begins takes the whole chat for a part of it.
             prefix = chat if self._template.start_anchor_re.search(chat) else ""
-            make = partial(ResponseParser, self._template, prefix=prefix, tools=tools)
+            make = partial(ResponseParser, self._template, prefix=prefix, **casts)
             return [ParsedReply(make, most) for _ in count]
         except TimeoutError:
             raise invalid(
