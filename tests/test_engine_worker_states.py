@@ -134,6 +134,43 @@ def test_sequences_beyond_the_slots_are_preempted(model: Any, preemption: Any) -
         engine.check()
 
 
+@pytest.mark.parametrize("model", ["qwen3_5_text"], indirect=True)
+def test_too_few_slots(model: Any) -> None:
+    """Both numbers are in the error, and the engine goes on."""
+    with pytest.raises(ValueError, match="state_slots=0 is too few; give 1 or more"):
+        Engine(model, state_slots=0)
+    with Engine(model, state_slots=2, state_snapshots=0, num_blocks=60, block_size=4) as engine:
+        error = engine.submit(prompts()[1], max_new_tokens=NEW, num_beams=3).result().error
+        assert "3 sequence(s) need 3 slots for recurrent states and 2 can be had" in str(error)
+        answer = engine.submit(prompts()[1], max_new_tokens=NEW, num_beams=2).result().sequences[0]
+        assert answer.token_ids == alone(model, prompts()[1], num_beams=2)
+        engine.check()
+
+
+@pytest.mark.parametrize("model", ["qwen3_5_text", "zaya"], indirect=True)
+def test_a_model_is_cast_and_runs_under_autocast(model: Any) -> None:
+    """An engine that saw the cast answers as one that is made after it, and as stock in the first type."""
+
+    def answers(engine: Engine) -> list[list[int]]:
+        found = engine.generate(prompts(), max_new_tokens=NEW, progress=False, strict=True)
+        engine.check()
+        return [output.sequences[0].token_ids for output in found]
+
+    options = {"block_size": 4, "num_blocks": 90, "max_batch_tokens": 16, "state_every": 8}
+    model.to(torch.bfloat16).to(torch.float32)  # so that casts lose nothing
+    right = [alone(model, prompt) for prompt in prompts()]
+    with Engine(model, **options) as engine:
+        assert answers(engine) == right
+        model.to(torch.bfloat16)
+        with Engine(model, **options) as fresh:
+            assert answers(engine) == answers(fresh)
+        model.to(torch.float32)
+        assert answers(engine) == right
+    with torch.autocast("cpu", torch.bfloat16), Engine(model, **options) as engine:
+        found = answers(engine)
+    assert sum(map(len, found)) == sum(map(len, right))
+
+
 # ---- snapshots
 
 

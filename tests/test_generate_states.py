@@ -18,9 +18,9 @@ from poison import poison_free_slots
 from tape import record, rerun
 from tiny import build as build_tiny
 from tiny import config_class
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StaticCache
 
-from hf_paged import PagedCache
+from hf_paged import OutOfBlocks, PagedCache
 from hf_paged.generate import forward, prefix_reuse
 from hf_paged.model.adapters import Inapplicable
 from hf_paged.model.registry import memory_of
@@ -261,6 +261,93 @@ def test_a_kept_cache_of_other_rows_or_tokens_is_refused() -> None:
     cache.batch_repeat_interleave(2)
     answer = paged(model, said, cache, num_beams=2)
     assert torch.equal(answer, model.generate(said, **NEW, num_beams=2))
+    memory_of(model).check()
+
+
+# ---- what does not fit
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Any:
+    made = build_tiny("causal", config_class("causal", "qwen3_5_text"))
+    made.generation_config.eos_token_id = None
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "slots", "said"),
+    [
+        ({}, 0, "state_slots=0 is not a pool; give 1 or more"),
+        ({}, 1, r"2 more slots .* needed, 1 of 1 are free \(state_slots=1\)"),
+        ({"num_beams": 3}, 4, r"6 more slots .* needed, 4 of 4 are free \(state_slots=4\)"),
+        ({"num_return_sequences": 4, "do_sample": True}, 5, r"8 more slots .* are free \(state_slots=5\)"),
+    ],
+)
+def test_too_few_slots(options: dict[str, Any], slots: int, said: str, qwen: Any) -> None:
+    """The error has the slots that are needed, and those that there are."""
+    with pytest.raises((ValueError, OutOfBlocks), match=said):
+        qwen.generate(
+            prompts(2) % 75 + 5,
+            **{**NEW, **options},
+            cache_implementation="paged",
+            cache_config={"state_slots": slots},
+        )
+    memory_of(qwen).check()
+
+
+def test_caches_of_stock_are_stocks(qwen: Any) -> None:
+    """A StaticCache goes on as before; a cache beside the word, and one that holds no states, are refused by
+    transformers.
+    """
+    ids = prompts(2) % 75 + 5
+    wanted = qwen.generate(ids, **NEW)
+    static = StaticCache(config=qwen.config, max_cache_len=40)
+    assert torch.equal(qwen.generate(ids, past_key_values=static, **NEW), wanted)
+    with pytest.raises(ValueError, match="use only one of the two"):
+        paged(qwen, ids, past_key_values=static)
+    with pytest.raises(ValueError, match="only supported for models with only full attention"):
+        qwen.generate(ids, cache_implementation="quantized", cache_config={"backend": "quanto"}, **NEW)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("family", ["lfm2", "nemotron_h", "qwen3_5_text"])
+def test_padding_counts_as_the_mask_says(family: str, masked: bool) -> None:
+    """Without a mask it is text, as in stock."""
+    model = build_tiny("causal", config_class("causal", family))
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[0, :4] = 0
+    ids = (prompts(2) % 75 + 5) * mask
+    given = {"attention_mask": mask} if masked else {"attention_mask": torch.ones_like(mask)}
+    answer = paged(model, ids, **given)
+    assert torch.equal(answer, model.generate(ids, **given, **NEW))
+    if masked:
+        alone = model.generate(ids[:1, 4:], **NEW)[0, 9:]
+        assert torch.equal(answer[0, 13:], alone)
+    memory_of(model).check()
+
+
+def test_autocast(qwen: Any) -> None:
+    ids = prompts(2) % 75 + 5
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(paged(qwen, ids), qwen.generate(ids, **NEW))
+    assert torch.equal(paged(qwen, ids), qwen.generate(ids, **NEW))
+
+
+def test_a_model_is_cast_between_calls() -> None:
+    """New calls have states of the new types; a kept cache says why it cannot go on, and goes on later."""
+    model = build_tiny("causal", config_class("causal", "zaya")).to(torch.bfloat16).to(torch.float32)
+    ids = prompts(2) % 75 + 5
+    cache = PagedCache(model, block_size=4)
+    said = paged(model, ids, cache, **SHORT)
+    wanted = model.generate(said, **NEW)
+    model.to(torch.bfloat16)
+    assert torch.equal(paged(model, ids), model.generate(ids, **NEW))
+    with pytest.raises(
+        ValueError, match=r"recurrent states .* in torch.float32, which is in torch.bfloat16 now"
+    ):
+        paged(model, said, cache)
+    model.to(torch.float32)
+    assert torch.equal(paged(model, said, cache), wanted)
     memory_of(model).check()
 
 

@@ -60,7 +60,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return counted
 
 
-def check_answers_as_stock(model: Any, beams: int = 1) -> None:
+def check_answers_as_stock(model: Any, beams: int = 1, replayed: bool = True) -> None:
     ids = torch.randint(5, 60, (3, 11), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
@@ -70,7 +70,7 @@ def check_answers_as_stock(model: Any, beams: int = 1) -> None:
     }  # fmt: skip
     stock = model.generate(**given)
     assert torch.equal(model.generate(cache_implementation="paged", **given), stock)
-    assert counts(model)["replayed"] >= 8, reasons(model)
+    assert (counts(model)["replayed"] >= 8) is replayed, reasons(model)
     memory_of(model).check()
 
 
@@ -124,6 +124,69 @@ def test_functions_with_other_parameters_are_given_tensors(
     assert any(
         "mamba2_selective_state_update has other parameters" in each for each in pool_of(model).gathered
     )
+
+
+def add_hook(mixer: Any) -> None:
+    mixer.register_forward_hook(lambda module, given, answer: answer * 1.5)
+
+
+def add_pre_hook(mixer: Any) -> None:
+    def change(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "hidden_states": kwargs["hidden_states"] * 1.1}
+
+    mixer.register_forward_pre_hook(change, with_kwargs=True)
+
+
+def replace_forward(mixer: Any) -> None:
+    forward = mixer.forward
+    mixer.forward = lambda *args, **kwargs: forward(*args, **kwargs) * 1.5
+
+
+def derive(mixer: Any) -> None:
+    class Derived(type(mixer)):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs) * 1.5
+
+    mixer.__class__ = Derived
+
+
+def sum_up(mixer: Any) -> None:
+    """A mixer of other code: the sum of all inputs, and of the last one again."""
+
+    class Sums(type(mixer)):
+        def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            cache = kwargs.get("cache", kwargs.get("cache_params"))
+            sums = hidden_states.cumsum(1)
+            before = torch.zeros_like(hidden_states[:, :1])
+            if cache is not None:
+                if cache.has_previous_state(self.layer_idx):
+                    sums = sums + cache.layers[self.layer_idx].recurrent_states[0]
+                    before = cache.layers[self.layer_idx].conv_states[0].transpose(1, 2).clone()
+                cache.update_conv_state(hidden_states[:, -1:].transpose(1, 2), self.layer_idx)
+                cache.update_recurrent_state(sums[:, -1:], self.layer_idx)
+            return 0.1 * sums + torch.cat([before, hidden_states[:, :-1]], 1)
+
+    mixer.__class__ = Sums
+
+
+@pytest.mark.parametrize("change", [add_hook, add_pre_hook, replace_forward, derive, sum_up])
+def test_a_mixer_that_is_changed_or_replaced(change: Any, steps: Counted) -> None:
+    """In captured steps of generate() and in the engine, flat where the functions are still its own."""
+    model = build("causal", config_class("causal", "qwen3_5_text"))
+    model.generation_config.eos_token_id = None
+    change(next(layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")))
+    check_answers_as_stock(
+        model, replayed=change not in (add_hook, add_pre_hook)
+    )  # a hook's code runs each time
+    prompts = torch.randint(5, 60, (3, 9), generator=torch.Generator().manual_seed(1))
+    given = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    with Engine(model, block_size=4, num_blocks=60, max_batch_tokens=8) as engine:
+        answers = engine.generate(prompts.tolist(), progress=False, strict=True, **given)
+        found = [output.sequences[0].token_ids for output in answers]
+        assert found == model.generate(prompts, **given)[:, 9:].tolist()
+        if change in (derive, sum_up):
+            assert "advances its states by code that is not known" in engine.stats()["off"]["flat"]
+        engine.check()
 
 
 def in_slots() -> SlotState:

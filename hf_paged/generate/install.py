@@ -13,6 +13,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from ..kv import Arithmetic
 from ..kv.config import CacheConfig
 from ..model.attention import NAME, paged_attention, paged_mask
 from ..model.cache_name import CACHE, add_newer_name, named_by_caller
@@ -278,6 +279,13 @@ def _given(model: Any, given: Any, asked: CacheConfig | None) -> Any:
         raise ValueError(
             f"this PagedCache belongs to {owner} and cannot be used with this {type(model).__name__}; "
             "make one with hf_paged.PagedCache(model)"
+        )
+    kept = own.sequences.states
+    made = kept.group.key[2] if kept is not None and kept.columns else None
+    if isinstance(made, Arithmetic) and made.dtype != model.dtype:
+        raise ValueError(
+            f"this PagedCache holds recurrent states of a {type(model).__name__} in {made.dtype}, which is "
+            f"in {model.dtype} now; cast it back, or use a new cache"
         )
     if isinstance(given, PagedCache):
         given = _with_cross(model, given)

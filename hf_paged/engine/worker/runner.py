@@ -70,8 +70,11 @@ class Runner:
 
     @property
     def form(self) -> Form:
-        """How the model takes the rows of a step."""
-        return "flat" if self.why_rows is None else "rows"
+        """How the model takes the rows of a step. Layers show what their states are like in rows: at first,
+        and after a cast of the model.
+        """
+        known = self.states is None or not self.states.is_unused
+        return "flat" if self.why_rows is None and known else "rows"
 
     @property
     def captures(self) -> bool:
@@ -124,7 +127,9 @@ class Runner:
             return self._join(batch, parts)
         try:
             with self.eager.pools.memory.lock, torch.no_grad():
-                captured = self.captured if self.why_rows is None or self.captures_rows else None
+                captured = self._capturing
+                if self.states is not None and self.states.is_unused:
+                    captured = None
                 replayed = None if captured is None else captured.run(batch)
                 if replayed is not None:
                     return replayed
