@@ -118,7 +118,7 @@ def run_mode(name: str, model: Any, arguments: dict[str, Any]) -> tuple[str, str
     difference = _difference(stock, paged)
     if not difference:
         return "=", "", _apart(stock, paged), paged
-    if _difference(stock, _generate(model, arguments)) or _drafts_changed(stock, paged, model, arguments):
+    if _difference(stock, _generate(model, arguments)) or _changed_by_stock(stock, paged, model, arguments):
         return "?", "stock disagrees with itself", 0.0, paged
     mark = (
         "~" if _same_in_double(model, arguments) else "t" if _part_at_ties(stock, paged, arguments) else "X"
@@ -151,9 +151,12 @@ def _difference(stock: Any, paged: Any) -> str:
     return ""
 
 
-def _drafts_changed(stock: Any, paged: Any, model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether stock's drafts change what it says, and the paged answer is the one without drafts."""
-    plain = {name: value for name, value in arguments.items() if name != "prompt_lookup_num_tokens"}
+def _changed_by_stock(stock: Any, paged: Any, model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether stock's drafts or chunks change what it says, and the paged answer is the one without them: the
+    scans of Jamba and Zamba forget what was before a chunk.
+    """
+    own = ("prompt_lookup_num_tokens", "prefill_chunk_size")
+    plain = {name: value for name, value in arguments.items() if name not in own}
     if len(plain) == len(arguments):
         return False
     expected = _generate(model, plain).sequences

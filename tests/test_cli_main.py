@@ -511,7 +511,15 @@ def test_info_says_what_runs_on_pages(capsys: pytest.CaptureFixture[str], tmp_pa
     state.save_pretrained(tmp_path / "state")
     assert main(["info", str(tmp_path / "state")]) == 0
     said = capsys.readouterr().out
-    assert "on transformers' own cache: MambaForCausalLM keeps a state of its own" in said
+    assert "2 states in slots" in said
+    assert "0 bytes a token" in said
+    from transformers import RwkvConfig
+
+    own = RwkvConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64, architectures=["RwkvForCausalLM"])
+    own.save_pretrained(tmp_path / "own")
+    assert main(["info", str(tmp_path / "own")]) == 0
+    said = capsys.readouterr().out
+    assert "on transformers' own cache: RwkvForCausalLM keeps a state of its own" in said
     assert "not served" in said
 
 

@@ -327,13 +327,13 @@ def test_closing_ends_everything(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("mamba", "keeps a state of its own"), ("pictures", "takes pixel_values")]
+    ("kind", "reason"), [("rwkv", "keeps a state of its own"), ("pictures", "takes pixel_values")]
 )
 def test_models_that_cannot_be_served(kind: str, reason: str) -> None:
     """A recurrent state, an encoder of pictures: each is told by name."""
-    if kind == "mamba":
-        model: Any = tf.MambaForCausalLM(
-            tf.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8)
+    if kind == "rwkv":
+        model: Any = tf.RwkvForCausalLM(
+            tf.RwkvConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY)
         )
     else:
         eyes = tf.ViTConfig(

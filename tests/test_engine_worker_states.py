@@ -24,8 +24,10 @@ from hf_paged.model.rehearsal import RECORDERS
 
 SCANS = [pytest.param(family, marks=FLAT_STATES) for family in ("jamba", "zamba")]
 """Families whose scans begin without states in transformers."""
+ALONE = [pytest.param(family, marks=FLAT_STATES) for family in ("mamba", "mamba2")]
+"""Families without keys and values."""
 FAMILIES = [
-    "falcon_h1", *SCANS, "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text", "zamba2", "zaya",
+    "falcon_h1", *SCANS, *ALONE, "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text", "zamba2", "zaya",
 ]  # fmt: skip
 LENGTHS = (3, 11, 1, 7, 20, 5)
 NEW = 14
@@ -73,7 +75,7 @@ def test_sequences_answer_as_alone(model: Any, graphs: bool, monkeypatch: pytest
 
 
 @FLAT_STATES
-@pytest.mark.parametrize("model", ["qwen3_5_text", "nemotron_h", "jamba"], indirect=True)
+@pytest.mark.parametrize("model", ["qwen3_5_text", "nemotron_h", "jamba", "mamba"], indirect=True)
 @pytest.mark.parametrize("tokens", [4, 64])
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 def test_chunks_of_any_length_beside_decoding_rows(model: Any, tokens: int, ahead: bool) -> None:
@@ -86,7 +88,7 @@ def test_chunks_of_any_length_beside_decoding_rows(model: Any, tokens: int, ahea
 
 
 @FLAT_STATES
-@pytest.mark.parametrize("model", ["qwen3_5_text", "nemotron_h"], indirect=True)
+@pytest.mark.parametrize("model", ["qwen3_5_text", "nemotron_h", "falcon_mamba"], indirect=True)
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("calls", [9, 10])
 def test_a_fault_in_the_middle_of_a_layer(
@@ -171,6 +173,27 @@ def test_a_model_is_cast_and_runs_under_autocast(model: Any) -> None:
     assert sum(map(len, found)) == sum(map(len, right))
 
 
+@FLAT_STATES
+@pytest.mark.parametrize("model", ["mamba2"], indirect=True)
+def test_sequences_without_keys_and_values_wait_for_slots(model: Any) -> None:
+    """A slot is all that a sequence ever needs, so none that runs is preempted; there are no blocks."""
+    with Engine(model, state_slots=3, max_batch_sequences=4, num_blocks=7) as engine:
+        handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts()]
+        beams = engine.submit(prompts()[3], max_new_tokens=NEW, num_beams=3)
+        for prompt, handle in zip(prompts(), handles, strict=True):
+            assert handle.result().sequences[0].token_ids == alone(model, prompt)
+        assert beams.result().sequences[0].token_ids == alone(model, prompts()[3], num_beams=3)
+        stats = engine.stats()
+        assert stats["preemptions"] == 0
+        assert set(stats["blocks"]) == {"state"}
+        engine.sleep()
+        engine.wake_up()
+        assert engine.generate([prompts()[1]], max_new_tokens=NEW)[0].sequences[0].token_ids == alone(
+            model, prompts()[1]
+        )
+        engine.check()
+
+
 # ---- snapshots
 
 
@@ -210,7 +233,7 @@ def test_an_answer_that_ends_by_itself_is_found_by_what_was_computed(model: Any,
         engine.check()
 
 
-@pytest.mark.parametrize("model", ["qwen3_5_text", "zaya"], indirect=True)
+@pytest.mark.parametrize("model", ["qwen3_5_text", "zaya", ALONE[1]], indirect=True)
 def test_prompts_part_where_nobody_expected_it(model: Any) -> None:
     """The second leaves what the third hits; of two at once the first leaves it, and the second hits."""
     common = (prompts()[4] * 5)[:85]
@@ -220,17 +243,18 @@ def test_prompts_part_where_nobody_expected_it(model: Any) -> None:
             output = engine.submit([*common, *own], max_new_tokens=4).result()
             assert output.sequences[0].token_ids == alone(model, [*common, *own], max_new_tokens=4)
             found.append(output.cached_tokens)
-        assert found == [0, 0, 85, 85]
+        whole = engine.stats()["states"]["slots"] == sum(each.pool.total for each in layer_groups(engine))
+        assert found == ([0, 0, 80, 80] if whole else [0, 0, 85, 85])  # without blocks to 16 tokens
     with Engine(model, block_size=4, max_batch_tokens=64, state_every=32) as engine:
         handles = [engine.submit([*common, *own], max_new_tokens=4) for own in ([1, 2, 9], [3], [4, 5])]
         outputs = [handle.result() for handle in handles]
-        assert [output.cached_tokens for output in outputs] == [0, 84, 84]
+        assert [output.cached_tokens for output in outputs] == ([0, 80, 80] if whole else [0, 84, 84])
         for output, own in zip(outputs, ([1, 2, 9], [3], [4, 5]), strict=True):
             assert output.sequences[0].token_ids == alone(model, [*common, *own], max_new_tokens=4)
         engine.check()
 
 
-@pytest.mark.parametrize("model", ["qwen3_5_text", "lfm2"], indirect=True)
+@pytest.mark.parametrize("model", ["qwen3_5_text", "lfm2", ALONE[1]], indirect=True)
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 def test_snapshots_give_way_to_sequences(model: Any, ahead: bool) -> None:
     """C9: with hardly a slot to spare, beams and samples among what runs, no answer changes and none waits."""

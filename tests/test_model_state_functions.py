@@ -31,6 +31,9 @@ FAMILIES = {
     "bamba": {"conv_step", "ssm_step"},
     "jamba": {"conv_step", "scan_step"},
     "zamba": {"conv_step", "scan_step"},
+    "mamba": {"conv_step", "scan_step"},
+    "falcon_mamba": {"conv_step", "scan_step"},
+    "mamba2": {"conv_step", "ssm_step"},
     "lfm2": {"conv_step"},
     "zaya": set(),
 }
@@ -74,8 +77,9 @@ def check_answers_as_stock(model: Any, beams: int = 1, replayed: bool = True) ->
     memory_of(model).check()
 
 
-OTHERS = [(family, 1) for family in FAMILIES if family not in ("jamba", "zamba")]
-SCANS = [pytest.param(family, 1, marks=FLAT_STATES) for family in ("jamba", "zamba")]
+LATER = ("jamba", "zamba", "mamba", "falcon_mamba", "mamba2")
+OTHERS = [(family, 1) for family in FAMILIES if family not in LATER]
+SCANS = [pytest.param(family, 1, marks=FLAT_STATES) for family in LATER]
 
 
 @pytest.mark.parametrize(("family", "beams"), [*OTHERS, *SCANS, ("qwen3_5_text", 3), ("nemotron_h", 3)])

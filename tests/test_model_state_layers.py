@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -124,6 +125,16 @@ def test_no_other_types_of_states(qwen: Any) -> None:
             Engine(qwen, state_dtype=wrong)
 
 
+def test_drafts_that_are_taken_back() -> None:
+    """Convolutions keep the inputs of a step in tensors of their own until drafts are settled."""
+    model = build("causal", config_class("causal", "lfm2"))
+    ids = padded_prompts()["input_ids"][1:2, :4].repeat(1, 4)
+    given = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 8, "do_sample": False}
+    wanted = model.generate(ids, **given)
+    assert torch.equal(model.generate(ids, cache_implementation="paged", **given), wanted)
+    memory_of(model).check()
+
+
 def test_states_are_read_outside_a_forward_and_set_within_one() -> None:
     model = build("causal", config_class("causal", "qwen3_5_text"))
     cache = PagedCache(model, state_dtype="bfloat16")
@@ -139,3 +150,30 @@ def test_states_are_read_outside_a_forward_and_set_within_one() -> None:
         layer.conv_states[1]
     cache.reset()
     assert layer.conv_states[0] is None
+
+
+@FLAT_STATES
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "mamba2"])
+def test_models_without_keys_and_values_keep_their_cache(family: str) -> None:
+    """Stock takes no cache from one call to the next for these: what is right is the whole prompt's answer."""
+    model = build("causal", config_class("causal", family))
+    model.generation_config.eos_token_id = None
+    given = {"max_new_tokens": 6, "do_sample": False}
+    ids = padded_prompts()["input_ids"][1:]
+    cache = PagedCache(model)
+    said = model.generate(ids, past_key_values=cache, **given)
+    assert torch.equal(said, model.generate(ids, **given))
+    assert cache.get_seq_length() == said.shape[1] - 1
+    assert cache.lengths == [said.shape[1] - 1] * 2
+    assert len({tuple(slots) for slots in cache.tables()}) == 2
+    twin = copy.deepcopy(cache)
+    more = torch.cat([said, ids[:, :5]], 1)
+    wanted = model.generate(more, **given)
+    assert torch.equal(model.generate(more, past_key_values=cache, **given), wanted)
+    mask = torch.ones_like(more)
+    assert torch.equal(model.generate(more, attention_mask=mask, past_key_values=twin, **given), wanted)
+    cache.batch_select_indices([1])
+    cache.reset()
+    assert torch.equal(model.generate(ids, past_key_values=cache, **given), said)
+    memory_of(model).check()

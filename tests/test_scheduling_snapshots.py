@@ -12,7 +12,7 @@ from scheduling_prompts import squares as prompt
 from simulated import Simulated, answer
 
 from hf_paged.blocks import Full, State
-from hf_paged.scheduling import Limits, Request, Status, StepPlan
+from hf_paged.scheduling import Limits, Request, Status, StepPlan, prefixes
 
 
 def world(slots: int = 12, every: int = 16, tokens: int = 64, **options) -> Simulated:
@@ -47,6 +47,48 @@ def test_a_prompt_of_few_tokens_leaves_none_but_its_answer_does() -> None:
     made.submit(Request(0, prompt(9), 13))
     assert counts(made) == [9]
     assert covered(made) == [12]
+
+
+def alone(every: int = 64) -> Simulated:
+    """States without blocks beside them."""
+    return Simulated.mixed([(State(), 12, 4)], Limits(64, 8, 0.0), state_every=every)
+
+
+def test_without_blocks_prompts_part_at_names_of_begun_ones() -> None:
+    """C18: the third goes on from there; a prompt with another key does not."""
+    made = alone()
+    hits = []
+    for number in range(3):
+        group = made.submit(Request(number, (*prompt(39), *prompt(9, number + 2)), 50))
+        made.run()
+        hits.append(group.cached_tokens)
+    assert hits == [0, 0, 32]
+    other = made.submit(Request(3, (*prompt(39), *prompt(9, 7)), 50, extra=b"another"))
+    made.run()
+    assert other.cached_tokens == 0
+    made.assert_answered()
+    made.assert_empty()
+
+
+def test_without_blocks_twins_wait_and_the_first_cuts_where_they_part() -> None:
+    made = alone(every=24)
+    groups = [made.submit(Request(number, (*prompt(39), *prompt(9, number + 2)), 50)) for number in range(3)]
+    made.run()
+    assert [group.cached_tokens for group in groups] == [0, 32, 32]
+    assert made.scheduler.prefixes.idle
+    made.assert_answered()
+    made.assert_empty()
+
+
+def test_names_of_begun_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MOST_NAMES", 3)
+    made = alone()
+    hits = []
+    for number, first in enumerate((0, 1, 0, 0, 0)):
+        group = made.submit(Request(number, (*prompt(33, first), *prompt(9, number + 2)), 44))
+        made.run()
+        hits.append(group.cached_tokens)
+    assert hits == [0, 0, 0, 0, 32], "the third finds its beginning forgotten, and the fourth parts from it"
 
 
 def test_a_second_prompt_leaves_one_where_it_parts_from_the_first() -> None:

@@ -50,9 +50,9 @@ class PagedCache(DynamicCache):
     """A key-value cache in blocks, for `model.generate(..., cache=PagedCache(model))` and for plain
     forwards.
 
-    Layers that attend to everything or to a window are paged; any other layer (linear attention, ...) stays
-    as stock makes it. Rows share blocks after a fork and copy a block only when one of them writes to it:
-    `reorder_cache`, `copy.deepcopy` and `batch_*` change tables and move no tensor.
+    Layers that attend to everything or to a window are paged, and recurrent states lie in slots; any other
+    layer stays as stock makes it. Rows share blocks after a fork and copy a block only when one of them
+    writes to it: `reorder_cache`, `copy.deepcopy` and `batch_*` change tables and move no tensor.
     """
 
     reuse: Reuse | None
@@ -191,10 +191,32 @@ class PagedCache(DynamicCache):
         return [layer.path if isinstance(layer, PagedLayer) else "stock" for layer in self.layers]
 
     def tables(self, layer: int = 0) -> list[list[int]]:
-        """The blocks of every row, as paged layer number `layer` sees them."""
+        """The blocks of every row, as paged layer number `layer` sees them; of recurrent layers alone, the
+        slots.
+        """
         self.settle()
+        if not self.paged_layers and self.sequences.states is not None:
+            return [list(table.blocks) for table in self.sequences.states.tables]
         found = self.paged_layers[layer]
         return [list(table.blocks) for table in found.sequences.tables(found.kind)]
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: our captures take the place of compiled steps."""
+        return False
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Stock's answer by layer. False for recurrent layers without others: they have a length here, and
+        stock takes so many tokens off its input.
+        """
+        return list(super().is_linear) if self.own_layers else [False] * len(self.layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The tokens that the cache holds. Recurrent layers count none: without others, those that their
+        states cover.
+        """
+        return super().get_seq_length(layer_idx) if self.own_layers else self.sequences.columns
 
     def __repr__(self) -> str:
         rows = self.sequences.count

@@ -16,7 +16,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from ..blocks.columns import selected
 from ..model.adapters.apply import Inapplicable
 from ..model.attention import Forward, running
-from ..model.cache_name import CACHE, named_as_now
+from ..model.cache_name import CACHE, name_in, named_as_now, renamed
 from ..model.capture.graph import ReplayableStep
 from ..model.capture.replay import captures_of
 from ..model.dispatch import below_autograd
@@ -47,6 +47,7 @@ def wrap(
     is padding to others, so its padding is stored. skips_autograd: whether a forward without gradients needs
     nothing of autograd.
     """
+    name = name_in(model)
     compute = original
     if skips_autograd:
 
@@ -56,7 +57,11 @@ def wrap(
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        arguments = named_as_now(_by_name(original, args, kwargs) if args else kwargs)
+        given = _by_name(original, args, kwargs) if args else kwargs
+        arguments = named_as_now(given)
+        if name != CACHE:
+            arguments = {key: value for key, value in arguments.items() if key != name}
+            arguments[CACHE] = given.get(name)
         cache = arguments.get(CACHE)
         parts = paged_parts(cache)
         step = running.get()
@@ -65,11 +70,12 @@ def wrap(
         if not parts:
             return _without_pages(original, args, kwargs)
         memory = parts[0].sequences.memory
+        run = compute if parts[0].own_layers else _of_states_alone(compute, name)
         with memory.lock:
             memory.queue()
             before = [part.mark() for part in parts]
             try:
-                return _run(model, compute, arguments, parts, masks_known)
+                return _run(model, run, arguments, parts, masks_known)
             except BaseException:
                 try:
                     _roll_back(parts, before, cache)
@@ -80,6 +86,19 @@ def wrap(
 
     if model._compiled_call_impl is not None:  # model.compile() traces what the model's call runs
         forward = torch.compiler.disable(forward)
+    return forward
+
+
+def _of_states_alone(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A forward of recurrent layers alone. name: of its cache. It reads the mask of the new tokens only."""
+
+    @functools.wraps(original)
+    def forward(**arguments: Any) -> Any:
+        mask = arguments.get("attention_mask")
+        if mask is not None:
+            arguments["attention_mask"] = mask[:, -new_of(arguments) :]
+        return original(**renamed(arguments, CACHE, name))
+
     return forward
 
 

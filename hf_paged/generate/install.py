@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from ..kv import Arithmetic
 from ..kv.config import CacheConfig
 from ..model.attention import NAME, paged_attention, paged_mask
-from ..model.cache_name import CACHE, add_newer_name, named_by_caller
+from ..model.cache_name import CACHE, add_newer_name, name_in, named_by_caller
 from ..model.capture.replay import drop_captures
 from ..model.invariant.mode import require_same_in_pieces, require_whole_sequences
 from ..model.methods import check_methods
@@ -202,10 +202,13 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
             require_whole_sequences(self)
             return stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         check_ranks(self, generation_config)
-        given = model_kwargs.get(CACHE)
+        name = name_in(self)
+        given = model_kwargs.get(name)
         options = None if generation_config.cache_config is None else _options(generation_config)
         cache = _made(self, options, slots) if given is None else _given(self, given, options)
-        model_kwargs[CACHE] = cache
+        model_kwargs[name] = cache
+        if given is not None:
+            model_kwargs[CACHE] = cache  # stock takes the tokens that this one holds off the input
         parts = paged_parts(cache)
         _prepare(cache, parts, generation_config, max_cache_length)
         if generation_config.is_assistant:
@@ -218,7 +221,7 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
 
 def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any], slots: list[Slot]) -> bool:
     """True if this call has a paged cache, or requests one that is available, whose places `slots` gets."""
-    given = model_kwargs.get(CACHE)
+    given = model_kwargs.get(name_in(model))
     asked = generation_config.cache_implementation == WORD
     if paged_parts(given):
         begin_on_ranks(model, None)

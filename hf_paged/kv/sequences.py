@@ -71,7 +71,8 @@ class Sequences:
     @property
     def lengths(self) -> list[int]:
         """The tokens of each row."""
-        return next((rows.lengths for kind, rows in self.rows.items() if kind.fills), [])
+        whole = [self.columns] * self.count
+        return next((rows.lengths for kind, rows in self.rows.items() if kind.fills), whole)
 
     @property
     def count(self) -> int:

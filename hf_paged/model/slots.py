@@ -30,6 +30,8 @@ NO_CONTENT = frozenset({getattr(cache_utils, "DummyLayer", None)})
 """Layers that keep nothing: those that read another layer's keys and values."""
 IN_PAGES = frozenset({"keys", "values", "cumulative_length", "_sliding_window_tensor"})
 """Names that stock's layers have for what lies in pages here."""
+OF_PLACE = frozenset({"number", "kind", "sequences"})
+"""Names that layers have for their place in a cache."""
 KEPT_FROM_STOCK = ("update", "get_seq_length", "get_mask_sizes", "lazy_initialization")
 """A layer that changes one of these does not keep plain keys and values."""
 
@@ -188,9 +190,11 @@ def _class_beside(stock: Any, bases: tuple[Any, ...], namespace: dict[str, Any])
 
 def beside(layer: Any) -> dict[str, Any]:
     """The content of a layer outside the pages, by name: its states; of a layer without pages everything."""
-    if not isinstance(layer, PagedLayer):
-        return dict(vars(layer))
-    own = vars(type(layer)(layer.number, layer.kind, layer.sequences)).keys() | IN_PAGES
+    own: set[str] = {"states"} if isinstance(layer, KeepsStates) else set()
+    if isinstance(layer, PagedLayer):
+        own |= vars(type(layer)(layer.number, layer.kind, layer.sequences)).keys() | IN_PAGES
+    elif own:
+        own |= OF_PLACE
     return {name: value for name, value in vars(layer).items() if name not in own}
 
 
@@ -200,7 +204,7 @@ def take_over(layer: PagedLayer, source: Any) -> None:
         return
     own: set[str] = vars(layer).keys() | IN_PAGES
     if isinstance(layer, KeepsStates):
-        own = {*(own if isinstance(layer, PagedLayer) else ("number", "kind", "sequences")), "states"}
+        own = {*(own if isinstance(layer, PagedLayer) else OF_PLACE), "states"}
         if getattr(source, "complete", False):
             own = own | IN_SLOTS
     further = {name: deepcopy(value) for name, value in vars(source).items() if name not in own}

@@ -6,12 +6,11 @@ import dis
 import functools
 import inspect
 import warnings
-from collections.abc import Collection
 from typing import Any
 
-from .cache_name import CACHE, NAMES, OLDER
+from .cache_name import CACHE, FOR_STATES, NAMES, OLDER, parameters_of
 from .caller import caller_level
-from .slots import STATE, STATES, Slot, slots_of
+from .slots import NO_CONTENT, STATES, Slot, slots_of
 from .state_layers import NUMBERED
 
 READS = "_can_checkpoint_with_cache"
@@ -22,8 +21,6 @@ SHARED = ("transformers.generation", "transformers.modeling_utils", "torch", "bu
 """Modules of the base classes that all models have."""
 
 
-FOR_STATES = "cache_params"
-"""Name of the cache in Mamba's forward before transformers 5.24."""
 OWN_STATE = "{} keeps a state of its own instead of keys and values"
 
 
@@ -40,7 +37,7 @@ def why_not(model: Any, generation_config: Any, slots: list[Slot] | None = None)
         return OWN_STATE.format(name)
     own = vars(model).get("forward")
     # A forward of the user's with the older name hands the other on to transformers' own.
-    names = _names(type(model).forward) if own is None else inspect.signature(own).parameters.keys()
+    names = parameters_of(type(model).forward) if own is None else inspect.signature(own).parameters.keys()
     if NAMES.isdisjoint(names) and FOR_STATES not in names:
         return f"{name}.forward takes no {CACHE}"
     slots = [] if slots is None else slots
@@ -52,8 +49,8 @@ def why_not(model: Any, generation_config: Any, slots: list[Slot] | None = None)
         return f"{name} adds layers to its cache during a call, as copies of others"
     if any(slot.kind not in (None, STATES) for slot in slots):
         return f"{name}.forward takes no {CACHE}" if NAMES.isdisjoint(names) else None
-    if all(isinstance(slot.source, STATE) for slot in slots):
-        return OWN_STATE.format(name)
+    if all(slot.kind == STATES or type(slot.source) in NO_CONTENT for slot in slots):
+        return None  # no keys and values, but states in slots
     return f"no layer of {name} keeps plain keys and values"
 
 
@@ -65,12 +62,6 @@ def adds_layers(kind: Any) -> bool:
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     instructions = [] if code is None else dis.get_instructions(code)
     return any((each.opname, each.argval) == ("STORE_ATTR", "layers") for each in instructions)
-
-
-@functools.cache
-def _names(forward: Any) -> Collection[str]:
-    """The parameters of a class's forward."""
-    return inspect.signature(forward).parameters.keys()
 
 
 def why_dropped(model: Any) -> str | None:

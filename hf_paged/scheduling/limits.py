@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..blocks import BlockPool, LayerKind
+from ..blocks import NEVER_FULL, BlockPool, LayerKind
+
+NAMED = 16
+"""Tokens of a name where no blocks become full."""
 
 
 class KVCacheGroup(NamedTuple):
@@ -31,6 +34,12 @@ def finest(kv_groups: Sequence[KVCacheGroup]) -> int:
     """
     own = [i for i, kv_group in enumerate(kv_groups) if kv_group.kind.grows]
     return min(own, key=lambda i: kv_groups[i].pool.block_size)
+
+
+def name_size(kv_groups: Sequence[KVCacheGroup]) -> int:
+    """The tokens of a name of a prompt: a full block of the smallest ones, where any become full."""
+    size = kv_groups[finest(kv_groups)].pool.block_size
+    return NAMED if size == NEVER_FULL else size
 
 
 @dataclass(frozen=True)

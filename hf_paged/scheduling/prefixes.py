@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice, takewhile
 
 from ..blocks import (
     BlockTable,
@@ -21,6 +22,9 @@ from .limits import KVCacheGroup, finest
 from .plan_builder import PlanBuilder
 from .request import SequenceGroup, Status, TokenSequence
 from .snapshots import Snapshots
+
+MOST_NAMES = 2**16
+"""Names of begun prompts that are kept where no blocks are."""
 
 
 class SharedPrefixes:
@@ -52,6 +56,8 @@ class SharedPrefixes:
         """
         self._computing: dict[SequenceGroup, None] = {}
         """Those groups."""
+        self._begun: dict[bytes, None] = {}
+        """Names of prompts that groups have begun, the latest last, where no blocks keep them."""
 
     def shares(self, group: SequenceGroup) -> bool:
         """True if a group takes prefixes of others, and leaves its own."""
@@ -82,6 +88,8 @@ class SharedPrefixes:
         filling = [each for each in lookups if each.pool.fills] if self.snapshots.on else []
         if filling:
             group.parts_at = reach_in_all(filling, most)
+        elif self.snapshots.on:
+            group.parts_at = prompt.size * sum(1 for _ in takewhile(self._begun.__contains__, names))
         while whole and reached % self._largest:
             reached = reach_in_all(lookups, reached - reached % self._largest)
         full = (reached + ahead) // prompt.size
@@ -117,9 +125,22 @@ class SharedPrefixes:
     def expect(self, group: SequenceGroup) -> None:
         """A group begins to compute the rest of what its sequences have in common."""
         if self.shares(group) and group.leader.computed < group.common:
-            group.in_flight = group.names()[len(group.leader.tables[self.finest].digests) :]
+            names = group.names()
+            table = group.leader.tables[self.finest]
+            known = len(table.digests) if table.pool.fills else group.leader.computed // group.prompt.size
+            group.in_flight = names[known:]
             self._coming.update(group.in_flight)
             self._computing[group] = None
+            if self.snapshots.on and not table.pool.fills:
+                self._note(names)
+
+    def _note(self, names: Sequence[bytes]) -> None:
+        """A prompt with these names has begun."""
+        for name in names:
+            self._begun.pop(name, None)
+            self._begun[name] = None
+        for name in list(islice(self._begun, max(0, len(self._begun) - MOST_NAMES))):
+            del self._begun[name]
 
     def forget(self, group: SequenceGroup) -> None:
         """The group has computed it, or will not do so: no other waits for it any more."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from ..blocks import BlockTable, Prompt
 from ..blocks.pool import NOWHERE
 from .adapter_slots import AdapterNames
-from .limits import KVCacheGroup, finest
+from .limits import KVCacheGroup, finest, name_size
 
 UNKNOWN = -1
 """In the place of a token id: there is none."""
@@ -316,11 +316,11 @@ class SequenceGroup:
     @property
     def prompt(self) -> Prompt:
         """The tokens that the leader computes for all sequences, with the digests of its full blocks of the
-        smallest size.
+        smallest size; without such blocks, of as many tokens as a name has.
         """
         if self._prompt is None:
-            size = self.kv_groups[finest(self.kv_groups)].pool.block_size
-            self._prompt = Prompt(self.leader.tokens[: self.common], size, self.request.key)
+            tokens = self.leader.tokens[: self.common]
+            self._prompt = Prompt(tokens, name_size(self.kv_groups), self.request.key)
         return self._prompt
 
     def names(self) -> list[bytes]:

@@ -10,10 +10,9 @@ from hf_paged.generate.cache import PagedCache
 from hf_paged.model.cache_name import CACHE, OLDER
 from hf_paged.model.layer import PagedLayer
 from hf_paged.model.slots import NO_CONTENT
+from hf_paged.model.state_layers import StateLayer
 
 EXPECTED_FILE = Path(__file__).with_name("expected_paths.json")
-STOCK_LAYERS = {"LinearAttentionLayer": "state"}
-"""Keys and values in stock's layers."""
 SINCE_5_24 = {"causal gptj": "2 full paged"}
 """Paths that differ from transformers 5.24 on, where more families call an attention that can be chosen."""
 
@@ -30,9 +29,11 @@ def _told(part: PagedCache) -> list[str]:
     for layer in part.layers:
         if isinstance(layer, PagedLayer):
             counts[f"{layer.kind.name} {layer.path}{'' if layer.complete else ' and more'}"] += 1
+        elif isinstance(layer, StateLayer):
+            kept = layer.complete and not layer.states.is_unused
+            counts["state in slots" if kept else "state stock"] += 1
         elif type(layer) not in NO_CONTENT:
-            name = type(layer).__name__.removeprefix("StateLayer") or "LinearAttentionLayer"
-            counts[f"{STOCK_LAYERS.get(name, name)} stock"] += 1
+            counts[f"{type(layer).__name__} stock"] += 1
     return [f"{count} {name}" for name, count in sorted(counts.items())]
 
 

@@ -22,7 +22,6 @@ from ...kv.columns import StaticColumns
 from ...kv.ordinary import ordinary_tensors
 from ...model.adapters import AdapterBatch
 from ...model.attention import Forward, running
-from ...model.cache_name import CACHE
 from ...model.capture.compile import Compilation, CompiledFusion
 from ...model.capture.fusion import Fusion
 from ...model.capture.graph import SMALLEST_WIDTH, WIDEST
@@ -298,7 +297,7 @@ class CapturedRunner:
         adapters = self.eager.adapters
         if runs_unknown_code(self.eager.model) or (adapters is not None and adapters.layers):
             return 0
-        groups = self.eager.pools.paged.values()
+        groups = self._read()
         if not all(group.stores for group in self.eager.pools.own.values()):
             return 1
         # Plain torch has no step without tokens.
@@ -381,7 +380,7 @@ class CapturedRunner:
             return None
         if (batch.inputs or batch.columns) and not batch.of_ids:
             return None
-        groups = self.eager.pools.paged.values()
+        groups = self._read()
         many = len(batch.rows.row_ids)
         if not 0 < many <= self._most or not all(group.stores for group in self.eager.pools.own.values()):
             return None  # the pools were given back, and come again with this step
@@ -402,9 +401,11 @@ class CapturedRunner:
             if table.why_not is not None or table.kernels is None:
                 return None
             adapters = table.layout
+        rows = bucket_of(batch.rows.decodes if decodes else batch.rows.tokens, 8 if form == "single" else 4)
+        if not self.eager.pools.paged:
+            return Size(form, rows, WIDTHS[0], adapters)
         size = min(group.pool.block_size for group in groups)
         blocks = -(-batch.rows.longest // size)
-        rows = bucket_of(batch.rows.decodes if decodes else batch.rows.tokens, 8 if form == "single" else 4)
         if kernels:
             # Kernels read what is there, so a wide table costs its upload and no more.
             return Size(form, rows, next(width for width in WIDTHS if width >= blocks), adapters)
@@ -412,6 +413,11 @@ class CapturedRunner:
         if any(width * group.pool.block_size > WIDEST for group in groups):
             return None
         return Size(form, rows, width, adapters)
+
+    def _read(self) -> Sequence[LayerGroup]:
+        """The groups that a step reads: those of keys and values, or of a model without any its states."""
+        pools = self.eager.pools
+        return list((pools.paged or pools.own).values())
 
     @staticmethod
     def _form(batch: ForwardBatch, kernels: bool) -> Form | None:
@@ -491,16 +497,20 @@ class CapturedRunner:
             running.set(Forward(eager.cache))
             for kind, batch in step.batches.items():
                 batch.begin(eager.pools.groups[kind].captured_ops.advance)
-            seen = next(iter(step.batches.values())).seen
-            positions = step.columns.tensors[ROPE_DELTA.name].to(seen.device) + seen - 1
-            arguments = {"input_ids": step.ids, "position_ids": positions.clamp(min=0)[:, None]}
+            arguments = {"input_ids": step.ids}
+            if eager.takes_positions and step.batches:
+                seen = next(iter(step.batches.values())).seen
+                positions = step.columns.tensors[ROPE_DELTA.name].to(seen.device) + seen - 1
+                arguments["position_ids"] = positions.clamp(min=0)[:, None]
             if eager.keeps_some:
                 arguments["logits_to_keep"] = 1  # type: ignore[assignment]  # a number among tensors
             head = self._head(step.size.adapters > 0)
             states = nullcontext() if self.states is None else self.states.forward()
             headed_rows = eager.head.of_rows(head, len(step.ids), step.places)
             with self._with_adapters(step), headed_rows as headed, states:
-                answer = eager.model(**arguments, **{CACHE: eager.cache}, use_cache=True, return_dict=True)
+                answer = eager.model(
+                    **arguments, **{eager.cache_name: eager.cache}, use_cache=True, return_dict=True
+                )
             logits: torch.Tensor = answer.logits[:, -1]
             if step.places is not None and not headed():
                 logits = logits.index_select(0, step.places)

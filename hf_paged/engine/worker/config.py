@@ -35,7 +35,7 @@ class EngineConfig:
     """The options of `Engine(model, ...)`.
 
     block_size: tokens in a block, a power of two from 1 to 256.
-    num_blocks: blocks of every layer group.
+    num_blocks: blocks of every layer group; for models without keys and values there is state_slots.
     state_slots: slots for recurrent states: one for each sequence that runs, each of its beams and samples.
         Default: as many as may run at once, within a share of the memory.
     state_snapshots: slots beyond those for snapshots of states, from which other prompts go on: 0 for none.

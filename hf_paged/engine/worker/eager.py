@@ -15,7 +15,7 @@ from ...blocks import ADAPTER_SLOT, NO_NUMBERS, LayerKind, Numbers, TableView
 from ...kv import Batch, FlatBatch, RowBatch
 from ...kv.upload import upload
 from ...model.attention import NAME, Forward, running
-from ...model.cache_name import CACHE
+from ...model.cache_name import CACHE, name_in
 from ...model.device_map import forwards_without_hooks, is_spread
 from ...model.dispatch import below_autograd
 from ...model.fp32_head import Fp32Head
@@ -102,6 +102,7 @@ class EagerModel:
         self._plugged = False
         self._plans: dict[LayerKind, dict[object, Any]] = {}
         parameters = inspect.signature(model.forward).parameters
+        self.cache_name = name_in(model)
         self.keeps_some = "logits_to_keep" in parameters
         self.takes_embeddings = "inputs_embeds" in parameters
         self.encoder = Encoder(model) if pools.cross_layers else None
@@ -192,7 +193,7 @@ class EagerModel:
             for i, kind in enumerate(self.pools.paged)
         }
         self.cache.begin(batches, past=columns - 1)
-        arguments = {CACHE: self.cache, "use_cache": True, "return_dict": True}
+        arguments = {self.cache_name: self.cache, "use_cache": True, "return_dict": True}
         arguments["input_ids"] = batch.ids(self.device)[:, None]
         if self.takes_positions:
             positions = list(chain.from_iterable(batch.positions))
@@ -272,7 +273,7 @@ class EagerModel:
         """One forward over the tokens of a batch: the logits [len(last), vocabulary] at the places `last`,
         and what is scored behind others.
         """
-        arguments: dict[str, Any] = {CACHE: self.cache, **inputs}
+        arguments: dict[str, Any] = {self.cache_name: self.cache, **inputs}
         arguments |= {"use_cache": True, "return_dict": True}
         positions = list(chain.from_iterable(batch.positions))
         moved = batch.rope_positions()
@@ -325,7 +326,7 @@ class EagerModel:
         finally:
             running.set(outer)
             self.cache.sequences.numbers = NO_NUMBERS
-        if getattr(answer, CACHE) is not arguments[CACHE]:
+        if getattr(answer, self.cache_name) is not arguments[self.cache_name]:
             raise Unservable(
                 f"{type(self.model).__name__} continued with another cache than the engine's; use generate()"
             )

@@ -38,7 +38,7 @@ SEQUENCES_ON_CPU = 64
 shorter; a CPU computes so many no faster.
 """
 MOST_OF_STATES = 0.6
-"""The largest share of the engine's memory in which recurrent states lie by default."""
+"""The largest share of the memory in which recurrent states lie by default, beside keys and values."""
 SPARE_SLOTS = 8
 """Slots beyond those of the sequences that run at once."""
 SHARE_AT_FIRST = 1 / 16
@@ -94,6 +94,12 @@ class Pools:
         """Those of keys and values, the first ones of these."""
         for group in self.groups.values():
             group.kept = config.keep_pools
+        if config.num_blocks is not None and not self.paged:
+            logger.warning(
+                "num_blocks=%d is not used: %s keeps no keys and values; state_slots sizes its pool",
+                config.num_blocks,
+                type(model).__name__,
+            )
 
     def drop_cross(self) -> None:
         """Have no blocks for cross-attention layers: nothing will be stored in them."""
@@ -224,7 +230,8 @@ class Pools:
         for snapshots.
         """
         config = self.config
-        affordable = int(MOST_OF_STATES * free) // states.block_bytes
+        share = MOST_OF_STATES if self.paged else 1
+        affordable = int(share * free) // states.block_bytes
         wanted = config.limits().sequences + SPARE_SLOTS
         slots = config.state_slots or min(wanted, affordable)
         if not config.snapshots_every:

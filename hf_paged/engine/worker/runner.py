@@ -59,9 +59,9 @@ class Runner:
         """True if steps of rows of one token are captured all the same."""
         if self.eager.encoder is not None:
             self.why_rows = f"{type(model).__name__} is an encoder-decoder"
-        elif not self.eager.takes_positions:
+        elif pools.paged and not self.eager.takes_positions:
             self.why_rows = f"{type(model).__name__}.forward takes no position_ids"
-        elif not self.eager.configs:
+        elif pools.paged and not self.eager.configs:
             self.why_rows = (
                 f"the attention of {type(model).__name__} does not use transformers' attention registry"
             )
