@@ -201,16 +201,18 @@ def test_a_call_is_made_again_as_it_was_made() -> None:
     assert given == [((1, 5), {"z": 6})]
 
 
-def test_prompts_by_the_kernel_of_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels step states, the gated delta rule takes all spans of a step by their slots: chunks behind
-    others, beside single tokens, and turns behind snapshots.
+@FLAT_STATES
+@pytest.mark.parametrize(("family", "name"), [("qwen3_5_text", "delta_spans"), ("mamba", "scan_spans")])
+def test_prompts_by_the_kernel_of_spans(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels step states, gated delta rules and selective scans take all spans of a step by their slots:
+    chunks behind others, beside single tokens, and turns behind snapshots.
     """
     kernels = load()
     monkeypatch.setattr(StateStore, "steps", kernels)
     used = []
-    spans = kernels.delta_spans
-    monkeypatch.setattr(kernels, "delta_spans", lambda *x, **y: used.append(len(x[6])) or spans(*x, **y))
-    model = tiny("qwen3_5_text")
+    spans = getattr(kernels, name)
+    monkeypatch.setattr(kernels, name, lambda *x, **y: used.append(len(x[6])) or spans(*x, **y))
+    model = tiny(family)
     prompts = [list(range(5, 5 + count)) for count in (3, 20, 9)]
     with Engine(model, block_size=4, max_batch_tokens=12, state_every=8) as engine:
         for _ in range(2):

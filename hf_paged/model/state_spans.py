@@ -251,6 +251,14 @@ class FlatStates:
             x, b, c = map(rows.take, (scan.x, scan.b, scan.c))
             return scan_tokens(x, rows.ended(rows.take(scan.times)), scan.rates, b, c, past)
 
+        def spanned(steps: Any, states: torch.Tensor, spans: Spans) -> torch.Tensor:
+            x, times, b, c = (dense_last(each[0]) for each in (scan.x, scan.times, scan.b, scan.c))
+            slots = spans.source, spans.target, spans.begins, spans.ends
+            answer: torch.Tensor = steps.scan_spans(
+                x, times, scan.rates, b, c, states, *slots, x.new_empty(x.shape)
+            )
+            return answer
+
         if self._answered is None:
             self._answered = self._behind(scan.x.device)
             self._heads = 0
@@ -259,7 +267,8 @@ class FlatStates:
             self._require(self._heads < states.shape[1])
             states = states.head(self._heads)
             self._heads += 1
-        return scan.answer(self._through(scan.x, states, (SCANNED, LEAST), single, chunks)), states
+        out = self._through(scan.x, states, (SCANNED, LEAST), single, chunks, spanned)
+        return scan.answer(out), states
 
     def _recur(
         self,

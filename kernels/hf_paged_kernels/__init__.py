@@ -24,6 +24,7 @@ from .reduce_norm import reduce_add_rms_norm
 from .rotary import rotary, rotary_write
 from .rows import mapped, rows
 from .sampling import draw, logsumexp
+from .scan_spans import scan_spans
 from .scan_step import scan_step
 from .ssm_step import ssm_step
 from .swiglu import swiglu
@@ -67,6 +68,7 @@ __all__ = [
     "rotary",
     "rotary_write",
     "rows",
+    "scan_spans",
     "scan_step",
     "ssm_step",
     "swiglu",
