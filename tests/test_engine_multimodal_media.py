@@ -21,6 +21,7 @@ from families import BY_NAME
 from families import build as family
 from pictures import with_pictures, with_recordings
 from rank_models import SHOWN
+from releases import FLAT_STATES
 from tape import record
 from tiny import build, config_class
 
@@ -36,6 +37,8 @@ FORMS = {
     "internvl": "flat",
     "llama4": "rows",
     "qwen2_vl": "flat",
+    "qwen3_5": "flat",
+    "qwen3_5_moe": "flat",
 }
 BEFORE, AFTER = [5, 6, 7, 8, 9], [20, 21, 22]
 PLACES = 16
@@ -96,7 +99,12 @@ def one_each(name: str) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("name", [*FORMS, "qwen3_asr"])
+def marked(name: str) -> Any:
+    """A family as a parameter."""
+    return pytest.param(name, marks=FLAT_STATES if name.startswith("qwen3_5") else ())
+
+
+@pytest.mark.parametrize("name", [*map(marked, FORMS), "qwen3_asr"])
 def test_families(name: str) -> None:
     """In chunks, recomputed, beside texts in the same steps; row by row where the model cannot do
     otherwise.
@@ -124,6 +132,26 @@ def test_families(name: str) -> None:
         assert handles[0].result().preemptions == 1
         assert engine.stats()["form"] == FORMS.get(name, "flat")
         engine.check()
+
+
+@FLAT_STATES
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_states_behind_a_picture(name: str) -> None:
+    """C18: a snapshot behind a picture is found with that picture, and with no other one."""
+    model = kept(name)
+    one, other = one_each(name)
+    asked = one, one, other
+    expected = [right(model, each, **GREEDY) for each in asked]
+    with small(model, state_every=4) as engine:
+        outputs = [engine.submit(**each, **GREEDY).result() for each in asked]
+        assert [answers(output) for output in outputs] == expected
+        found = [output.cached_tokens for output in outputs]
+        assert found[0] == 0
+        assert found[1] > found[2]
+        assert engine.stats()["states"]["hits"] > 0
+        engine.check()
+    paged = model.generate(**one, **GREEDY, cache_implementation="paged")
+    assert torch.equal(paged, model.generate(**one, **GREEDY))
 
 
 @pytest.mark.parametrize("way", WAYS)

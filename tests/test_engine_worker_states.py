@@ -18,9 +18,11 @@ from tiny import build, config_class
 
 from hf_paged import Engine
 from hf_paged.blocks.pool import CACHED
+from hf_paged.engine.worker.states import SequenceStates
 from hf_paged.kv.checksums import flip_a_byte
 from hf_paged.kv.state_spans import StateSpans
 from hf_paged.model.rehearsal import RECORDERS
+from hf_paged.model.state_slots import StateSlots
 
 SCANS = [pytest.param(family, marks=FLAT_STATES) for family in ("jamba", "zamba")]
 """Families whose scans begin without states in transformers."""
@@ -192,6 +194,33 @@ def test_sequences_without_keys_and_values_wait_for_slots(model: Any) -> None:
             model, prompts()[1]
         )
         engine.check()
+
+
+@FLAT_STATES
+@pytest.mark.parametrize("model", ["kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text"], indirect=True)
+def test_a_foreign_state_is_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers depend on the slots that rows read: with those of a neighbour of equal length they are wrong, so
+    tests of answers see it.
+    """
+    asked = [prompts()[1], prompts()[1][::-1]]
+    right = [alone(model, prompt) for prompt in asked]
+    stock = SequenceStates.slots_of
+
+    def crossed(self: SequenceStates, rows: Any) -> StateSlots:
+        slots = stock(self, rows)
+        swapped = len(rows) == 2 and all(row.count == 1 for row in rows)
+        return StateSlots(slots.read[::-1], slots.written[::-1]) if swapped else slots
+
+    with Engine(model, max_batch_sequences=2, prefix_caching=False) as engine:
+        monkeypatch.setattr(SequenceStates, "slots_of", crossed)
+        handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in asked]
+        assert all(
+            handle.result().sequences[0].token_ids != answer
+            for handle, answer in zip(handles, right, strict=True)
+        )
+        monkeypatch.undo()
+        handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in asked]
+        assert [handle.result().sequences[0].token_ids for handle in handles] == right
 
 
 # ---- snapshots

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import tiny
 import torch
 from computed_once import computed_once
 from families import BY_NAME, VOCABULARY, build
@@ -70,7 +71,9 @@ def answers(output: Any) -> list[list[int]]:
 
 @functools.cache
 def _model(name: str) -> Any:
-    return build(BY_NAME[name])
+    return (
+        build(BY_NAME[name]) if name in BY_NAME else tiny.build("causal", tiny.config_class("causal", name))
+    )
 
 
 @functools.cache
