@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import tiny
 import torch
 import transformers
+from cases import once_each
 from compare import assert_clean, assert_equal, assert_same
 from families import FAMILIES, VOCABULARY, Family, build
 from modes import MODES, supported
+from releases import NEEDS_SLOTS
 
 STOCK_LOSES_WINDOWS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 19)
 """True if stock's own sliding cache breaks when an assistant drafts several tokens."""
@@ -55,4 +58,23 @@ def test_same_as_stock(models: dict[str, object], family: Family, mode: str) -> 
         )
     else:
         assert_same(model, **arguments)
+    assert_clean(model, setting)
+
+
+HYBRIDS = ["qwen3_5_text", "nemotron_h", "lfm2", "kimi_linear", "zaya", "falcon_h1", "olmo_hybrid", "zamba2"]
+STATEFUL = [
+    mode for mode in MODES if supported(mode, seq2seq=False) and mode not in ("assisted", "prompt-lookup")
+]
+"""The modes that transformers has for models with recurrent states."""
+
+
+@NEEDS_SLOTS
+@pytest.mark.parametrize(("family", "mode"), once_each(HYBRIDS, STATEFUL))
+def test_hybrids_are_the_same_as_stock(family: str, mode: str) -> None:
+    """States of kept caches too; each mode with one family."""
+    model = tiny.build("causal", tiny.config_class("causal", family))
+    setting = model.config._attn_implementation
+    ids = torch.randint(5, VOCABULARY, (3, 13), generator=torch.Generator().manual_seed(len(family)))
+    arguments = {"attention_mask": torch.ones_like(ids), "input_ids": ids}
+    assert_same(model, **{**arguments, **MODES[mode](model, ids)})
     assert_clean(model, setting)

@@ -70,6 +70,15 @@ def _assert_caches(stock: Cache, paged: Cache, where: str) -> None:
     assert isinstance(paged, hf_paged.PagedCache), where
     assert stock.get_seq_length() == paged.get_seq_length(), where
     for i, (one, other) in enumerate(zip(stock.layers, paged.layers, strict=True)):
+        for name in ("conv_states", "recurrent_states"):
+            for number, state in getattr(one, name, {}).items():
+                if state is not None:
+                    torch.testing.assert_close(
+                        getattr(other, name)[number], state, atol=TOLERANCE, rtol=TOLERANCE,
+                        msg=lambda text, i=i, name=name: f"{where}.layers[{i}].{name}: {text}",
+                    )  # fmt: skip
+        if getattr(one, "keys", None) is None and not hasattr(other, "keys"):
+            continue
         if one.keys is None:
             assert other.keys is None, f"{where}.layers[{i}]"
             continue
