@@ -3,6 +3,7 @@ all.
 
     python scripts/engine_models.py [--seconds 60] [--kinds causal seq2seq image audio] [family ...] >
     docs/engine_models.md
+    python scripts/engine_models.py --into docs/engine_models.md family ...    # the rows of these families
 
 One Markdown row per family, on a tiny random model: greedy and beams of several prompts at once against
 generate() on each alone. Prompts for models with eyes or ears have a picture or a recording in them; "texts
@@ -185,6 +186,53 @@ def _answers(model: Any, requests: list[Request], way: dict[str, Any]) -> list[A
         return [str(output.error) if output.error else output.sequences[0].token_ids for output in outputs]
 
 
+def row_of(kind: str, config_class: Any, options: argparse.Namespace) -> list[str]:
+    """The cells of a family's row: its name, form, marks, and a remark."""
+    family = config_class.model_type
+    child = sweep_models.in_child(kind, config_class, options)
+    found = sweep_models.finish(*child, kind, family, options.seconds)
+    remark = " ".join((found.get("remark") or found.get("unbuilt") or "").split()).replace("|", "/")
+    return [family, found.get("form", "fails"), found.get("marks") or "", remark[:200]]
+
+
+def page_of(kinds: list[str], rows: dict[str, list[list[str]]]) -> str:
+    """The tables of kinds, and what the forms add up to."""
+    totals: Counter[str] = Counter()
+    lines = []
+    for kind in kinds:
+        lines += [f"## {TITLES[kind]}", "", "| family | form | greedy, beams | remark |", "|---|---|---|---|"]
+        for row in rows[kind]:
+            lines.append(f"| {' | '.join(row)} |")
+            totals[row[1]] += 1
+            totals["X"] += "X" in row[2]
+        lines.append("")
+    lines.append(", ".join(f"{name}: {number}" for name, number in sorted(totals.items())))
+    return "\n".join(lines)
+
+
+def known_rows(text: str) -> dict[str, list[list[str]]]:
+    """The rows of a page by kind."""
+    found: dict[str, list[list[str]]] = {}
+    for kind, title in TITLES.items():
+        section = text.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+        lines = [line for line in section.splitlines()[3:] if line.startswith("| ")]
+        found[kind] = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    return found
+
+
+def renewed(text: str, rows: dict[str, list[list[str]]]) -> str:
+    """A page with these rows in the place of those of their families."""
+    known = known_rows(text)
+    for kind, own in rows.items():
+        made = {row[0]: row for row in own}
+        absent = made.keys() - {row[0] for row in known[kind]}
+        if absent:
+            raise ValueError(f"{', '.join(sorted(absent))}: no row of the page; make the page anew")
+        known[kind] = [made.get(row[0], row) for row in known[kind]]
+    head = text.split(f"## {TITLES['causal']}\n", 1)[0]
+    return head + page_of(list(TITLES), known) + "\n"
+
+
 def main() -> int:
     """Go through the families and print a row for each."""
     parser = argparse.ArgumentParser(
@@ -193,34 +241,29 @@ def main() -> int:
     parser.add_argument("families", nargs="*", help="model types; all of them by default")
     parser.add_argument("--kinds", nargs="+", default=list(TITLES), choices=list(TITLES))
     parser.add_argument("--seconds", type=int, default=120, help="limit for one family")
+    parser.add_argument("--into", type=Path, help="put these rows into the page, in the place of older ones")
     options = parser.parse_args()
     tf.logging.set_verbosity_error()
     options.modes = []
     sweep_models.run_family = run_family  # in a fork of its own, as there
-    totals: Counter[str] = Counter()
-    print(
-        f"# Models in the engine\n\nMade by `scripts/engine_models.py`: transformers {tf.__version__}, torch "
-        f"{torch.__version__}.\n\n{LEGEND}"
-    )
+    rows: dict[str, list[list[str]]] = {kind: [] for kind in options.kinds}
     for kind in options.kinds:
-        print(f"## {TITLES[kind]}\n\n| family | form | greedy, beams | remark |\n|---|---|---|---|")
         for config_class in dict.fromkeys(mappings()[kind]):
             if options.families and config_class.model_type not in options.families:
                 continue
-            child = sweep_models.in_child(kind, config_class, options)
-            found = sweep_models.finish(*child, kind, config_class.model_type, options.seconds)
-            form = found.get("form", "fails")
-            remark = " ".join((found.get("remark") or found.get("unbuilt") or "").split()).replace("|", "/")[
-                :200
-            ]
-            if form == "no encoder-decoder":
-                continue
-            print(f"| {config_class.model_type} | {form} | {found.get('marks', '')} | {remark} |", flush=True)
-            totals[form] += 1
-            totals["X"] += "X" in found.get("marks", "")
-        print()
-    print(", ".join(f"{name}: {number}" for name, number in sorted(totals.items())))
-    return 1 if totals["X"] or totals["fails"] else 0
+            row = row_of(kind, config_class, options)
+            print("| " + " | ".join(row) + " |", file=sys.stderr, flush=True)
+            if row[1] != "no encoder-decoder":
+                rows[kind].append(row)
+    if options.into:
+        options.into.write_text(renewed(options.into.read_text(), rows))
+    else:
+        print(
+            f"# Models in the engine\n\nMade by `scripts/engine_models.py`: transformers {tf.__version__}, torch "
+            f"{torch.__version__}.\n\n{LEGEND}\n{page_of(options.kinds, rows)}"
+        )
+    every = [row for own in rows.values() for row in own]
+    return 1 if any("X" in row[2] or row[1] == "fails" for row in every) else 0
 
 
 if __name__ == "__main__":

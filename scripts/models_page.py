@@ -104,9 +104,9 @@ MARKS = {
 }
 
 
-def expected(rows: list[Row]) -> str:
-    """The file of expected paths."""
-    known = {f"{row['kind']} {row['family']}": row["path"] for row in rows if row["path"]}
+def expected(rows: list[Row], others: dict[str, str]) -> str:
+    """The file of expected paths. others: those of families that have no rows."""
+    known = others | {f"{row['kind']} {row['family']}": row["path"] for row in rows if row["path"]}
     entries = [f'  "{name}": "{path}"' for name, path in sorted(known.items())]
     return "{\n" + ",\n".join(entries) + "\n}\n"
 
@@ -190,7 +190,7 @@ them, the script all of them.
 | | |
 |---|---|
 | families that run | {families} |
-| all layers read from their pages | {paged} |
+| all layers read from their pages, or their states from slots | {paged} |
 | attention layers read from their pages, beside stock's recurrent layers | {beside} |
 | some layer read through a dense copy of its pages | {dense} |
 | on stock's cache, with one warning | {stock} |
@@ -200,10 +200,10 @@ them, the script all of them.
 | answers that stock itself cannot give | {cannot} |
 | families whose steps are captured | {captured} |
 
-**path**: the number of layers of each kind (full attention, a window, cross attention, a recurrent state) and how they are read. "and
-more": the layer keeps something beside keys and values, which stays in stock's tensors. **modes**: the number of modes equal to stock's,
-and those that are not. **apart**: the largest difference of a score. **captured**: whether decoding steps are replayed, tested with a
-stand-in for CUDA graphs, or why not.
+**path**: the number of layers of each kind (full attention, a window, cross attention, a recurrent state) and how they are read.
+"in slots": recurrent states lie in slots of the pool. "and more": the layer keeps something beside keys and values, which stays in
+stock's tensors. **modes**: the number of modes equal to stock's, and those that are not. **apart**: the largest difference of a score.
+**captured**: whether decoding steps are replayed, tested with a stand-in for CUDA graphs, or why not.
 """
 
 
@@ -222,6 +222,80 @@ def _totals(rows: list[Row]) -> dict[str, int]:
         "cannot": marks["-"],
         "captured": sum(row["captured"] == "yes" for row in rows),
     }
+
+
+# ---- some rows of a page made anew
+
+COUNTS = {
+    "all layers read from their pages, or their states from slots": lambda path, _, __: (
+        _group_of(path) == "paged"
+    ),
+    "attention layers read from their pages, beside stock's recurrent layers": lambda path, _, __: (
+        _group_of(path) == "paged beside stock's state"
+    ),
+    "some layer read through a dense copy of its pages": lambda path, _, __: _group_of(path) == "dense",
+    "on stock's cache, with one warning": lambda path, _, __: not path,
+    "answers that are the same": lambda _, modes, __: int(
+        modes.removeprefix("with pictures, ").split(";")[0]
+    ),
+    "answers that stock itself cannot give": lambda _, modes, __: _names_in(modes, "stock cannot:"),
+    "answers that differ, or that only the paged call fails to give": lambda _, modes, __: (
+        _names_in(modes, "**differs**:") + _names_in(modes, "**fails**:")
+    ),
+    "families whose steps are captured": lambda _, __, captured: captured == "yes",
+}
+"""Lines of the page's head, and the part of a row's path, modes and captures in each."""
+
+
+def _names_in(modes: str, text: str) -> int:
+    """How many modes are named behind a text."""
+    found = re.search(re.escape(text) + "([^;]*)", modes)
+    return 0 if found is None else len(found[1].split(","))
+
+
+def _parts(line: str) -> tuple[str, str, str]:
+    """The path, modes and captures of a row of the page; no path on stock's cache."""
+    *_, path, modes, _, captured = (cell.strip() for cell in line.strip("| ").split(" | "))
+    return "" if path.startswith("stock: ") else path, modes, captured
+
+
+def renewed(text: str, run: Row, media: bool = False) -> str:
+    """The page with a run's rows in the place of those of their families, and counts in its head that follow.
+    media: rows of the section about pictures, videos and recordings.
+    """
+    lines = text.splitlines()
+    for row in run["rows"]:
+        if group(row) == "not run":
+            continue
+        title = MEDIA_TITLE if media else f"## {TITLES[row['kind']]}"
+        begin = f"| {row['family']} | {row['kind'] if media else ''}"
+        places = range(lines.index(title), len(lines))
+        place = next((i for i in places if lines[i].startswith(begin)), None)
+        if place is None:
+            raise ValueError(f"{begin!r} is no row below {title!r}; make the page anew")
+        old, cells = lines[place], _cells(row)
+        if media:
+            shown = old.split(" | ")[1]
+            cells = cells.replace(f"| {row['family']} |", f"| {row['family']} | {shown} |", 1)
+        lines[place] = cells
+        if not media:
+            lines = [_recounted(line, _parts(old), _parts(cells)) for line in lines]
+    names = ", ".join(sorted({row["family"] for row in run["rows"]}))
+    title = lines.index(MEDIA_TITLE if media else "# Models")
+    begin = next(i for i in range(title, len(lines)) if lines[i].startswith("| "))
+    made = f"Made anew on {run['date']} with transformers {run['transformers']}: {names}."
+    lines[begin:begin] = [made, ""]
+    return "\n".join([*lines, ""])
+
+
+def _recounted(line: str, old: tuple[str, str, str], new: tuple[str, str, str]) -> str:
+    """A line of the head, with a row's new part of its count for the old one."""
+    found = re.fullmatch(r"\| (.*) \| ([\d,]+) \|", line)
+    count = None if found is None else COUNTS.get(found[1])
+    if found is None or count is None:
+        return line
+    number = int(found[2].replace(",", "")) + int(count(*new)) - int(count(*old))
+    return f"| {found[1]} | {number:,} |"
 
 
 def _table(kind: str, rows: list[Row]) -> str:

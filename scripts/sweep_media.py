@@ -5,6 +5,7 @@ videos or recordings.
         [--details] [--save FILE.json] [--write docs/models.md [--also OTHER.json]]
     python scripts/sweep_media.py --load FILE.json --write docs/models.md --also OTHER.json    # the section
     once more, from saved rows
+    python scripts/sweep_media.py --only LlavaForConditionalGeneration ... --into docs/models.md    # their rows
 
 A tiny random model of every class that generates and whose forward takes such inputs, in the auto mappings or
 not. Two prompts, each with one picture (video, recording) of its own and then with two: greedy, padded,
@@ -208,6 +209,7 @@ def main() -> int:
     )
     parser.add_argument("--also", type=Path, help="rows that were saved under another transformers")
     parser.add_argument("--write", type=Path, help="replace the section of the page")
+    parser.add_argument("--into", type=Path, help="put these rows into the page, in the place of older ones")
     options = parser.parse_args()
     tf.logging.set_verbosity_error()
     begun = time.monotonic()
@@ -229,6 +231,8 @@ def main() -> int:
         options.write.write_text(
             models_page.with_media(options.write.read_text(), models_page.media(run, also))
         )
+    if options.into:
+        options.into.write_text(models_page.renewed(options.into.read_text(), run, media=True))
     bad = [row["family"] for row in run["rows"] if models_page.complaints(row)]
     print(
         f"\n{time.monotonic() - begun:.0f} s, transformers {run['transformers']}, bad rows: "

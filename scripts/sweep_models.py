@@ -6,6 +6,7 @@ transformers generates with.
         OTHER.json] [--device DEVICE.json]]
     python scripts/sweep_models.py --load FILE.json --write docs/models.md --also OTHER.json    # the page
     once more, from saved rows
+    python scripts/sweep_models.py --only llama ... --into docs/models.md    # the rows of these families
 
 Every family runs in a process of its own: one that crashes or hangs is one bad row. Exit code 1 if an answer
 differs, if only the paged call fails, or if a family has lost the path that tests/support/expected_paths.json
@@ -39,7 +40,7 @@ import models_page
 import torch
 import transformers as tf
 from compare import assert_clean, assert_equal
-from expected import EXPECTED_FILE, path_of
+from expected import EXPECTED_FILE, expected_paths, path_of
 from pictures import pad_left, with_pictures, with_recordings
 from tape import record
 from tiny import build, mappings, prompts
@@ -159,8 +160,9 @@ def _changed_by_stock(stock: Any, paged: Any, model: Any, arguments: dict[str, A
     plain = {name: value for name, value in arguments.items() if name not in own}
     if len(plain) == len(arguments):
         return False
-    expected = _generate(model, plain).sequences
-    return torch.equal(expected, paged.sequences) and not torch.equal(expected, stock.sequences)
+    expected = _generate(model, plain)
+    same = torch.equal(expected.sequences, paged.sequences)
+    return not _difference(expected, paged) or (same and not torch.equal(expected.sequences, stock.sequences))
 
 
 def _without_cache(answer: Any) -> dict[str, Any]:
@@ -440,6 +442,7 @@ def main() -> int:
     )
     parser.add_argument("--load", type=Path, help="take rows that were saved instead of new ones")
     parser.add_argument("--write", type=Path, help="write the page")
+    parser.add_argument("--into", type=Path, help="put these rows into the page, in the place of older ones")
     parser.add_argument("--expect", action="store_true", help="make these paths the expected ones")
     options = parser.parse_args()
     tf.logging.set_verbosity_error()
@@ -462,8 +465,11 @@ def main() -> int:
         kept = models_page.media_of(options.write.read_text()) if options.write.exists() else ""
         page = models_page.page(run, also, device)
         options.write.write_text(models_page.with_media(page, kept) if kept else page)
+    if options.into:
+        options.into.write_text(models_page.renewed(options.into.read_text(), run))
     if options.expect:
-        EXPECTED_FILE.write_text(models_page.expected(run["rows"]))
+        others = expected_paths() if options.only else {}
+        EXPECTED_FILE.write_text(models_page.expected(run["rows"], others))
     print(f"\n{time.monotonic() - begun:.0f} s, transformers {run['transformers']}")
     return models_page.summary(run["rows"])
 

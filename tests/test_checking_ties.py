@@ -208,3 +208,30 @@ def test_a_path_that_another_release_lays_out_otherwise_is_not_lost(
         ("1 full paged, 2 state stock", True), ("2 full paged, 1 full dense", True), ("", True),
     ):  # fmt: skip
         assert bool(models_page.lost({**row, "path": path})) is lost, path
+
+
+@pytest.mark.usefixtures("sweep")
+def test_rows_are_put_into_a_page_and_counted() -> None:
+    import models_page
+
+    row = {
+        "kind": "causal", "family": "some", "path": "2 state in slots", "why": "", "captured": "yes", "dense": "",
+        "apart": 0.0, "notes": [], "marks": {"greedy": "=", "beams": "=", "chunks": "-"},
+    }  # fmt: skip
+    before = {
+        **row,
+        "path": "",
+        "why": "it keeps a state of its own",
+        "captured": "",
+        "marks": {"greedy": "="},
+    }
+    run = {"rows": [before], "date": "2026-11-27", "transformers": "5.23.0", "torch": "2.13.0"}
+    page = models_page.page(run, None)
+    made = models_page.renewed(page, {**run, "rows": [row]}).splitlines()
+    whole = models_page.page({**run, "rows": [row]}, None).splitlines()
+    assert [line for line in made if line not in whole] == [
+        "Made anew on 2026-11-27 with transformers 5.23.0: some."
+    ]
+    assert [line for line in whole if line not in made] == []
+    with pytest.raises(ValueError, match="is no row below '## Causal language models'; make the page anew"):
+        models_page.renewed(page, {**run, "rows": [{**row, "family": "another"}]})
