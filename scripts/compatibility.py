@@ -74,30 +74,23 @@ def main() -> None:
 def run(cell: str, tests: str, reports: list[Path] | None = None) -> dict[str, Any]:
     """Versions and numbers of a cell, and the tests that failed there. reports: of a run that was made before."""
     folder = PLACE / cell.replace("==", "-")
-    path = [str(ROOT), str(ROOT / "kernels")]
-    environment = Path(sys.prefix)
-    if cell.startswith("python"):
-        environment = folder
-        make_environment(cell, folder)
-    else:
-        lay_over(cell, folder)
-        path.insert(0, str(folder))
+    of_python = cell.startswith("python")
+    environment = folder if of_python else Path(sys.prefix)
+    path = [*([] if of_python else [str(folder)]), str(ROOT), str(ROOT / "kernels")]
     variables = {**os.environ, "PYTHONPATH": ":".join(path), "HF_PAGED_ENVIRONMENT": str(environment)}
+    if reports is None:
+        (make_environment if of_python else lay_over)(cell, folder)
+        reports = [PLACE / f"{folder.name}.{tests}.xml"]
+        reports[0].unlink(missing_ok=True)
+        words = [*WORDS[tests], f"--junitxml={reports[0]}", "-p", "no:cacheprovider"]
+        subprocess.run(["scripts/test", *words], cwd=ROOT, env=variables)
     python = str(environment / "bin" / "python")
     asked = subprocess.run(
         [python, "-c", VERSIONS], env=variables, check=True, capture_output=True, text=True
     )
-    transformers, torch, release = asked.stdout.split()[-3:]
-    if reports is None:
-        reports = [PLACE / f"{folder.name}.{tests}.xml"]
-        reports[0].unlink(missing_ok=True)
-        subprocess.run(
-            ["scripts/test", *WORDS[tests], f"--junitxml={reports[0]}", "-p", "no:cacheprovider"],
-            cwd=ROOT,
-            env=variables,
-        )
-    versions = {"transformers": transformers, "torch": torch, "python": release}
-    return {"date": datetime.date.today().isoformat(), **versions, "tests": tests, **counted(reports)}
+    versions = dict(zip(COLUMNS, asked.stdout.split()[-3:], strict=False))
+    extent = covered(reports) if tests == "whole" else tests
+    return {"date": datetime.date.today().isoformat(), **versions, "tests": extent, **counted(reports)}
 
 
 def make_environment(python: str, folder: Path) -> None:
@@ -148,6 +141,14 @@ def counted(reports: list[Path]) -> dict[str, Any]:
     names = sorted({f"{module_of(case).replace('.', '/')}.py::{case.get('name')}" for case in failed})
     counts = {"passed": len(found) - len(failed) - skipped, "failed": len(names), "skipped": skipped}
     return {**counts, "names": names}
+
+
+def covered(reports: list[Path]) -> str:
+    """How much of the suite a run has had."""
+    modules = {module_of(case) for report in reports for case in xml.parse(report).iter("testcase")}
+    ran = {module for module in modules if not module.startswith(OF_THE_TEXT)}
+    there = {f"tests.{file.stem}" for file in ROOT.glob("tests/test_*.py")} - set(OF_THE_TEXT)
+    return "whole" if ran >= there else f"{len(ran):,} of {len(there):,} files"
 
 
 def module_of(case: xml.Element) -> str:

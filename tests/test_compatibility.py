@@ -32,6 +32,15 @@ def test_a_report_is_counted_without_tests_of_texts(tmp_path: Path) -> None:
     assert found["names"] == ["tests/test_a.py::two", "tests/test_c.py::tests.test_c"]
 
 
+def test_a_run_of_a_part_says_so(tmp_path: Path) -> None:
+    report, files = tmp_path / "report.xml", list((ROOT / "tests").glob("test_*.py"))
+    report.write_text(REPORT)
+    assert SCRIPT["covered"]([report]) == f"3 of {len(files) - 2} files"
+    cases = [f'<testcase classname="tests.{file.stem}" name="one"/>' for file in files]
+    report.write_text(f"<testsuites>{''.join(cases)}</testsuites>")
+    assert SCRIPT["covered"]([report]) == "whole"
+
+
 def test_the_page_has_a_row_for_each_run_and_keeps_its_words() -> None:
     whole = row("5.24.0", tests="whole", passed=9000)
     results = {
