@@ -109,6 +109,8 @@ class CapturedRunner:
         self.states = states_of(eager.cache.layers)
         """The recurrent states that layers keep in slots; None if none does."""
         self.compilation = Compilation() if eager.pools.config.compile else None
+        self._read: Sequence[LayerGroup] = [*(eager.pools.paged or eager.pools.own).values()]
+        """The groups that a step reads: those of keys and values, or of a model without any its states."""
         self._most = bucket_of(eager.pools.config.limits().sequences)
         """Rows whose logits may be wanted in one step."""
         self._answer: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -297,7 +299,7 @@ class CapturedRunner:
         adapters = self.eager.adapters
         if runs_unknown_code(self.eager.model) or (adapters is not None and adapters.layers):
             return 0
-        groups = self._read()
+        groups = self._read
         if not all(group.stores for group in self.eager.pools.own.values()):
             return 1
         # Plain torch has no step without tokens.
@@ -380,7 +382,7 @@ class CapturedRunner:
             return None
         if (batch.inputs or batch.columns) and not batch.of_ids:
             return None
-        groups = self._read()
+        groups = self._read
         many = len(batch.rows.row_ids)
         if not 0 < many <= self._most or not all(group.stores for group in self.eager.pools.own.values()):
             return None  # the pools were given back, and come again with this step
@@ -413,11 +415,6 @@ class CapturedRunner:
         if any(width * group.pool.block_size > WIDEST for group in groups):
             return None
         return Size(form, rows, width, adapters)
-
-    def _read(self) -> Sequence[LayerGroup]:
-        """The groups that a step reads: those of keys and values, or of a model without any its states."""
-        pools = self.eager.pools
-        return list((pools.paged or pools.own).values())
 
     @staticmethod
     def _form(batch: ForwardBatch, kernels: bool) -> Form | None:

@@ -127,7 +127,7 @@ class Runner:
             return self._join(batch, parts)
         try:
             with self.eager.pools.memory.lock, torch.no_grad():
-                captured = self._capturing
+                captured = self.captured if self.why_rows is None or self.captures_rows else None
                 if self.states is not None and self.states.is_unused:
                     captured = None
                 replayed = None if captured is None else captured.run(batch)
