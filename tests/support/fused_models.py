@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -15,12 +16,13 @@ from chain_functions import FUNCTIONS
 from families import LONG, SMALL, TOKENS
 from torch import nn
 from torch.nn.functional import gelu, silu
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 
 import hf_paged_kernels as kernels
+from hf_paged.model.capture.chains import Chains
 from hf_paged.model.capture.fusion import ROTARY, Fusion, current_fusion
 
 CONFIG = tf.LlamaConfig(num_key_value_heads=2, **SMALL, **TOKENS, **LONG)
@@ -30,11 +32,14 @@ WIDTH = CONFIG.hidden_size
 
 
 def _as_a_kernel(method: Any) -> Any:
-    """No mode of torch sees what a kernel computes."""
+    """No chain has what a kernel computes; a rehearsal and a recorded step see it."""
 
     @wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with ExitStack() as stack:
+            for mode in _get_current_dispatch_mode_stack():
+                if isinstance(mode, Chains):
+                    stack.enter_context(mode.paused())
             return method(*args, **kwargs)
 
     return run

@@ -170,14 +170,19 @@ class Chains(TorchDispatchMode):
     def compute(self, note: Note) -> torch.Tensor:
         """The answer of an operation."""
         if note.value is None:
-            outer, self._computing = self._computing, True
-            try:
-                with _on_its_stream(note):
-                    self._compute(note)
-            finally:
-                self._computing = outer
+            with self.paused(), _on_its_stream(note):
+                self._compute(note)
         assert note.value is not None
         return note.value
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Note nothing meanwhile: operations are computed, and other modes see them."""
+        outer, self._computing = self._computing, True
+        try:
+            yield
+        finally:
+            self._computing = outer
 
     def _compute(self, note: Note) -> None:
         tree = self._tree(note)
