@@ -5,12 +5,15 @@ one token after another.
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
 from kernel_cases import DEVICE, GPU, load
 from state_step_cases import BF16, ERROR, FP32, SOURCE, InSlots, noise
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
+
+from hf_paged.kv import state_steps
 
 kernels = load()
 COUNTS = [70, 1, 64, 3, 129, 5]
@@ -70,6 +73,26 @@ def test_spans(
     error = 3e-5 if dtype == FP32 else (1.6e-2 if GPU else 4e-2)
     torch.testing.assert_close(got, wanted, rtol=error, atol=error)
     slots.check(after, ERROR[held] if held == BF16 else 1e-4 if dtype == FP32 else 2e-3)
+
+
+@pytest.mark.parametrize("steps", [kernels, state_steps], ids=["kernel", "torch"])
+def test_single_tokens_beside_longer_spans(steps: Any) -> None:
+    """One kernel steps the spans of a token, the other takes those of several, of unknown length."""
+    query, key, value, decay, beta = given(FP32, (1, 2), (16, 16))
+    borders = [0, *accumulate(COUNTS)]
+    begins, ends = (torch.tensor(each, device=DEVICE) for each in (borders[:-1], borders[1:]))
+    together, apart = InSlots((2, 16, 16), FP32), InSlots((2, 16, 16), FP32)
+    x = query, key, value, decay, beta
+    wanted = kernels.delta_spans(
+        *x, *together.given, begins, ends, torch.zeros_like(value), longest=max(COUNTS)
+    )
+    got = torch.zeros_like(value)
+    steps.delta_step(*x, *apart.given, spans=(begins, ends), out=got)
+    single = torch.tensor(COUNTS, device=DEVICE) == 1
+    assert not got[[i for i in range(len(got)) if i not in begins[single].tolist()]].any()
+    steps.delta_spans(*x, *apart.given, begins, ends, got, least=2, longest=max(COUNTS))
+    torch.testing.assert_close(got, wanted, rtol=3e-5, atol=3e-5)
+    torch.testing.assert_close(apart.states[:-1], together.states[:-1], rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def test_no_spans_leave_everything() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from captures import counts, policy, pool_of, reasons
+from captures import counts, policy, pool_of, reasons, sizes
 from poison import poison_free_slots
 from releases import FLAT_STATES
 from state_step_cases import jamba, noise
@@ -18,6 +18,7 @@ from hf_paged import Engine
 from hf_paged.kv import state_steps
 from hf_paged.kv.layout import StateLayout
 from hf_paged.kv.state_store import StateStore
+from hf_paged.model.lazy import NotCapturable
 from hf_paged.model.registry import memory_of
 from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.model.source import STANDS_FOR
@@ -108,8 +109,47 @@ def test_steps_of_an_engine_answer_as_each_prompt_alone(
             stock = model.generate(torch.tensor([prompt]), max_new_tokens=14, do_sample=False)
             assert handle.result().sequences[0].token_ids == stock[0, len(prompt) :].tolist()
         assert counts(engine)["replayed"], reasons(engine)
-        assert steps.run == FAMILIES[family]
+        assert steps.run - {"conv_spans", "delta_spans"} == FAMILIES[family]
         engine.check()
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [("qwen3_5_text", {"conv_step", "conv_spans", "delta_step", "delta_spans"}), ("lfm2", {"conv_step", "conv_spans"})],
+)  # fmt: skip
+@FLAT_STATES
+def test_steps_with_prompts_in_them_are_captured(
+    family: str, kernels: set[str], steps: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beginnings, chunks behind others and decoding rows, in steps that pad both."""
+    policy(monkeypatch, after=1, agree=1)
+    model = build("causal", config_class("causal", family))
+    model.generation_config.eos_token_id = None
+    chance = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 60, (length,), generator=chance).tolist() for length in (3, 14, 1, 20, 7)]
+    with Engine(model, max_batch_tokens=12, max_batch_sequences=4, prefix_caching=False) as engine:
+        for _ in range(2):
+            handles = []
+            for prompt in prompts:
+                handles.append(engine.submit(prompt, max_new_tokens=9))
+                engine.step()
+            for prompt, handle in zip(prompts, handles, strict=True):
+                stock = model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
+                assert handle.result().sequences[0].token_ids == stock[0, len(prompt) :].tolist()
+            engine.check()
+        assert sizes(engine, "spans"), reasons(engine)
+        assert steps.run == kernels
+        assert counts(engine)["replayed"] > 12
+
+
+def test_layers_that_compute_with_states_of_several_tokens_are_not_captured() -> None:
+    state = in_slots()
+    several = SlotState(
+        StateLayout.of(torch.zeros(1, 3, 4)), state_steps, state.states, state.source, state.target,
+        torch.tensor([0, 1, 5]),
+    )  # fmt: skip
+    with pytest.raises(NotCapturable, match="rows that take several tokens"):
+        several.sum()
 
 
 def test_functions_with_other_parameters_are_given_tensors(

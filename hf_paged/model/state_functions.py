@@ -27,7 +27,7 @@ from ..kv import fork_safe_lock
 from ..kv.layout import StateLayout
 from ..kv.ops import on
 from .device_map import runs_class_forward
-from .lazy import LazyTensor, as_dense
+from .lazy import LazyTensor, NotCapturable, as_dense
 from .source import STANDS_FOR
 
 
@@ -44,10 +44,13 @@ class SlotState(LazyTensor):
         states: torch.Tensor,
         source: torch.Tensor,
         target: torch.Tensor,
+        borders: torch.Tensor | None = None,
     ) -> None:
         """steps: the kernels; states [slots, ...]; source and target [rows]: slots to read and to write, -1
-        for none.
+        for none. borders [rows + 1]: row i has the step's tokens from borders[i] to borders[i + 1]; one each
+        without.
         """
+        self.borders = borders
         self.steps = steps
         self.states = states
         self.source = source
@@ -60,7 +63,9 @@ class SlotState(LazyTensor):
         """The heads whose slots a kernel has written, while others' are to come."""
 
     @staticmethod
-    def __new__(cls, layout: StateLayout, steps: Any, states: Any, source: Any, target: Any) -> Any:
+    def __new__(
+        cls, layout: StateLayout, steps: Any, states: Any, source: Any, target: Any, borders: Any = None
+    ) -> Any:
         return LazyTensor.__new__(cls, (len(source), *layout.shape), layout.computed, layout.device)
 
     @property
@@ -70,6 +75,8 @@ class SlotState(LazyTensor):
 
     def _make(self) -> torch.Tensor:
         """The states as they are now, gathered."""
+        if self.borders is not None:
+            raise NotCapturable("a layer computes with states of rows that take several tokens")
         if self.part_of is not None:
             states, head = self.part_of
             return states.dense()[:, head]
@@ -118,6 +125,24 @@ class SlotState(LazyTensor):
         if self.part_of is not None:
             states, head = self.part_of
             states._note(head)
+
+    def step_spans(self, kernel: str, *given: Any, **options: Any) -> torch.Tensor:
+        """Step the states by the tokens of each row: by one, or by several."""
+        assert self.spans is not None
+        begins, ends = self.spans
+        slots = self.states, self.source, self.target
+        with on(self.device):
+            getattr(self.steps, f"{kernel}_step")(*given, *slots, spans=self.spans, **options)
+        return self.step(f"{kernel}_spans", *given, begins=begins, ends=ends, least=2, **options)
+
+    @property
+    def spans(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Where the tokens of each row begin and end; None if each has one."""
+        return None if self.borders is None else (self.borders[:-1], self.borders[1:])
+
+    def fits(self, x: torch.Tensor) -> bool:
+        """True if x [tokens, ...] may be the tokens of the rows."""
+        return self.borders is not None or len(x) == len(self.source)
 
     def step(self, kernel: str, *given: Any, **options: Any) -> torch.Tensor:
         """Step the states by one token of each row; the answer of that kernel."""
@@ -168,11 +193,16 @@ def _conv(
     activation: str | None = None,
 ) -> torch.Tensor:
     """hidden_states [rows, channels, 1]; weight [channels, taps]."""
-    _require(hidden_states.shape == (*state.shape[:2], 1), "there is more than one token of a row")
+    _require(hidden_states.shape[1:] == (state.shape[1], 1), "there is more than one token of a row")
+    _require(state.fits(hidden_states), "there are other rows")
     _require(activation in (None, "silu", "swish"), f"the activation is {activation!r}")
     _require(weight.shape == state.shape[1:] and weight.is_contiguous(), "the state is no window of inputs")
     used = None if activation is None else "silu"
-    return state.step("conv_step", hidden_states[..., 0], weight, bias, activation=used).unsqueeze(-1)
+    given = hidden_states[..., 0], weight, bias
+    if state.spans is None:
+        return state.step("conv_step", *given, activation=used).unsqueeze(-1)
+    out = hidden_states.new_zeros(hidden_states.shape[:2])
+    return state.step_spans("conv", *given, out=out, activation=used).unsqueeze(-1)
 
 
 def _delta(
@@ -190,11 +220,14 @@ def _delta(
     """query and key [rows, 1, key_heads, D], value [rows, 1, heads, Dv], g [rows, 1, heads] or
     [rows, 1, heads, D], beta [rows, 1, heads].
     """
-    one = query.shape[:2] == (state.shape[0], 1) and cu_seqlens is None
+    one = query.shape[1] == 1 and state.fits(query) and cu_seqlens is None
     _require(one, "there is more than one token of a row")
     _require(output_final_state, "the state is not wanted")
     given = [dense_last(x[:, 0]) for x in (query, key, value, g, beta)]
-    return state.step("delta_step", *given, l2norm=use_qk_l2norm_in_kernel).unsqueeze(1), state
+    if state.spans is None:
+        return state.step("delta_step", *given, l2norm=use_qk_l2norm_in_kernel).unsqueeze(1), state
+    out = torch.zeros_like(given[2], dtype=query.dtype)
+    return state.step_spans("delta", *given, out=out, l2norm=use_qk_l2norm_in_kernel).unsqueeze(1), state
 
 
 def _ssm(
@@ -283,6 +316,12 @@ and what it does given a SlotState.
 """
 
 
+OF_SPANS = frozenset({"causal_conv1d_update", "torch_recurrent_gated_delta_rule"})
+"""Those that rows of several tokens of a captured step can go through."""
+WITH_SPANS = frozenset({"causal_conv1d_fn", "torch_chunk_gated_delta_rule"})
+"""The functions of several tokens that they stand for."""
+
+
 @cache
 def has_parameters(function: Any, names: Iterable[str]) -> bool:
     """True if a function has these parameters, keywords for others aside."""
@@ -359,7 +398,7 @@ class StateFunctions:
         _, its_state, parameters, ours = KNOWN[name]
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         state = given.pop(its_state, None)
-        if isinstance(state, SlotState) and state.in_slots:
+        if isinstance(state, SlotState) and state.in_slots and (state.spans is None or name in OF_SPANS):
             try:
                 return ours(state, **given)
             except _Unfit as reason:

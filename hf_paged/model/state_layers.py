@@ -21,11 +21,12 @@ from transformers.cache_utils import LinearAttentionLayer
 from ..blocks import STATE_READ, STATE_WRITTEN, LayerKind
 from ..kv import LayerGroup, Sequences
 from ..kv.layout import StateLayout
+from ..kv.spans import StaticSpans
 from ..kv.state_rows import StateRows
 from ..kv.state_spans import StateSpans
 from ..kv.upload import upload
 from .layer import require_all
-from .lazy import as_dense
+from .lazy import NotCapturable, as_dense
 from .state_functions import WITHOUT_PAST, SlotState, StateFunctions, stepping
 from .state_slots import SlotStates, StateRow, StatesAdvanced, StateSlots, rows_at
 from .state_spans import FlatStates, SelectiveScan, StateName, StockCall
@@ -177,9 +178,16 @@ class StoredStates(SlotStates):
         """
         if self.flat is not None:
             return False
-        if not self.rows:
+        if not self.rows or self._static_spans is not None:
             return self.sequences.static is not None  # a step without tokens, to be captured ahead
         return bool(self.rows[0].start)
+
+    @property
+    def _static_spans(self) -> StaticSpans | None:
+        """The tensors of a captured step whose rows may take several tokens."""
+        static = self.sequences.static
+        batch = next(iter(static.values()), None) if isinstance(static, dict) else None
+        return batch if isinstance(batch, StaticSpans) else None
 
     def get(self, name: StateName) -> torch.Tensor | None:
         """The states [rows, ...] of that name in the running forward; None before a first token."""
@@ -203,17 +211,22 @@ class StoredStates(SlotStates):
         return found
 
     def _read(self, name: StateName, layout: StateLayout, slots: torch.Tensor) -> torch.Tensor:
-        """The states in the slots that rows read; in a captured step of one token a row, what stands for them
-        until a kernel steps them there.
+        """The states in the slots that rows read; in a captured step, what stands for them until a kernel
+        steps them there.
         """
         store, place = self.group.store(name)
         number, which, _ = name
         functions = self._outer
+        spans = self._static_spans
         one = self.sequences.static is not None and (not self.rows or self.rows[0].count == 1)
-        if functions is not None and one and (number, which) in functions.known and store.steps is not None:
+        known = functions is not None and (number, which) in functions.known and store.steps is not None
+        if known and (one or spans is not None):
             target = self._slots(STATE_WRITTEN.name, layout.device)
             if target is not None:
-                return SlotState(layout, store.steps, store.of_layer[place], slots, target)
+                borders = None if spans is None else spans.spans_on(layout.device).borders
+                return SlotState(layout, store.steps, store.of_layer[place], slots, target, borders)
+        if spans is not None:
+            raise NotCapturable(f"layer {number} advances the states of rows of several tokens by other code")
         states: torch.Tensor = store.read(place, slots)
         return states
 

@@ -89,6 +89,14 @@ class SelectiveScan(NamedTuple):
         return out if self.gate is None else out * F.silu(self.gate)
 
 
+class Spanned(NamedTuple):
+    """A kernel that takes all spans of several tokens by their slots."""
+
+    kernel: str
+    run: Callable[[Any, torch.Tensor, Spans], torch.Tensor]
+    """Runs it, given the kernels, the states of a layer, and the spans."""
+
+
 class FlatStates:
     """The states of the sequences of one row, while a forward of it runs."""
 
@@ -189,7 +197,13 @@ class FlatStates:
             return answer
 
         by_head = given["g"].ndim == 3
-        return self._recur(given["query"], (chunk, LEAST), single, chunks, spanned if by_head else None)
+        return self._recur(
+            given["query"],
+            (chunk, LEAST),
+            single,
+            chunks,
+            Spanned("delta_spans", spanned) if by_head else None,
+        )
 
     def scan(self, call: StockCall) -> Any:
         """hidden_states [1, tokens, heads, P], dt [1, tokens, heads], A, D and dt_bias [heads], B and C [1,
@@ -267,7 +281,7 @@ class FlatStates:
             self._require(self._heads < states.shape[1])
             states = states.head(self._heads)
             self._heads += 1
-        out = self._through(scan.x, states, (SCANNED, LEAST), single, chunks, spanned)
+        out = self._through(scan.x, states, (SCANNED, LEAST), single, chunks, Spanned("scan_spans", spanned))
         return scan.answer(out), states
 
     def _recur(
@@ -276,7 +290,7 @@ class FlatStates:
         chunk: tuple[int, int],
         single: Callable[[Any, SpanRows, torch.Tensor], torch.Tensor],
         chunks: Callable[[SpanRows, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]],
-        spanned: Callable[[Any, torch.Tensor, Spans], torch.Tensor] | None = None,
+        spanned: Spanned | None = None,
     ) -> tuple[torch.Tensor, SlotState]:
         """The answers [1, tokens, ...] of a recurrence, and the states behind it. chunk: the tokens of a
         chunk, and of the shortest rows. single: one token of rows by their slots. chunks: rows behind states.
@@ -301,15 +315,15 @@ class FlatStates:
         chunk: tuple[int, int],
         single: Callable[[Any, SpanRows, torch.Tensor], torch.Tensor],
         chunks: Callable[[SpanRows, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]],
-        spanned: Callable[[Any, torch.Tensor, Spans], torch.Tensor] | None = None,
+        spanned: Spanned | None = None,
     ) -> torch.Tensor:
         """The answers; the slots of `answered` then hold the states behind them."""
         self._require(x.shape[:2] == (1, self.spans.tokens))
         steps, states = answered.steps, answered.states
         out: torch.Tensor | None = None
-        by_slots = spanned is not None and hasattr(steps, "delta_spans")
+        by_slots = spanned is not None and steps is not state_steps and hasattr(steps, spanned.kernel)
         if spanned is not None and by_slots:
-            out = spanned(steps, states, self.spans.several(x.device))
+            out = spanned.run(steps, states, self.spans.several(x.device))
         for rows in self.spans.rows(*chunk, x.device):
             if rows.length == 1 and rows.has_past:
                 found = single(steps, rows, states).unsqueeze(1)

@@ -7,6 +7,7 @@ captured in a CUDA graph.
 
 from .advance import advance
 from .chain import FUNCTIONS, SUMS, Operation, chain
+from .conv_spans import conv_spans
 from .conv_step import conv_step
 from .copy import copy
 from .decode import Plan, decode
@@ -46,6 +47,7 @@ __all__ = [
     "add_rms_norm",
     "advance",
     "chain",
+    "conv_spans",
     "conv_step",
     "copy",
     "decode",

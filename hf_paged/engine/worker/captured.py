@@ -386,15 +386,16 @@ class CapturedRunner:
         many = len(batch.rows.row_ids)
         if not 0 < many <= self._most or not all(group.stores for group in self.eager.pools.own.values()):
             return None  # the pools were given back, and come again with this step
-        if self.eager.cache.states is not None and (batch.rows.decodes < many or 0 in batch.rows.starts):
-            return None  # stock's code advances the states of one token a row, behind others
+        # Stock's code advances the states of one token a row, behind others.
+        stateful = self.eager.cache.states is not None
+        several = stateful and (batch.rows.decodes < many or 0 in batch.rows.starts)
         # Latents are read by plain torch, whatever the kernels are.
         stores = [store for group in groups for store in group.stores.values()]
         kernels = not self.eager.expanding and all(store.captured.kernels is not None for store in stores)
         self._by_kernels = kernels
-        decodes = batch.rows.decodes == many
-        form = "single" if decodes else self._form(batch, kernels)
-        if form is None:
+        decodes = batch.rows.decodes == many and not several
+        form = "single" if decodes else "spans" if several else self._form(batch, kernels)
+        if form is None or (several and not self.eager.steps_spans):
             return None
         adapters = 0
         if ADAPTER_SLOT.name in batch.columns:

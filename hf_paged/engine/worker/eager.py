@@ -24,7 +24,7 @@ from ...model.offloaded import input_device
 from ...model.ranks.tensor_parallel import local_forwards
 from ...model.servable import Unservable
 from ...model.slots import CROSS
-from ...model.state_functions import StateFunctions
+from ...model.state_functions import WITH_SPANS, StateFunctions
 from ...model.state_slots import StateRow
 from ...model.state_spans import PARAMETERS
 from ...model.switch import decoder_configs, modules_of, restore, switch
@@ -384,6 +384,16 @@ class EagerModel:
         for forward in self._forwards:
             forward.restore()
         restore(self.configs, self)
+
+    @property
+    def steps_spans(self) -> bool:
+        """True if kernels have all functions by which layers advance states over several tokens."""
+        states = self.cache.states
+        if self.functions is None or states is None:
+            return False
+        called = {name for _, name in self.functions.called}
+        stores = states.group.stores.values()
+        return bool(called) and called <= WITH_SPANS and all(each.steps is not None for each in stores)
 
     # ---- as it is
 

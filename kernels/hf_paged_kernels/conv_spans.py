@@ -1,0 +1,143 @@
+"""Several tokens of a causal convolution, by slots of its state."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import exact
+from .conv_step import ACTIVATIONS
+from .launching import launch
+from .slots import check_slots, read_state, write_state
+
+CHANNELS, TOKENS = 128, 16
+"""Channels and tokens that a program takes at once."""
+PARTS = 8
+"""Programs that share the tokens of a span."""
+AT_ONCE = 32
+"""Spans that are computed beside each other."""
+
+
+def conv_spans(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    begins: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    least: int = 1,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """The convolution of `conv_step` over spans of tokens, each behind the state in a slot.
+
+    x [tokens, C], any strides; weight [C, k]; bias [C] or None; states [slots, C, k]; source and target
+    [spans], int64; begins and ends [spans], whole numbers: a span is the tokens from begins[i] to ends[i];
+    those of fewer than `least` are left out. A row may write the slot that it reads. The answers are written
+    to these tokens of out [tokens, C].
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"Invalid activation {activation!r}: expected one of {ACTIVATIONS}")
+    channels = x.shape[1]
+    taps = weight.shape[-1]
+    if weight.shape != (channels, taps) or not weight.is_contiguous():
+        raise ValueError(
+            f"Invalid shape of weight: expected [{channels}, k] without gaps, got {list(weight.shape)}"
+        )
+    spans = len(begins)
+    check_slots(states, (channels, taps), source, target, spans)
+    if out.shape != x.shape or not out.is_contiguous():
+        raise ValueError(
+            f"Invalid shape of out: expected {list(x.shape)} without gaps, got {list(out.shape)}"
+        )
+    if not out.numel() or not spans:
+        return out
+    places = source, target, begins, ends, *x.stride(), states.stride(0), spans, least
+    shape = {"C": channels, "K": taps, "CHANNELS": CHANNELS}
+    at_once = min(spans, AT_ONCE)
+    tiles = triton.cdiv(channels, CHANNELS)
+    launch(
+        _conv_spans, (PARTS, tiles, at_once),
+        out, x, weight, weight if bias is None else bias, states, *places,
+        **shape, TOKENS=TOKENS, BIAS=bias is not None, SILU=activation == "silu",
+        EXACT=x.device.type != "cpu", num_warps=4,
+    )  # fmt: skip
+    launch(
+        _leave_states, (at_once, tiles), states, x, weight, *places,
+        **shape, TAPS=triton.next_power_of_2(taps), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["spans", "least"])
+def _conv_spans(
+    OUT, X, WEIGHT, BIASES, STATES, SOURCE, TARGET, BEGINS, ENDS, x_token, x_channel, state_stride,
+    spans, least,
+    C: tl.constexpr, K: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, BIAS: tl.constexpr,
+    SILU: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """OUT [tokens, C]; X [tokens, C]; WEIGHT [C, K]; STATES [slots, C, K]. A program takes CHANNELS channels
+    of spans, TOKENS tokens at a time.
+    """
+    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    inside = channel < C
+    dtype = WEIGHT.dtype.element_ty
+    for span in range(tl.program_id(2), spans, tl.num_programs(2)):
+        first = tl.load(BEGINS + span)
+        end = tl.load(ENDS + span)
+        slot = tl.load(SOURCE + span)
+        begin = first + tl.program_id(0) * TOKENS
+        if end - first < least:
+            begin = end
+        while begin < end:
+            token = (begin + tl.arange(0, TOKENS))[:, None]
+            here = (token < end) & inside
+            y = tl.zeros([TOKENS, CHANNELS], tl.float32)
+            for tap in tl.static_range(K):
+                at = token - (K - 1 - tap)
+                own = tl.load(
+                    X + at * x_token + channel.to(tl.int64) * x_channel, mask=here & (at >= first), other=0.0
+                )
+                # Inputs before the first lie at the end of the state.
+                before = tl.load(
+                    STATES + slot * state_stride + channel * K + (K + at - first),
+                    mask=here & (at < first) & (slot >= 0), other=0.0,
+                )  # fmt: skip
+                each = tl.where(at >= first, own.to(tl.float32), before.to(tl.float32))
+                weight = tl.load(WEIGHT + channel * K + tap, mask=inside, other=0.0).to(tl.float32)
+                y += each.to(dtype).to(tl.float32) * weight
+            if BIAS:
+                y += tl.load(BIASES + channel, mask=inside, other=0.0).to(tl.float32)
+            y = y.to(dtype)
+            if SILU:
+                y = exact.silu(y.to(tl.float32), EXACT).to(dtype)
+            tl.store(OUT + token * C + channel, y.to(OUT.dtype.element_ty), mask=here)
+            begin += tl.num_programs(0) * TOKENS
+
+
+@triton.jit(do_not_specialize=["spans", "least"])
+def _leave_states(
+    STATES, X, WEIGHT, SOURCE, TARGET, BEGINS, ENDS, x_token, x_channel, state_stride, spans, least,
+    C: tl.constexpr, K: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """The last K inputs of spans, of which the first may lie in the state that a span reads."""
+    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[:, None]
+    tap = tl.arange(0, TAPS)[None, :]
+    inside = (channel < C) & (tap < K)
+    for span in range(tl.program_id(0), spans, tl.num_programs(0)):
+        first = tl.load(BEGINS + span)
+        end = tl.load(ENDS + span)
+        if end - first >= least:
+            at = end - K + tap
+            own = tl.load(
+                X + at * x_token + channel.to(tl.int64) * x_channel, mask=inside & (at >= first), other=0.0
+            )
+            held = channel * K + (K + at - first)
+            before = read_state(STATES, SOURCE, span, state_stride, held, inside & (at < first))
+            new = tl.where(at >= first, own.to(tl.float32), before).to(WEIGHT.dtype.element_ty)
+            tl.debug_barrier()  # a span may write where it reads
+            write_state(STATES, TARGET, span, state_stride, channel * K + tap, inside, new.to(tl.float32))
