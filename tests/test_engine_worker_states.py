@@ -247,14 +247,28 @@ def test_a_turn_of_a_chat_goes_on_from_the_last_answer(model: Any, ahead: bool) 
 
 @pytest.mark.parametrize("model", ["qwen3_5_text"], indirect=True)
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
-def test_an_answer_that_ends_by_itself_is_found_by_what_was_computed(model: Any, ahead: bool) -> None:
-    """C22: a step in flight has computed its last token too, which the next turn repeats."""
+@pytest.mark.parametrize("then", ["ask", "step", "run", "cast"])
+def test_an_answer_that_ends_by_itself_is_found_by_what_was_computed(
+    model: Any, ahead: bool, then: str
+) -> None:
+    """C22: a step in flight has computed its last token too, which the next turn repeats, whoever takes the
+    next step. After a change of the model it is of no use.
+    """
     said = prompts()[4]
     first = alone(model, said)
     model.generation_config.eos_token_id = end = first[5]
     answer = first[: first.index(end) + 1]
     with Engine(model, block_size=4, max_batch_tokens=16, run_ahead=ahead) as engine:
+        if then == "run":
+            engine.start()
         assert engine.submit(said, max_new_tokens=NEW).result().sequences[0].token_ids == answer
+        if then == "step":
+            engine.step()
+            assert engine.stats()["states"]["used"] == 0
+        if then == "cast":
+            model.to(torch.float64)
+            engine.generate([prompts()[1]], max_new_tokens=NEW, progress=False, strict=True)
+            return
         said = [*said, *answer, 7, 8]
         output = engine.submit(said, max_new_tokens=NEW).result()
         assert output.cached_tokens == len(said) - 2 - (not ahead)

@@ -445,8 +445,8 @@ class Driver:
             admits = bool(scheduler.waiting or scheduler.preempted) and scheduler.may_admit
             fresh = adapters.fresh and bool(adapters.layers)
             must_check = admits or fresh or not scheduler.running or self._training != self.model.training
-            if not self.books.jobs:
-                loop.in_flight = None  # it has only tokens too many
+            if not self.books.jobs and scheduler.prefixes.snapshots.idle:
+                loop.in_flight = None  # it has only tokens too many, and no state that others may go on from
             else:
                 with self.memory.lock:  # no other forward is in progress then
                     if must_check or not self.checks.skip(loop.model_check.memory):
@@ -552,6 +552,7 @@ class Driver:
         stale = self._stale
         self._stale = True
         if self.books.executor.changed(self.loop.model_check.changed) or stale:
+            self.loop.scheduler.prefixes.snapshots.drop()
             self.loop.pools.forget()
             self.loop.forget_media()
             self.loop.runner.check_captures()
