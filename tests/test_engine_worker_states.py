@@ -15,6 +15,7 @@ from poison import poison_free_slots
 from releases import FLAT_STATES
 from tape import record
 from tiny import build, config_class
+from transformers import CONFIG_MAPPING
 
 from hf_paged import Engine
 from hf_paged.blocks.pool import CACHED
@@ -221,6 +222,19 @@ def test_a_foreign_state_is_seen(model: Any, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.undo()
         handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in asked]
         assert [handle.result().sequences[0].token_ids for handle in handles] == right
+
+
+@pytest.mark.parametrize(
+    "model", [each for each in ["inkling2_text"] if each in CONFIG_MAPPING], indirect=True
+)
+def test_rows_are_computed_beside_each_other_where_that_is_right(model: Any) -> None:
+    """Its attention finds a token's distance by the columns of the row, which padding shifts."""
+    with Engine(model, max_batch_tokens=16, max_batch_sequences=4) as engine:
+        assert engine.stats()["form"] == "rows"
+        handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts()]
+        for prompt, handle in zip(prompts(), handles, strict=True):
+            assert handle.result().sequences[0].token_ids == alone(model, prompt)
+        engine.check()
 
 
 # ---- snapshots

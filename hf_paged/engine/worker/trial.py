@@ -146,6 +146,8 @@ class Trial:
             raise otherwise(self._eager.model, off, self._apart(rows, whole, self._without_cache(rows)))
         if self.runner.why_rows is None:
             self.runner.why_rows = self._why_not_flat(rows, whole, cuts, pieces)
+        if self.runner.why_rows is not None and self.runner.states is not None:
+            self._eager.beside = self._answers_beside(rows, whole)
         if self._attends_across:
             self.runner.why_not_cross = why_not_cross(self._eager.model) or self._why_not_cross(rows, cuts)
             if self.runner.why_not_cross is not None:
@@ -207,6 +209,17 @@ class Trial:
         if off is None:
             return None
         return f"in one row with others its sequences get other logits (by {off:.1e} of their size)"
+
+    def _answers_beside(self, rows: list[list[int]], right: torch.Tensor) -> bool:
+        """True if the last tokens of the rows may be computed beside each other, padded to one length."""
+        ends = list(map(len, rows))
+        try:
+            found = self._on_pages(rows, "rows", [[end - 1 for end in ends], ends])
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return False
+        return self._apart(rows, right, found) is None
 
     def _without_cache(
         self, rows: list[list[int]], embedded: bool = False, cross: CrossInputs | None = None
@@ -312,8 +325,8 @@ class Trial:
                 inside.put(i, table)
             ids.extend(rows[i][start:end])
             part = None if cross is None else cross.part(start, end - start, stored=bool(start))
-            across = None if part is None and self._source is None else own[-1]
-            inputs[i] = RowInputs(source=self._source, cross=part, across=across)
+            if part is not None or self._source is not None:
+                inputs[i] = RowInputs(source=self._source, cross=part, across=own[-1])
         counts = array("i", map(sub, ends, starts))
         places = array("i", range(len(rows)))
         batch = ForwardRows(places, array("i", starts), counts, arrays, max(ends), len(ids))
