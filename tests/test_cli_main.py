@@ -439,6 +439,13 @@ def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert engine["max_adapters"] == 3
     assert engine["verify"] == "bytes"
     assert "max_adapters" not in engine_options(flags())
+    states = engine_options(
+        flags("--state-slots", "8", "--state-snapshots", "0", "--state-dtype", "bfloat16")
+    )
+    found = {name: value for name, value in states.items() if name.startswith("state_")}
+    assert found == {
+        "state_slots": 8, "state_snapshots": 0, "state_every": 512, "state_dtype": "bfloat16",
+    }  # fmt: skip
     assert adapter_sources(given.lora_modules, options.names) == {"poet": "a/b=c", "pirate": "d"}
     assert options.allow_runtime_lora_updating
     assert engine["memory_fraction"] == 0.5
