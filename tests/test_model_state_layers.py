@@ -24,7 +24,6 @@ FAMILIES = [
     "lfm2",
     "nemotron_h",
     "qwen3_5_text",
-    "zamba",
     "zamba2",
     "zaya",
 ]
