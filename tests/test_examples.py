@@ -260,7 +260,7 @@ def test_demo_draws_the_blocks(capsys: pytest.CaptureFixture[str], monkeypatch: 
     """The output of scripts/demo: identical tokens, blocks that several rows share, and the costs of both
     caches; many rows of one prompt cost less time and memory on pages.
     """
-    monkeypatch.setattr("sys.argv", ["demo", "--new", "16", "--calls", "1"])
+    monkeypatch.setattr("sys.argv", ["demo", "--new", "16", "--calls", "1", "--shared", "320"])
     runpy.run_module("hf_paged.demo", run_name="__main__")
     out = capsys.readouterr().out
     assert re.search(r"tokens +identical", out)
@@ -272,15 +272,15 @@ def test_demo_draws_the_blocks(capsys: pytest.CaptureFixture[str], monkeypatch: 
         re.M,
     )
     assert [line[0] for line in cost] == [
-        "16 samples, prompt of 512, 5.2M model",
-        "8 beams, prompt of 512, 5.2M model",
+        "16 samples, prompt of 320, 5.2M model",
+        "8 beams, prompt of 320, 5.2M model",
         "4 beams above, 23 tokens, tiny model",
     ]
     seconds = [(float(line[1]), float(line[2])) for line in cost]
     assert all(paged < stock for stock, paged in seconds[:2])  # a third or less on an idle machine
     sizes = [tuple(int(number.replace(",", "")) for number in line[3:]) for line in cost]
     larger, tiny = 4 * 2 * 4 * 32 * 4, 3 * 2 * 2 * 32 * 4  # bytes of a token: layers, K and V, heads, width
-    assert [before for before, _ in sizes] == [16 * 535 * larger, 8 * 535 * larger, 4 * 22 * tiny]
+    assert [before for before, _ in sizes] == [16 * 343 * larger, 8 * 343 * larger, 4 * 22 * tiny]
     assert all(after < before / 5 for before, after in sizes[:2])  # the prompt is held once
     assert all(after % (16 * larger) == 0 for _, after in sizes[:2])
     assert sizes[2][1] % (8 * tiny) == 0

@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ pytest.importorskip("fastapi")
 import httpx
 import peft
 import torch
-from commands import Command
+from commands import Command, ForkedPopen
 from processes import LIMIT, ended
 from safetensors.torch import save_file
 from serving import until
@@ -79,10 +80,9 @@ def _listening(process: psutil.Process) -> set[str]:
 
 def test_a_server_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens as of one process, of the model, of an adapter and of new weights; no other machine can
-    reach the ranks; a signal drains it, and none is left behind.
+    reach the ranks; a signal drains it, and none is left behind. Ranks are forks.
     """
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the ranks
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(subprocess, "Popen", ForkedPopen)
     adapted = _adapted(tmp_path)
     flags = ["--tensor-parallel-size", "2", "--port", "0", "--log-format", "json"]
     flags += ["--lora-modules", f"poet={tmp_path}", "--dev"]
@@ -93,7 +93,6 @@ def test_a_server_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         _until(lines, "ready")
         ranks = psutil.Process(process.pid).children()
         assert len(ranks) == 2
-        assert all("HF_PAGED_STARTED" in each.environ() for each in ranks)  # they end with the command
         assert _listening(psutil.Process(process.pid)) == {"127.0.0.1"}
         expected = {"demo": _continued(demo.model()), "poet": _continued(adapted)}
         assert expected["demo"] != expected["poet"]
@@ -135,13 +134,14 @@ def _load_others(url: str, file: Path) -> None:
 
 
 def test_a_first_rank_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command says so, in few lines, and fails; no rank is left behind."""
+    """The command says so, in few lines, and fails; no rank is left behind. Ranks are interpreters of their own."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     process = Command("serve", "demo", "--tensor-parallel-size", "2", "--port", "0", "--log-format", "json")
     try:
         assert any('"ready"' in line for line in iter(process.stderr.readline, ""))
         ranks = psutil.Process(process.pid).children()
+        assert all("HF_PAGED_STARTED" in each.environ() for each in ranks)  # they end with the command
         next(each for each in ranks if each.environ()["RANK"] == "0").kill()
         assert process.wait(LIMIT) == 1
         said = process.stderr.read()
