@@ -118,14 +118,7 @@ class Fusion:
         """
         calls: dict[Any, Callable[[], object]] = {}
         norms = {module for module in self.forwards if is_norm(module)}
-        layers: list[Any] = [
-            module
-            for module, forward in self.forwards.items()
-            if getattr(forward, "func", None) == self.layer
-        ]
-        added = {
-            each for layer in layers for each in (layer.post_attention_layernorm, self.following.get(layer))
-        }
+        widest = max([len(module.weight) for module in norms], default=0)  # type: ignore[arg-type]
         for module in self.forwards:
             if module in norms:
                 weight: Any = torch.empty_like(module.weight, device="meta")  # type: ignore[arg-type]
@@ -133,7 +126,7 @@ class Fusion:
                 centered = is_centered(module)
                 key = len(weight), weight.dtype, centered
                 calls.setdefault(key, partial(self.kernels.rms_norm, x, weight, 0.0, centered=centered))
-                if module in added:
+                if len(weight) == widest:  # of what layers add up
                     calls.setdefault(
                         (*key, "added"),
                         partial(self.kernels.add_rms_norm, x, x, weight, 0.0, centered=centered),
