@@ -146,11 +146,11 @@ class Fusion:
 
     @contextmanager
     def chained(self) -> Iterator[None]:
-        """Let small operations of this thread's forward be computed in chains, where kernels can. Sums over
-        ranks lie in memory that the next sum takes, so what reads them cannot wait.
+        """Let small operations of this thread's forward be computed in chains, where kernels can. Not on
+        several ranks: their sums lie in memory that the next sum takes, and collectives take data.
         """
         recorded = torch.is_grad_enabled() or torch.is_autocast_enabled(self._device_type)
-        if self.kernels is None or self.ranks is not None or recorded or invariant.get():
+        if self.kernels is None or self._mesh is not None or recorded or invariant.get():
             yield
             return
         with Chains(self.kernels) as chains:
