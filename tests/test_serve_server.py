@@ -44,7 +44,7 @@ def test_the_first_request_of_the_log_is_answered(
         with httpx.Client(transport=transport, timeout=GUARD) as client:
             answer = client.post(url, content=words[words.index("-d") + 1], headers=headers)
             assert answer.status_code == 200, answer.text
-            assert json.loads(answer.text)["usage"]["completion_tokens"] == 60
+            assert 1 <= json.loads(answer.text)["usage"]["completion_tokens"] <= 60  # it may end by itself
             found = [word.rstrip(";") for word in pages.split() if word.startswith("http")]
             assert len(found) == (0 if "uds" in options else 2)
             for page in found:
