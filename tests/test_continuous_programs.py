@@ -43,6 +43,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     uvicorn = pytest.importorskip("uvicorn", reason="needs transformers[serving]")
     tokenizer = demo.tokenizer()
     tokenizer.chat_template = CHAT
+    tokenizer.response_template = None  # it is the other template's
     for part in (demo.model().float(), tokenizer):
         part.save_pretrained(tmp_path)
     with socket.socket() as place:

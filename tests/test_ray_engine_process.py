@@ -125,9 +125,9 @@ def test_the_tokens_are_those_of_one_process(started: Started, tmp_path: Path) -
     assert ended(second)
 
 
-def test_a_rank_that_is_killed_stops_the_engine(forked: Started) -> None:
+def test_a_rank_that_is_killed_stops_the_engine(started: Started) -> None:
     """The replica's health check sees that; nothing waits for the rank."""
-    connection, process = forked
+    connection, process = started
 
     async def act(client: EngineClient) -> None:
         psutil.Process(process.pid).children()[0].kill()
