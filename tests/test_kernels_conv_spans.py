@@ -8,12 +8,11 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
+import state_spans_in_torch
 import torch
 from kernel_cases import DEVICE, load
 from state_step_cases import BF16, ERROR, FP32, InSlots, noise
 from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_update
-
-from hf_paged.kv import state_steps
 
 kernels = load()
 COUNTS = [70, 1, 2, 0, 33, 3]
@@ -30,7 +29,7 @@ def borders() -> tuple[torch.Tensor, torch.Tensor]:
     [(FP32, FP32, True, 40, 4), (FP32, FP32, False, 130, 3), (BF16, BF16, True, 24, 4), (BF16, FP32, False, 8, 2)],
 )  # fmt: skip
 @pytest.mark.parametrize("least", [1, 2])
-@pytest.mark.parametrize("steps", [kernels, state_steps], ids=["kernel", "torch"])
+@pytest.mark.parametrize("steps", [kernels, state_spans_in_torch], ids=["kernel", "torch"])
 def test_spans(
     steps: Any, dtype: torch.dtype, held: torch.dtype, bias: bool, channels: int, taps: int, least: int
 ) -> None:
@@ -52,7 +51,7 @@ def test_spans(
     options = {"out": torch.zeros_like(x).contiguous(), "activation": activation}
     if least > 1:  # beside the kernel of single tokens
         steps.conv_step(x, weight, biases, *slots.given, spans=(begins, ends), **options)
-    got = steps.conv_spans(x, weight, biases, *slots.given, begins, ends, least=least, **options)
+    got = steps.conv_spans(x, weight, biases, *slots.given, begins=begins, ends=ends, least=least, **options)
     assert got is options["out"]
     torch.testing.assert_close(got, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
     moved = torch.tensor([count > 0 for count in COUNTS], device=DEVICE)

@@ -8,12 +8,11 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
+import state_spans_in_torch
 import torch
 from kernel_cases import DEVICE, GPU, load
 from state_step_cases import BF16, ERROR, FP32, SOURCE, InSlots, noise
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
-
-from hf_paged.kv import state_steps
 
 kernels = load()
 COUNTS = [70, 1, 64, 3, 129, 5]
@@ -75,7 +74,7 @@ def test_spans(
     slots.check(after, ERROR[held] if held == BF16 else 1e-4 if dtype == FP32 else 2e-3)
 
 
-@pytest.mark.parametrize("steps", [kernels, state_steps], ids=["kernel", "torch"])
+@pytest.mark.parametrize("steps", [kernels, state_spans_in_torch], ids=["kernel", "torch"])
 def test_single_tokens_beside_longer_spans(steps: Any) -> None:
     """One kernel steps the spans of a token, the other takes those of several, of unknown length."""
     query, key, value, decay, beta = given(FP32, (1, 2), (16, 16))
@@ -90,7 +89,7 @@ def test_single_tokens_beside_longer_spans(steps: Any) -> None:
     steps.delta_step(*x, *apart.given, spans=(begins, ends), out=got)
     single = torch.tensor(COUNTS, device=DEVICE) == 1
     assert not got[[i for i in range(len(got)) if i not in begins[single].tolist()]].any()
-    steps.delta_spans(*x, *apart.given, begins, ends, got, least=2, longest=max(COUNTS))
+    steps.delta_spans(*x, *apart.given, begins=begins, ends=ends, out=got, least=2, longest=max(COUNTS))
     torch.testing.assert_close(got, wanted, rtol=3e-5, atol=3e-5)
     torch.testing.assert_close(apart.states[:-1], together.states[:-1], rtol=1e-4, atol=1e-4, equal_nan=True)
 

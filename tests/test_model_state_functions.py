@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import pytest
+import state_spans_in_torch
 import torch
 from captures import counts, policy, pool_of, reasons, sizes
 from poison import poison_free_slots
@@ -48,7 +49,7 @@ class Counted:
         self.run: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
-        step = getattr(state_steps, name)
+        step = getattr(state_spans_in_torch, name)
         self.run.add(name)
         return step
 

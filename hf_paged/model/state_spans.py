@@ -321,7 +321,7 @@ class FlatStates:
         self._require(x.shape[:2] == (1, self.spans.tokens))
         steps, states = answered.steps, answered.states
         out: torch.Tensor | None = None
-        by_slots = spanned is not None and steps is not state_steps and hasattr(steps, spanned.kernel)
+        by_slots = spanned is not None and hasattr(steps, spanned.kernel)
         if spanned is not None and by_slots:
             out = spanned.run(steps, states, self.spans.several(x.device))
         for rows in self.spans.rows(*chunk, x.device):
