@@ -26,8 +26,8 @@ LEAST = 2
 MOST = 48
 """Operations and tensors of one kernel."""
 WIDEST = 16384
+"""The longest line that the kernel sums."""
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
-Number = int | float
 
 
 class Recipe(NamedTuple):
@@ -43,6 +43,7 @@ class Note:
 
     def __init__(self, run: Callable[[], torch.Tensor], recipe: Recipe, answer: torch.Tensor) -> None:
         """run: computes it alone; answer: a tensor without data of its shape, strides and type."""
+        self.device = next(x.device for x in recipe.operands if isinstance(x, torch.Tensor))
         self.run: Callable[[], torch.Tensor] | None = run
         self.kind = recipe.kind
         self.operands = [each.note if isinstance(each, Noted) else each for each in recipe.operands]
@@ -52,7 +53,7 @@ class Note:
         self.value: torch.Tensor | None = None
         self.tensor: weakref.ref[Noted] | None = None
         """The answer in the forward, while something holds it."""
-        self.stream = _stream(recipe)
+        self.stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def settle(self, value: torch.Tensor) -> None:
         """The answer is computed; nothing that it was computed from is needed any more."""
@@ -93,9 +94,9 @@ class Noted(LazyTensor):
     chains: Chains
 
     @classmethod
-    def of(cls, note: Note, device: torch.device, chains: Chains) -> Noted:
+    def of(cls, note: Note, chains: Chains) -> Noted:
         made: Noted = torch.Tensor._make_wrapper_subclass(
-            cls, note.shape, strides=note.strides, dtype=note.dtype, device=device
+            cls, note.shape, strides=note.strides, dtype=note.dtype, device=note.device
         )
         made.note = note
         made.chains = chains
@@ -139,11 +140,8 @@ class Chains(TorchDispatchMode):
             made: torch.Tensor = func(*positional, **by_name)
             return made
 
-        device = next(x.device for x in recipe.operands if isinstance(x, torch.Tensor))
-        note = Note(run, recipe, answer)
-        noted = Noted.of(note, device, self)
-        assert note.tensor is not None
-        self._noted.append(note.tensor)
+        noted = Noted.of(Note(run, recipe, answer), self)
+        self._noted.append(weakref.ref(noted))
         return noted
 
     def compute_all(self) -> None:
@@ -196,7 +194,6 @@ class Chains(TorchDispatchMode):
                 x = x.value if isinstance(x, Note) else x
                 if isinstance(x, torch.Tensor):
                     leaves[id(x)] = x
-        device = next(iter(leaves.values())).device
         kept = [each for each in tree if each is note or (each.held and each.shape == note.shape)]
         for leaf in leaves.values():
             aten.alias(leaf)  # lets a mode that watches the forward see what is read
@@ -206,8 +203,8 @@ class Chains(TorchDispatchMode):
             operands = [self._operand(x, places) for x in each.operands]
             operations.append(self.kernels.Operation(each.kind, tuple(operands), each.dtype))
             places[id(each)] = i
-        with on(device):
-            made = [torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=device) for x in kept]
+        with on(note.device):
+            made = [torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=note.device) for x in kept]
             inputs = [leaf.expand(note.shape) for leaf in leaves.values()]
             outputs = {places[id(x)]: out for x, out in zip(kept, made, strict=True)}
             self.kernels.chain(inputs, operations, outputs)
@@ -284,11 +281,6 @@ def _answer(func: Any, args: Any, named: Mapping[str, Any]) -> torch.Tensor:
     return answer
 
 
-def _stream(recipe: Recipe) -> Any:
-    device = next(x.device for x in recipe.operands if isinstance(x, torch.Tensor))
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
 @contextmanager
 def _on_its_stream(note: Note) -> Iterator[None]:
     """The stream on which an operation was noted, for which the current one then waits."""
@@ -338,7 +330,7 @@ def _power(x: Any, exponent: Any) -> Recipe | None:
     return Recipe("square", (x,)) if isinstance(exponent, (int, float)) and exponent == 2 else None
 
 
-def _softplus(x: Any, beta: Number = 1, threshold: Number = 20) -> Recipe | None:
+def _softplus(x: Any, beta: float = 1, threshold: float = 20) -> Recipe | None:
     return Recipe("softplus", (x,)) if (beta, threshold) == (1, 20) else None
 
 
