@@ -38,7 +38,7 @@ PATH = (
 OF_THE_TEXT = ("tests.test_house", "tests.test_docs")
 """Tests of the repository's text, which no release changes."""
 WORDS = {"fast": ["--fast"], "whole": ["-n", "2", "--dist", "worksteal"]}
-"""What scripts/test is given for the tests of a run."""
+"""The arguments of scripts/test for the tests of a run."""
 COLUMNS = ("transformers", "torch", "python", "tests", "passed", "failed", "skipped", "date")
 VERSIONS = """
 import platform, torch, transformers

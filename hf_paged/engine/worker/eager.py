@@ -24,7 +24,7 @@ from ...model.offloaded import input_device
 from ...model.ranks.tensor_parallel import local_forwards
 from ...model.servable import Unservable
 from ...model.slots import CROSS
-from ...model.state_functions import WITH_SPANS, StateFunctions
+from ...model.state_functions import StateFunctions
 from ...model.state_slots import StateRow
 from ...model.state_spans import PARAMETERS
 from ...model.switch import decoder_configs, modules_of, restore, switch
@@ -393,9 +393,8 @@ class EagerModel:
         states = self.cache.states
         if self.functions is None or states is None:
             return False
-        called = {name for _, name in self.functions.called}
         stores = states.group.stores.values()
-        return bool(called) and called <= WITH_SPANS and all(each.steps is not None for each in stores)
+        return self.functions.have_spans and all(each.steps is not None for each in stores)
 
     # ---- as it is
 
