@@ -567,6 +567,7 @@ Made by `python scripts/adapter_table.py --write docs/adapters.md` on {date} wit
 | word | meaning |
 |---|---|
 | kernels | low-rank products are computed apart from the model, on a CUDA device by the kernels `lora_shrink` and `lora_expand` |
+| both | kernels compute in the engine, peft's own modules in `generate()` |
 | peft | peft's own modules compute, as part of the model |
 | same | the tokens of stock transformers and peft, greedy and with beams, also with prefix hits |
 | stock's cache | the same tokens on stock's cache, with the `FallbackWarning` of the note |
@@ -595,8 +596,9 @@ def row_of(case: Case) -> Row:
     untried = why_untried(case)
     if untried:
         return Row(case, "", [], untried)
-    apart = ModelSnapshot(unwrapped(made(case))).lora.apart
-    return Row(case, "kernels" if apart else "peft", [tried(way, case) for way in WAYS.values()])
+    lora = ModelSnapshot(unwrapped(made(case))).lora
+    by = ("both" if lora.invoked else "kernels") if lora.apart else "peft"
+    return Row(case, by, [tried(way, case) for way in WAYS.values()])
 
 
 VARYING = (

@@ -12,6 +12,7 @@ import torch
 
 from ..blocks import check_salt, extra_key
 from ..kv import in_forked_process
+from ..model.adapters.invocation import invocation_of
 from ..model.adapters.peft_changes import let_changes_wait
 from ..model.invariant.mode import batch_invariant, require_invariant
 from ..model.loading import load_with_words
@@ -270,7 +271,8 @@ class Engine:
         job = Job(params, None, self.tokenizer)
         if not self.scheduler.unfinished:  # a look takes milliseconds, and the next step takes another
             self._adapters.contents.look_again()
-        job.adapter = self._adapters.resolve(adapter)
+        ids = () if params.source is not None else params.ids  # peft looks for no place in an encoder's
+        job.take_adapters(*self._adapters.begun(self._adapters.resolve(adapter), ids))
         job.active = self._adapters.active
         extra = extra_key(None if salt is None else check_salt(salt))
         number = next(self._books.numbers)
@@ -608,7 +610,7 @@ class Engine:
         self._books.require_open()
         self._executor.require_lead()
         layers = self._adapters.read(name, source, config)
-        loaded = self._adapters.hold(layers)
+        loaded = self._adapters.hold(layers, invocation_of(source, config, name))
         if self.config.lm_head_fp32 and self.model.get_output_embeddings() in loaded.host.layers:
             raise ValueError(
                 f"lm_head_fp32=True and the adapter {name!r} of lm_head: its products are not computed in "

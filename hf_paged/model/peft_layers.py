@@ -116,9 +116,14 @@ class LoraLayers:
         """
         for layer in self.layers:
             for name in () if layer.disable_adapters else layer.active_adapters:
-                if type(layer.lora_variant.get(name)).__name__.startswith("ALora"):
+                if _is_invoked(layer.lora_variant.get(name)):
                     return str(name)
         return None
+
+    @property
+    def invoked(self) -> bool:
+        """True if there is an aLoRA: peft's generate() tells each layer from which tokens on it computes."""
+        return any(_is_invoked(each) for layer in self.layers for each in layer.lora_variant.values())
 
     @classmethod
     def of(cls, model: nn.Module) -> LoraLayers:
@@ -194,8 +199,9 @@ def _why_not(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
     for layer in layers:
         if layer.merged_adapters:
             return f"the adapter {layer.merged_adapters[0]!r} is merged into the model"
-        if layer.lora_variant or layer.lora_embedding_A or len(layer.lora_magnitude_vector):
-            name = next(iter(layer.lora_variant), "")
+        variants = [name for name, each in layer.lora_variant.items() if not _is_invoked(each)]
+        if variants or layer.lora_embedding_A or len(layer.lora_magnitude_vector):
+            name = next(iter(variants), "")
             kind = type(layer.lora_variant.get(name)).__name__.removesuffix("LinearVariant")
             return f"the adapter {name!r} is more than a low-rank product ({kind})"
         for part in layer.lora_A.children():
@@ -252,6 +258,11 @@ def _divided_as_layer(layer: Any) -> bool:
 def _shards(tensor: Any) -> list[int]:
     """The dimensions of a parameter that ranks divide."""
     return [each.dim for each in getattr(tensor, "placements", ()) if each.is_shard()]
+
+
+def _is_invoked(variant: object) -> bool:
+    """True for the low-rank products of an aLoRA."""
+    return type(variant).__name__.startswith("ALora")
 
 
 def _drops(layer: Any) -> bool:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from hashlib import blake2b
 
 from ..blocks import BlockTable, Prompt
 from ..blocks.pool import NOWHERE
@@ -36,7 +37,8 @@ class Request:
     higher is sooner, if the policy uses it. extra: what changes keys and values for the same tokens (C24).
     source: tokens that it attends to across, of its encoder or its pictures. source_key: their content;
     without it no prefix is shared. batchable: whether its sequences may be in the table of rows. adapter:
-    names, adapter_key: their content. scored: numbers for each token of its prompt. tenant: for cache_shares.
+    names, adapter_key: their content, adapter_start: the first token that they compute; those before it have
+    the blocks of the model alone. scored: numbers for each token of its prompt. tenant: for cache_shares.
     """
 
     number: int
@@ -52,6 +54,7 @@ class Request:
     adapter_key: bytes = b""
     scored: int = 0
     tenant: str = ""
+    adapter_start: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int):  # whatever cannot be put in order would break the order of all
@@ -67,7 +70,20 @@ class Request:
     @cached_property
     def key(self) -> bytes:
         """The extra key of its blocks (C24)."""
-        return self.extra + self.adapter_key + self.source_key
+        adapter_key = b"" if self.adapter_start else self.adapter_key
+        return self.extra + adapter_key + self.source_key
+
+    @property
+    def names(self) -> list[int]:
+        """The names of its prompt's tokens in blocks: ids, but for the one with which its adapter begins
+        behind others. Its name contains the adapter's content, and so do all blocks from there on.
+        """
+        names = list(self.prompt)
+        place = self.adapter_start
+        if place and self.adapter_key:
+            content = self.adapter_key + names[place].to_bytes(8, "little", signed=True)
+            names[place] = -2 - (int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 2)
+        return names
 
 
 class TokenSequence:
@@ -162,7 +178,7 @@ class SequenceGroup:
         self.kv_groups = kv_groups
         self.status = Status.WAITING
         self.sequences = [
-            TokenSequence(self, i, list(request.prompt), self._new_tables()) for i in range(request.width)
+            TokenSequence(self, i, request.names, self._new_tables()) for i in range(request.width)
         ]
         self.preemptions = 0
         self.setbacks = 0
@@ -196,6 +212,9 @@ class SequenceGroup:
     def rekey(self, adapter_key: bytes) -> None:
         """Its adapter has another content now; it has no blocks."""
         self.request = replace(self.request, adapter_key=adapter_key)
+        names = self.request.names
+        for sequence in self.sequences:
+            sequence.tokens[: len(names)] = names
         self._prompt = None
 
     @property
@@ -284,6 +303,8 @@ class SequenceGroup:
 
     def _to_stop(self, sequence: TokenSequence, count: int) -> int:
         """`count` tokens of a sequence, or those up to the next stop."""
+        if sequence.computed < self.request.adapter_start:
+            count = min(count, self.request.adapter_start - sequence.computed)
         place = bisect_right(self.stops, sequence.computed)
         return min(count, self.stops[place] - sequence.computed) if place < len(self.stops) else count
 

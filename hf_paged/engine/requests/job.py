@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class Job:
         self.group = group
         self.adapter: tuple[str, ...] = ()
         """The names of its adapters."""
+        self.adapter_start = 0
+        """The first token of its prompt that they compute."""
         self.active: tuple[str, ...] | None = None
         """Adapters active on the model when it came, if none of the model's adapters can be chosen."""
         self.tokenizer = tokenizer
@@ -57,6 +60,13 @@ class Job:
         self.prompt_scores = None if params.scored is None else PromptLogprobs(params.prompt, params.scored)
         """Known scores of the tokens of its prompt, if these are wanted."""
 
+    def take_adapters(self, names: tuple[str, ...], start: int) -> None:
+        """Let adapters compute its tokens from one of its prompt on."""
+        self.adapter = names
+        self.adapter_start = start
+        if start:  # that token has another name in the books than its id
+            self.params = replace(self.params, prompt=(*self.params.prompt,))
+
     def request(self, number: int, priority: int, extra: bytes, source: int, tenant: str) -> Request:
         """It as the scheduler sees it. extra: what its cached blocks depend on beside tokens. source: the
         tokens that it attends to across.
@@ -75,6 +85,7 @@ class Job:
             self.adapter,
             scored=0 if self.prompt_scores is None else self.prompt_scores.width,
             tenant=tenant,
+            adapter_start=self.adapter_start,
         )
 
     # ---- a step
@@ -221,7 +232,7 @@ class Job:
         for stream in self.streams:
             stream.logprobs.crop(len(stream.tokens))
         for sequence in self.group.sequences:
-            sequence.tokens = [*self.params.prompt, *self.streams[sequence.index].tokens]
+            sequence.tokens = [*self.group.request.names, *self.streams[sequence.index].tokens]
 
     # ---- a step of beams
 

@@ -15,6 +15,7 @@ from ...kv.ops import triton_package
 from ...kv.warmup import Warming
 from ...model.adapters import Adapter, AdapterBatch, AdapterTable, applied
 from ...model.adapters.content import AdapterContents
+from ...model.adapters.invocation import Invocation, start_of
 from ...model.adapters.joint import note_places
 from ...model.adapters.loading import HostAdapter, load_adapter
 from ...model.adapters.warmup import compiling
@@ -178,9 +179,9 @@ class EngineAdapters:
         self.require_new(name)
         return load_adapter(self.model, source, config, name, lambda: self._over)
 
-    def hold(self, layers: Mapping[str, LowRank]) -> HostAdapter:
+    def hold(self, layers: Mapping[str, LowRank], invocation: Invocation = ()) -> HostAdapter:
         """An adapter on the host, on several ranks the part of this one."""
-        return HostAdapter(self.model, layers, pinned=self.device.type == "cuda")
+        return HostAdapter(self.model, layers, self.device.type == "cuda", invocation)
 
     def add(self, name: str, loaded: HostAdapter, number: int | None = None) -> None:
         """Let requests name it. number: what rank 0 has called it, on others."""
@@ -234,8 +235,8 @@ class EngineAdapters:
                 return in_model.active
             if in_model.reads_prompts is not None:
                 raise ValueError(
-                    f"the active adapter {in_model.reads_prompts!r} is an aLoRA, which begins at its "
-                    "invocation tokens; the engine does not support that, use generate()"
+                    f"the active adapter {in_model.reads_prompts!r} is an aLoRA, and the engine cannot tell "
+                    f"where it begins, since {in_model.why_not}; use generate()"
                 )
             return ()
         names = [] if wanted is None or wanted == BASE else [wanted] if isinstance(wanted, str) else wanted
@@ -253,6 +254,22 @@ class EngineAdapters:
             if name in self.leaving:
                 raise ValueError(f"the adapter {name!r} is being removed")
         return tuple(dict.fromkeys(names))
+
+    def begun(self, names: AdapterNames, ids: Sequence[int]) -> tuple[AdapterNames, int]:
+        """The adapters of a prompt, and the first of its tokens that they compute: an aLoRA begins with its
+        invocation tokens, and without them the model computes alone.
+        """
+        late = next((name for name in names if self.contents.invocation(name)), None)
+        if late is None:
+            return names, 0
+        if len(names) > 1:
+            others = ", ".join(repr(name) for name in names if name != late)
+            raise ValueError(
+                f"{late!r} is an aLoRA, which begins at its invocation tokens, and cannot be active together "
+                f"with {others}; name one of them"
+            )
+        start = start_of(ids, self.contents.invocation(late))
+        return ((), 0) if start is None else (names, start)
 
     def why_lost(self, names: AdapterNames, active: AdapterNames | None) -> str | None:
         """Why a request that waits cannot run any more with what it was given. active: as it was then."""

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...blocks import NO_NUMBERS, ROPE_DELTA, SCORED, WANTED, Numbers, TableView
+from ...blocks import ADAPTER_SLOT, NO_NUMBERS, ROPE_DELTA, SCORED, WANTED, Numbers, TableView
 from ...blocks.columns import by_token, selected, with_numbers
 from ...kv.ordinary import ordinary_tensors
 from ...kv.upload import upload
-from ...scheduling import ForwardRows, ScheduledBatch, TokenSequence
+from ...scheduling import ForwardRows, ScheduledBatch, ScheduledRow, TokenSequence
 from ..multimodal import PromptInputs
 from ..multimodal.cross import CrossInputs, CrossMedia
 from ..multimodal.encoder import EncoderInput
@@ -160,9 +160,10 @@ class ForwardBatch(NamedTuple):
         if len(batch.row_ids) > decodes:
             wanted = map(bool, batch.samples[decodes:])
             columns = with_numbers(columns, WANTED.name, [*[1] * decodes, *wanted])
+            columns = _before_adapters(columns, batch)
             for i, row in enumerate(batch.other_rows, decodes):
                 own = inputs.get(i, PLAIN)
-                known = own.ids or row.tokens
+                known = own.ids or _ids_of(row)
                 if own.prompt is not None:  # names of up to 64 bits, in the place of what is no id
                     known = [max(token, 0) for token in known]
                 ids.extend(known)
@@ -264,6 +265,31 @@ class ForwardBatch(NamedTuple):
         for i in rows:
             ids.extend([UNSEEN] if i < missing else self.host_ids[ends[i] : ends[i + 1]])
         return ids
+
+
+def _ids_of(row: ScheduledRow) -> list[int]:
+    """The tokens of a row, with the id of one that has another name in the books since an adapter begins."""
+    known = row.tokens
+    request = row.sequence.group.request
+    place = request.adapter_start - row.start
+    if request.adapter_start and 0 <= place < len(known):
+        known[place] = request.prompt[request.adapter_start]
+    return known
+
+
+def _before_adapters(columns: Numbers, batch: ScheduledBatch) -> Numbers:
+    """The columns, in which rows before the first token of their adapter have the model alone."""
+    before = [i for i, row in enumerate(batch.other_rows, batch.decodes) if _is_before(row)]
+    if not before or ADAPTER_SLOT.name not in columns:
+        return columns
+    slots = list(columns[ADAPTER_SLOT.name])
+    for i in before:
+        slots[i] = int(ADAPTER_SLOT.empty)
+    return with_numbers(columns, ADAPTER_SLOT.name, slots)
+
+
+def _is_before(row: ScheduledRow) -> bool:
+    return row.start < row.sequence.group.request.adapter_start
 
 
 class Answer(NamedTuple):

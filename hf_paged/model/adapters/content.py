@@ -15,6 +15,7 @@ from ..lora import Adapter, combine
 from ..peft_layers import LoraLayers, unmerge_disabled
 from ..shards import local_part
 from ..snapshot import StateKey
+from .invocation import Invocation, invocation_in
 from .loading import HostAdapter
 
 
@@ -87,6 +88,12 @@ class AdapterContents:
     def names(self) -> list[str]:
         """The names of those in the peft model, if they are apart from it."""
         return self.in_model.names if self.in_model.apart else []
+
+    def invocation(self, name: str) -> Invocation:
+        """The tokens with which an adapter begins; none if it computes all tokens."""
+        if name in self.own:
+            return self.own[name].invocation
+        return invocation_in((self._model.__dict__.get("peft_config") or {}).get(name))
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from ..switch import modules_of
 from ..weights_digest import host_bytes
 from .divided import part_here
 from .files import read_folder
+from .invocation import Invocation
 
 KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.([^.]+))?\.weight")
 MORE_THAN_PRODUCTS = {
@@ -29,7 +30,6 @@ MORE_THAN_PRODUCTS = {
     "modules_to_save": "modules_to_save",
     "target_parameters": "target_parameters",
     "trainable_token_indices": "trained tokens",
-    "alora_invocation_tokens": "aLoRA",
     "layer_replication": "replicated layers",
     "use_bdlora": "block-diagonal LoRA",
     "arrow_config": "Arrow",
@@ -49,10 +49,13 @@ class HostAdapter:
     when a request needs them. They never change. On several ranks it is the part of this one.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, LowRank], pinned: bool) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, LowRank], pinned: bool, invocation: Invocation = ()
+    ) -> None:
         """layers: by their names in the model. pinned: whether the host's memory is locked, so that a copy
         delays nothing else.
         """
+        self.invocation = invocation
         self.rank = max(part.a.shape[0] for part in layers.values())
         parts = {path: _padded(part) for path, part in part_here(model, layers).items()}
         sizes = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for part in parts.values() for each in part[:2]]

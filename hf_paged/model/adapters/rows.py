@@ -74,8 +74,9 @@ class RowAdapters:
         if not lora.apart:
             return None
         names = names_of_rows(snapshot.hooked, rows, lora.active)
-        on_ranks = mesh_of(snapshot.model) is not None  # a sum of parts has no place for one more
-        if kernels is None or on_ranks or (self.table is not None and self.table.why_not is not None):
+        # On ranks a sum of parts has no place for one more. Where an aLoRA begins, only peft knows.
+        pefts = mesh_of(snapshot.model) is not None or lora.invoked
+        if kernels is None or pefts or (self.table is not None and self.table.why_not is not None):
             return self._in_peft(lora, names)
         checked = None if self._checked is None else self._checked()
         if foreign or checked is not snapshot or any(each not in self._slots for each in names if each):

@@ -1,0 +1,227 @@
+"""aLoRA: an adapter that begins at its invocation tokens, behind tokens of the model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from adapter_answers import NEW, alone, ask, first, prompt, tokens
+from adapters import adapted, lora
+from families import BY_NAME, build
+from transformers import DynamicCache
+
+from hf_paged import Engine
+from hf_paged.model.adapters.invocation import start_of
+
+CALL = [91, 92]
+"""The invocation tokens of "one"."""
+OTHER = [93]
+"""Those of "two"."""
+SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    invoked = [lora(alora_invocation_tokens=each, task_type="CAUSAL_LM") for each in (CALL, OTHER)]
+    return adapted(*invoked, lora(r=3, task_type="CAUSAL_LM"))
+
+
+@pytest.fixture
+def engine(model: Any) -> Iterator[Engine]:
+    made = Engine(model, block_size=SIZE, num_blocks=200)
+    yield made
+    made.check()
+    made.close()
+
+
+def pefts(model: Any, ids: list[int], adapter: str | None, **options: Any) -> list[int]:
+    """The answer of peft's own generate() with this adapter active, which finds where an aLoRA begins."""
+    if adapter is None:
+        return alone(model, ids, None, **options)
+    model.set_adapter(adapter)
+    try:
+        call = {"max_new_tokens": NEW, "do_sample": False, **options}
+        out = model.generate(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **call)
+    finally:
+        model.set_adapter("one")
+    return list(out[0, len(ids) :].tolist())
+
+
+def test_an_adapter_begins_at_the_last_occurrence() -> None:
+    assert start_of([1, 2, 3, 1, 2], (1, 2)) == 3
+    assert start_of([1, 1, 1], (1, 1)) == 1
+    assert start_of([2, 1], (1, 2)) is None
+    assert start_of([], (1,)) is None
+
+
+PROMPTS: dict[str, tuple[list[int], str | None]] = {
+    "in a block": ([*prompt(1), *CALL, *prompt(2, 5)], "one"),
+    "at a block's border": ([*prompt(1, 8), *CALL, 7], "one"),
+    "at the end": ([*prompt(1, 6), *CALL], "one"),
+    "at the beginning": ([*CALL, *prompt(4, 6)], "one"),
+    "twice": ([*prompt(5, 3), *CALL, 8, *CALL, *prompt(6, 3)], "one"),
+    "nowhere": (prompt(1, 11), "one"),
+    "another one's": ([*prompt(1), *OTHER, *prompt(2, 5)], "two"),
+    "a plain one": ([*prompt(1), *CALL, *prompt(2, 5)], "three"),
+    "the model alone": ([*prompt(1), *CALL, *prompt(2, 5)], None),
+}
+
+
+def test_each_request_has_the_tokens_of_peft_alone(model: Any, engine: Engine) -> None:
+    """Mixed in one batch; a second round finds all of it in the prefix cache."""
+    expected = [pefts(model, *each) for each in PROMPTS.values()]
+    assert len(set(map(tuple, expected))) > 6
+    for _ in range(2):
+        handles = [
+            engine.submit(ids, adapter=name, max_new_tokens=NEW, do_sample=False)
+            for ids, name in PROMPTS.values()
+        ]
+        assert dict(zip(PROMPTS, map(tokens, handles), strict=True)) == dict(
+            zip(PROMPTS, expected, strict=True)
+        )
+    assert all(handle.result().cached_tokens for handle in handles)
+
+
+def test_the_active_one_is_the_default(model: Any, engine: Engine) -> None:
+    ids, name = PROMPTS["in a block"]
+    assert ask(engine, ids) == pefts(model, ids, name)
+
+
+def test_logprobs_are_those_of_peft(model: Any, engine: Engine) -> None:
+    ids, name = PROMPTS["in a block"]
+    output = engine.submit(
+        ids, adapter=name, max_new_tokens=NEW, do_sample=False, logprobs=True, prompt_logprobs=True
+    ).result()
+    model.set_adapter(name)
+    whole = torch.tensor([[*ids, *first(output)]])
+    with torch.no_grad():
+        # peft looks for the invocation in what it is given, so the answer must not contain it
+        logits = model(whole).logits[0].log_softmax(-1)
+    scores = logits[:-1].gather(1, whole[0, 1:, None])[:, 0]
+    found = [note.logprob for note in output.prompt_logprobs[1:]]
+    found += [note.logprob for note in output.sequences[0].logprobs]
+    torch.testing.assert_close(torch.tensor(found), scores, atol=2e-4, rtol=2e-4)
+
+
+def test_a_chat_that_switches_hits_what_the_model_alone_has_cached(model: Any, engine: Engine) -> None:
+    """It computes its own tokens and one block at most; the model alone then finds nothing of the aLoRA."""
+    chat = prompt(7, 42)
+    ask(engine, chat, adapter=None)
+    switched = [*chat, *CALL, 5]
+    for name in ("one", "two"):
+        ids = switched if name == "one" else [*chat, *OTHER, 5]
+        output = engine.submit(ids, adapter=name, max_new_tokens=NEW, do_sample=False).result()
+        assert first(output) == pefts(model, ids, name)
+        assert len(chat) - SIZE <= output.cached_tokens <= len(chat)
+    assert ask(engine, switched, adapter=None) == alone(model, switched, None)
+    again = engine.submit(switched, adapter="one", max_new_tokens=1).result()
+    assert again.cached_tokens == len(switched) - 1
+
+
+@pytest.mark.parametrize("chunk", [3, 5, 64])
+def test_chunks_end_where_an_adapter_begins(model: Any, chunk: int) -> None:
+    expected = [pefts(model, *each) for each in PROMPTS.values()]
+    with Engine(
+        model, block_size=SIZE, num_blocks=200, max_batch_tokens=chunk, max_batch_sequences=3
+    ) as engine:
+        handles = [
+            engine.submit(ids, adapter=name, max_new_tokens=NEW, do_sample=False)
+            for ids, name in PROMPTS.values()
+        ]
+        assert list(map(tokens, handles)) == expected
+        engine.check()
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+def test_under_pressure(model: Any, way: Any) -> None:
+    expected = [pefts(model, *each, max_new_tokens=12) for each in PROMPTS.values()]
+    with Engine(model, block_size=SIZE, num_blocks=16, preemption=way, watermark=0.0) as engine:
+        handles = [
+            engine.submit(ids, adapter=name, max_new_tokens=12, do_sample=False)
+            for ids, name in PROMPTS.values()
+        ]
+        assert list(map(tokens, handles)) == expected
+        assert engine.stats()["preemptions"]
+        engine.check()
+
+
+def test_beams_and_samples(model: Any, engine: Engine) -> None:
+    """peft fails with beams of an aLoRA. They are those of an adapter of all tokens, of the same weights,
+    behind keys and values of the model alone.
+    """
+    ids, name = PROMPTS["in a block"]
+    plain = adapted(lora(task_type="CAUSAL_LM"))
+    cache = DynamicCache(config=plain.config)
+    whole = torch.tensor([ids])
+    with plain.disable_adapter(), torch.no_grad():
+        plain(whole[:, : start_of(ids, tuple(CALL))], past_key_values=cache)
+    cache.batch_repeat_interleave(3)
+    call = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": NEW, "do_sample": False}
+    out = plain.generate(
+        input_ids=whole, attention_mask=torch.ones_like(whole), past_key_values=cache, **call
+    )
+    answer = engine.submit(ids, adapter=name, **call).result()
+    assert [list(each.token_ids) for each in answer.sequences] == out[:, len(ids) :].tolist()
+    drawn = engine.submit(
+        ids, adapter=name, do_sample=True, num_return_sequences=3, seed=3, top_k=1, max_new_tokens=NEW
+    ).result()
+    assert [list(each.token_ids) for each in drawn.sequences] == [pefts(model, ids, name)] * 3
+
+
+def test_processors_see_the_ids_of_the_prompt(model: Any, engine: Engine) -> None:
+    seen: list[list[int]] = []
+
+    def look(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(ids[0].tolist())
+        return scores
+
+    ids, name = PROMPTS["in a block"]
+    call = {"adapter": name, "max_new_tokens": 2, "do_sample": False}
+    output = engine.submit(ids, logits_processor=[look], **call).result()
+    assert seen[-1] == [*ids, first(output)[0]]
+    assert output.prompt_token_ids == ids
+    penalised = engine.submit(ids, repetition_penalty=1.7, **call).result()
+    assert first(penalised) == pefts(model, ids, name, repetition_penalty=1.7, max_new_tokens=2)
+
+
+def test_trained_further_it_leaves_the_models_blocks_alone() -> None:
+    made = adapted(lora(alora_invocation_tokens=CALL, task_type="CAUSAL_LM"))
+    chat = prompt(7, 20)
+    ids = [*chat, *CALL, 5]
+    with Engine(made, block_size=SIZE, num_blocks=100) as engine:
+        before = ask(engine, ids)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                if parameter.requires_grad:
+                    parameter += 0.3
+        output = engine.submit(ids, max_new_tokens=NEW, do_sample=False).result()
+        assert first(output) == pefts(made, ids, "one") != before
+        assert output.cached_tokens == len(chat)
+        engine.check()
+
+
+def test_a_plain_model_takes_one(model: Any, tmp_path: Path) -> None:
+    """From a folder, from another peft model and as a state dict; no module of the model changes."""
+    torch.manual_seed(0)
+    plain = build(BY_NAME["llama"]).eval()
+    model.save_pretrained(tmp_path)
+    folder = tmp_path / "one"
+    ids, name = PROMPTS["in a block"]
+    with Engine(plain, block_size=SIZE) as engine:
+        engine.add_adapter("a", folder if folder.exists() else tmp_path)
+        engine.add_adapter("one", model)
+        state = peft.get_peft_model_state_dict(model, adapter_name="one")
+        engine.add_adapter("c", state, model.peft_config["one"])
+        expected = pefts(model, ids, name)
+        assert [ask(engine, ids, adapter=each) for each in ("a", "one", "c")] == [expected] * 3
+        assert ask(engine, ids, adapter=None) == alone(model, ids, None)
+        engine.check()
+
+
+def test_together_with_others_it_is_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match=r"'one' is an aLoRA.*cannot be active together with 'three'"):
+        engine.submit(prompt(1), adapter=["one", "three"])
