@@ -73,3 +73,21 @@ def test_a_change_of_one_adapter_is_its_own() -> None:
         after = keys()
         assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
         before = after
+
+
+def test_the_verdict_is_one_by_name() -> None:
+    """One adapter of another kind leaves the verdict on those beside it as it was."""
+    model = adapted(lora(), lora(use_dora=True), lora(modules_to_save=["lm_head"]), lora(r=3))
+    reasons = snapshot(model).lora.reasons
+    assert list(reasons) == ["one", "two", "three", "four"]
+    assert {name: why is None for name, why in reasons.items()} == {
+        "one": True,
+        "two": False,
+        "three": False,
+        "four": True,
+    }
+    assert "Dora" in str(reasons["two"])
+    assert "ModulesToSave" in str(reasons["three"])
+    model.delete_adapter("two")
+    model.delete_adapter("three")
+    assert not any(snapshot(model).lora.reasons.values())

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from torch import nn
@@ -65,21 +67,32 @@ def settled(look: Callable[[], T | None]) -> T | None:
 
 
 class LoraLayers:
-    """The LoRA layers among a model's modules. False where there are none.
+    """The LoRA layers among a model's modules, and what else of peft is there. False where there are none.
 
-    `why_not` says why only peft's own code can compute them: some adapter is more than a low-rank product,
-    or something else than layers has an adapter. Otherwise adapters are apart from the model: it is what it
-    is without them, and each of them has an identity of its own.
+    `reasons` has a verdict for each adapter: None if low-rank products of linear layers are all that it is,
+    else why peft's own modules must compute it. `why_whole` is a reason that concerns all of them. Where
+    there is no reason at all, adapters are apart from the model: it is what it is without them, and each of
+    them has an identity of its own.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         layer_class: Any = getattr(sys.modules.get(LAYERS), "LoraLayer", ())
         tuner_classes = _tuner_classes()
         tuners = [module for module in modules if isinstance(module, tuner_classes)] if tuner_classes else []
+        self.tuners: list[Any] = tuners
+        """All modules of peft that may compute with an adapter."""
         self.layers: list[Any] = [module for module in tuners if isinstance(module, layer_class)]
         self._first: Any = next(filter(has_adapters, self.layers), tuners[0] if tuners else None)
-        self._merged = bool(self.layers) and bool(self.layers[0].merged_adapters)
-        self.why_not = (_why_not(tuners, self.layers) or _why_not_local(self.layers)) if tuners else None
+        self._merged = bool(getattr(self._first, "merged_adapters", ()))
+        self.reasons = _reasons(self.layers, tuners)
+        """By the names of all adapters why peft's own modules must compute one."""
+        self.why_whole = (_why_whole(tuners, self.layers) or _why_not_local(self.layers)) if tuners else None
+        """Why no adapter can be chosen, and the model alone cannot either."""
+        self.why_not = self.why_whole or next(filter(None, self.reasons.values()), None)
+        """Why generate() leaves all of them to peft's own modules."""
+        others = [each for each in tuners if not _is_linear(each)]
+        if self.why_not is None and others:  # whose adapters were deleted
+            self.why_not = f"an adapter has parts of the kind {_kind_of(others[0])}"
 
     def __bool__(self) -> bool:
         return bool(self.layers)
@@ -92,11 +105,11 @@ class LoraLayers:
     @property
     def names(self) -> list[str]:
         """The names of all adapters."""
-        return list(dict.fromkeys(name for layer in self.layers for name in layer.lora_A))
+        return list(self.reasons)
 
     def has(self, name: str) -> bool:
         """True if there is an adapter of this name."""
-        return any(name in layer.lora_A for layer in self.layers)
+        return any(name in _names(each) for each in self.tuners)
 
     @property
     def active(self) -> tuple[str, ...]:
@@ -107,7 +120,7 @@ class LoraLayers:
 
     def merged_since(self) -> bool:
         """True if adapters were merged or unmerged since this was made; the first layer stands for all."""
-        return bool(self.layers) and bool(self.layers[0].merged_adapters) != self._merged
+        return bool(getattr(self._first, "merged_adapters", ())) != self._merged
 
     @property
     def reads_prompts(self) -> str | None:
@@ -141,7 +154,9 @@ class LoraLayers:
 
     def why_not_now(self) -> str | None:
         """`why_not` of layers that were apart, as they are now."""
-        return _why_not(self.layers, self.layers)
+        return _why_whole(self.layers, self.layers) or next(
+            filter(None, _reasons(self.layers).values()), None
+        )
 
     def without_adapters(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         """The model's modules without those that belong to adapters."""
@@ -188,29 +203,74 @@ def _tuner_classes() -> tuple[type, ...]:
     return tuple(each for each in found if each is not None)
 
 
-def _why_not(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
-    """Why only peft's own code can compute these modules."""
-    own = set(map(id, layers))
-    others = [each for each in tuners if type(each).__name__ not in LINEAR or id(each) not in own]
-    if others:
-        return f"an adapter has parts of the kind {_kind_of(others[0])}"
-    first = next(filter(has_adapters, layers), layers[0])
-    state = first.active_adapters, first.disable_adapters
+def _names(tuner: Any) -> list[str]:
+    """The names of the adapters that a module of peft has, in their order."""
+    held = [attrgetter(where)(tuner) for where in getattr(tuner, "adapter_layer_names", ())]
+    return list(dict.fromkeys(chain.from_iterable(each for each in held if hasattr(each, "keys"))))
+
+
+def _reasons(*tuners: Sequence[Any]) -> dict[str, str | None]:
+    """By the names of all adapters why peft's own modules must compute one; None for low-rank products of
+    linear layers.
+    """
+    found: dict[str, str | None] = {}
+    for tuner in {id(each): each for each in chain.from_iterable(tuners)}.values():
+        if _is_linear(tuner) and _only_products(tuner):
+            for name in tuner._modules["lora_A"]._modules:
+                found.setdefault(name, None)
+            continue
+        for name in _names(tuner):
+            found[name] = found.get(name) or _why_more(name, tuner)
+    return found
+
+
+def _only_products(layer: Any) -> bool:
+    """True if all adapters of a LoRA layer are low-rank products. Read past torch's own lookups, which cost
+    more than all the rest.
+    """
+    parts = layer.__dict__["_modules"]
+    more = len(parts["lora_embedding_A"]) or parts["lora_magnitude_vector"]._modules
+    if more or any(layer.lora_bias.values()) or not all(map(_is_invoked, layer.lora_variant.values())):
+        return False
+    return all(type(part) is nn.Linear for part in parts["lora_A"]._modules.values())
+
+
+def _why_more(name: str, layer: Any) -> str | None:
+    """Why what an adapter has in a module of peft's is more than a low-rank product."""
+    if not _is_linear(layer):
+        return f"an adapter has parts of the kind {_kind_of(layer)}"
+    variant = layer.lora_variant.get(name)
+    more = name in layer.lora_embedding_A or name in layer.lora_magnitude_vector
+    if more or not (variant is None or _is_invoked(variant)):
+        kind = type(variant).__name__.removesuffix("LinearVariant")
+        return f"the adapter {name!r} is more than a low-rank product ({kind})"
+    if layer.lora_bias.get(name):
+        return "an adapter has biases"
+    if type(layer.lora_A[name]) is not nn.Linear:
+        return f"the adapter {name!r} is more than a low-rank product ({_kind_of(layer.lora_A[name])})"
+    return None
+
+
+def _is_linear(module: Any) -> bool:
+    """True for a LoRA layer of the kinds to whose outputs low-rank products are added."""
+    layer_class: Any = getattr(sys.modules.get(LAYERS), "LoraLayer", ())
+    return isinstance(module, layer_class) and type(module).__name__ in LINEAR
+
+
+def _why_whole(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
+    """Why no adapter of a model can be taken apart from it."""
+    for tuner in tuners:
+        if not hasattr(tuner, "adapter_layer_names"):
+            return f"an adapter has parts of the kind {_kind_of(tuner)}"
+        if tuner.merged_adapters:
+            return f"the adapter {tuner.merged_adapters[0]!r} is merged into the model"
+    first: Any = next(filter(has_adapters, layers), layers[0] if layers else None)
     for layer in layers:
-        if layer.merged_adapters:
-            return f"the adapter {layer.merged_adapters[0]!r} is merged into the model"
-        variants = [name for name, each in layer.lora_variant.items() if not _is_invoked(each)]
-        if variants or layer.lora_embedding_A or len(layer.lora_magnitude_vector):
-            name = next(iter(variants), "")
-            kind = type(layer.lora_variant.get(name)).__name__.removesuffix("LinearVariant")
-            return f"the adapter {name!r} is more than a low-rank product ({kind})"
-        for part in layer.lora_A.children():
-            if type(part) is not nn.Linear or part.weight.device.type == "meta":
-                return "an adapter's weights are loaded for each forward"
+        if any(part.weight.device.type == "meta" for part in layer.lora_A.children()):
+            return "an adapter's weights are loaded for each forward"
         if _drops(layer):
             return "the dropout of an adapter is active (model.eval() turns it off)"
-        if any(layer.lora_bias.values()):
-            return "an adapter has biases"
+        state = first.active_adapters, first.disable_adapters
         if has_adapters(layer) and (layer.active_adapters, layer.disable_adapters) != state:
             return "the layers have different active adapters"
         if "forward" in layer.__dict__ and own_forward(layer) is not None:
