@@ -58,6 +58,7 @@ class Interrupted:
     def __call__(self, act: Callable[[], Any]) -> bool:
         """True once it came to its end."""
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 and 3.13 trace opcodes if settrace finds it so
         sys.settrace(self._enter)
         try:
             act()
