@@ -45,12 +45,14 @@ class SlotState(LazyTensor):
         source: torch.Tensor,
         target: torch.Tensor,
         borders: torch.Tensor | None = None,
+        limit: tuple[float, float] | None = None,
     ) -> None:
         """steps: the kernels; states [slots, ...]; source and target [rows]: slots to read and to write, -1
         for none. borders [rows + 1]: row i has the step's tokens from borders[i] to borders[i + 1]; one each
-        without.
+        without. limit: the least and the most time that tokens of a prompt take in the layer's scan.
         """
         self.borders = borders
+        self.limit = limit
         self.steps = steps
         self.states = states
         self.source = source
@@ -64,7 +66,14 @@ class SlotState(LazyTensor):
 
     @staticmethod
     def __new__(
-        cls, layout: StateLayout, steps: Any, states: Any, source: Any, target: Any, borders: Any = None
+        cls,
+        layout: StateLayout,
+        steps: Any,
+        states: Any,
+        source: Any,
+        target: Any,
+        *others: Any,
+        **named: Any,
     ) -> Any:
         return LazyTensor.__new__(cls, (len(source), *layout.shape), layout.computed, layout.device)
 
@@ -107,7 +116,8 @@ class SlotState(LazyTensor):
     def head(self, number: int) -> SlotState:
         """The states [rows, ...] of one head of states [rows, heads, ...]."""
         layout = StateLayout(self.device, self.states.dtype, tuple(self.shape[2:]), self.dtype)
-        part = SlotState(layout, self.steps, self.states[:, number], self.source, self.target)
+        states = self.states[:, number]
+        part = SlotState(layout, self.steps, states, self.source, self.target, self.borders)
         part.part_of = self, number
         return part
 
@@ -246,13 +256,17 @@ def _ssm(
     """hidden_states, dt and z [rows, heads, P]; A [heads, P, N]; B and C [rows, groups, N]; D and dt_bias
     [heads, P]. dt, A, D and dt_bias are expanded from numbers of heads.
     """
-    _require(hidden_states.shape == state.shape[:3], "there is more than one token of a row")
+    one = hidden_states.shape[1:] == state.shape[1:3] and state.fits(hidden_states)
+    _require(one, "there is more than one token of a row")
     x, b, c = map(dense_last, (hidden_states, B, C))
-    gate = None if z is None else dense_last(z)
     by_head = _of_heads(dt, 2), _of_heads(A, 1)
-    return state.step(
-        "ssm_step", x, *by_head, b, c, _of_heads(D, 1), _of_heads(dt_bias, 1), gate=gate, softplus=dt_softplus
-    )
+    given = x, *by_head, b, c, _of_heads(D, 1), _of_heads(dt_bias, 1)
+    if state.spans is None:
+        gate = None if z is None else dense_last(z)
+        return state.step("ssm_step", *given, gate=gate, softplus=dt_softplus)
+    _require(z is None and state.limit is not None, "it is not known what chunks of prompts are scaled by")
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return state.step_spans("ssm", *given, out=out, softplus=dt_softplus, limit=state.limit)
 
 
 def _scan(
@@ -269,10 +283,15 @@ def _scan(
     **_: Any,
 ) -> torch.Tensor:
     """hidden_states, dt and z [rows, channels]; A [channels, N]; B and C [rows, N]; D, dt_bias [channels]."""
-    _require(hidden_states.shape == state.shape[:2], "there is more than one token of a row")
+    one = hidden_states.shape[1:] == state.shape[1:2] and state.fits(hidden_states)
+    _require(one, "there is more than one token of a row")
     x, times, rates, b, c = map(dense_last, (hidden_states, dt, A, B, C))
-    gate = None if z is None else dense_last(z)
-    return state.step("scan_step", x, times, rates, b, c, D, dt_bias, gate=gate, softplus=dt_softplus)
+    given = x, times, rates, b, c, D, dt_bias
+    options = {"gate": None if z is None else dense_last(z), "softplus": dt_softplus}
+    if state.spans is None:
+        return state.step("scan_step", *given, **options)
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return state.step_spans("scan", *given, out=out, **options)
 
 
 def dense_last(x: torch.Tensor) -> torch.Tensor:
@@ -316,10 +335,8 @@ and what it does given a SlotState.
 """
 
 
-OF_SPANS = frozenset({"causal_conv1d_update", "torch_recurrent_gated_delta_rule"})
-"""Those that rows of several tokens of a captured step can go through."""
-WITH_SPANS = frozenset({"causal_conv1d_fn", "torch_chunk_gated_delta_rule"})
-"""The functions of several tokens that they stand for."""
+LIMITED = "mamba2_selective_state_update"
+"""A function that is not told the limits of time, which `mamba2_chunk_scan` keeps to in prompts."""
 
 
 @cache
@@ -359,6 +376,8 @@ class StateFunctions:
         """The files of the functions, by their names and the functions'."""
         self.called: set[tuple[int, str]] = set()
         """Numbers of layers, and the functions that they call."""
+        self.limits: dict[int, tuple[float, float]] = {}
+        """The least and the most time that a token of a prompt takes, by the layer's number."""
         self.reasons: Counter[str] = Counter()
         """Why functions are not used, and how often."""
         for module in model.modules():
@@ -367,6 +386,9 @@ class StateFunctions:
                 for name in self._find(type(module).forward):
                     if runs_class_forward(module):
                         self.called.add((number, name))
+                limit = module.__dict__.get("time_step_limit")
+                if limit is not None and (number, LIMITED) in self.called:
+                    self.limits[number] = float(limit[0]), float(limit[1])
 
     def _find(self, forward: Any) -> Iterator[str]:
         """Find the functions that a layer's forward calls."""
@@ -393,7 +415,7 @@ class StateFunctions:
     def have_spans(self) -> bool:
         """True if kernels have all that layers call to advance states over several tokens."""
         called = {name for _, name in self.called}
-        return bool(called) and called <= WITH_SPANS
+        return bool(called) and "chunk_kimi_delta_attention" not in called
 
     def call(
         self, name: str, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -404,7 +426,7 @@ class StateFunctions:
         _, its_state, parameters, ours = KNOWN[name]
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         state = given.pop(its_state, None)
-        if isinstance(state, SlotState) and state.in_slots and (state.spans is None or name in OF_SPANS):
+        if isinstance(state, SlotState) and state.in_slots:
             try:
                 return ours(state, **given)
             except _Unfit as reason:

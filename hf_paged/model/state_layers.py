@@ -224,7 +224,8 @@ class StoredStates(SlotStates):
             target = self._slots(STATE_WRITTEN.name, layout.device)
             if target is not None:
                 borders = None if spans is None else spans.spans_on(layout.device).borders
-                return SlotState(layout, store.steps, store.of_layer[place], slots, target, borders)
+                limit = functions.limits.get(number)
+                return SlotState(layout, store.steps, store.of_layer[place], slots, target, borders, limit)
         if spans is not None:
             raise NotCapturable(f"layer {number} advances the states of rows of several tokens by other code")
         states: torch.Tensor = store.read(place, slots)

@@ -27,6 +27,8 @@ StateName = tuple[int, str, int]
 """A layer's number, "conv" or "recurrent", and the number of the state in the layer."""
 LEAST = 16
 """The shortest rows of several tokens."""
+ANY_TIME = (0.0, float("inf"))
+"""The limits of the time that tokens take, where a call of Mamba-2's scan names none."""
 DELTA_CHUNK = 64
 """The tokens of a chunk of the gated delta rule, where a call does not name them."""
 
@@ -210,42 +212,38 @@ class FlatStates:
         tokens, groups, N].
         """
         self._require(call.get("initial_states") is None and bool(call.get("return_final_states")))
+        self._require(call.get("z") is None)
         given = {name: call.get(name) for name in ("hidden_states", "dt", "B", "C")}
-        bias, softplus = call.get("dt_bias"), bool(call.get("dt_softplus"))
-        least, most = call.get("dt_limit") or (0.0, float("inf"))
-        # As stock begins, so that tokens behind the end of a sequence take no time.
-        dt = given["dt"] if bias is None else given["dt"] + bias.to(given["dt"].dtype)
-        times = torch.clamp(F.softplus(dt) if softplus else dt, min=least, max=most)
+        rates, skip, bias = (call.get(name) for name in ("A", "D", "dt_bias"))
+        softplus, limit = bool(call.get("dt_softplus")), call.get("dt_limit") or ANY_TIME
 
         def single(steps: Any, rows: SpanRows, states: torch.Tensor) -> torch.Tensor:
             x, dt, b, c = (dense_last(rows.take(each)[:, 0]) for each in given.values())
-            answer: torch.Tensor = steps.ssm_step(
-                x,
-                dt,
-                call.get("A"),
-                b,
-                c,
-                call.get("D"),
-                bias,
-                states,
-                rows.source,
-                rows.target,
-                softplus=softplus,
-            )
+            slots = states, rows.source, rows.target
+            answer: torch.Tensor = steps.ssm_step(x, dt, rates, b, c, skip, bias, *slots, softplus=softplus)
             return answer
 
         def chunks(rows: SpanRows, past: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             x = {name: rows.take(each) for name, each in given.items()}
-            x["dt"] = rows.ended(rows.take(times))
-            timed = {"dt_bias": None, "dt_softplus": False, "dt_limit": (0.0, float("inf"))}
+            # Times as stock begins, so that tokens behind the end of a sequence take none.
+            x["dt"] = rows.ended(torch.clamp(times_of(x["dt"], bias, softplus), *limit))
+            timed = {"dt_bias": None, "dt_softplus": False, "dt_limit": ANY_TIME}
             chunk = rounded_chunk(rows.length, call.get("chunk_size"))
             answer: tuple[torch.Tensor, torch.Tensor] = call.again(
                 **x, **timed, chunk_size=chunk, initial_states=past
             )
             return answer
 
-        self._require(call.get("z") is None)
-        return self._recur(given["hidden_states"], (call.get("chunk_size"), LEAST), single, chunks)
+        def spanned(steps: Any, states: torch.Tensor, spans: Spans) -> torch.Tensor:
+            x, dt, b, c = (dense_last(each[0]) for each in given.values())
+            slots = states, spans.source, spans.target, spans.begins, spans.ends
+            answer: torch.Tensor = steps.ssm_spans(
+                x, dt, rates, b, c, skip, bias, *slots, x.new_empty(x.shape), softplus=softplus, limit=limit
+            )
+            return answer
+
+        size = call.get("chunk_size"), LEAST
+        return self._recur(given["hidden_states"], size, single, chunks, Spanned("ssm_spans", spanned))
 
     def selective_scan(self, call: StockCall) -> tuple[torch.Tensor, SlotState]:
         """All channels of a layer, or those of its next head."""
@@ -267,10 +265,9 @@ class FlatStates:
 
         def spanned(steps: Any, states: torch.Tensor, spans: Spans) -> torch.Tensor:
             x, times, b, c = (dense_last(each[0]) for each in (scan.x, scan.times, scan.b, scan.c))
-            slots = spans.source, spans.target, spans.begins, spans.ends
-            answer: torch.Tensor = steps.scan_spans(
-                x, times, scan.rates, b, c, states, *slots, x.new_empty(x.shape)
-            )
+            slots = states, spans.source, spans.target, spans.begins, spans.ends
+            out = x.new_empty(x.shape)
+            answer: torch.Tensor = steps.scan_spans(x, times, scan.rates, b, c, None, None, *slots, out)
             return answer
 
         if self._answered is None:

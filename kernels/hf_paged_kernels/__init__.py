@@ -27,6 +27,7 @@ from .rows import mapped, rows
 from .sampling import draw, logsumexp
 from .scan_spans import scan_spans
 from .scan_step import scan_step
+from .ssm_spans import ssm_spans
 from .ssm_step import ssm_step
 from .swiglu import swiglu
 from .write import write
@@ -72,6 +73,7 @@ __all__ = [
     "rows",
     "scan_spans",
     "scan_step",
+    "ssm_spans",
     "ssm_step",
     "swiglu",
     "write",

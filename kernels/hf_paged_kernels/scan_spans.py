@@ -7,82 +7,92 @@ import triton
 import triton.language as tl
 
 from .launching import launch
+from .scan_step import check_channels, scan_answer, time_of
 from .slots import check_last, check_slots, read_state, write_state
+from .spans import AT_ONCE, nth_span
 from .tuning import state_tiling
 
 
 def scan_spans(
     x: torch.Tensor,
-    times: torch.Tensor,
+    dt: torch.Tensor,
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
+    D: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
     states: torch.Tensor,
     source: torch.Tensor,
     target: torch.Tensor,
     begins: torch.Tensor,
     ends: torch.Tensor,
     out: torch.Tensor,
+    *,
+    gate: torch.Tensor | None = None,
+    softplus: bool = False,
+    least: int = 1,
 ) -> torch.Tensor:
-    """S' = S * exp(t * A) + (t * B) x, and the answer S' C, over spans of tokens, each behind the state in a
-    slot; S' is rounded to x's dtype for the answer.
+    """Mamba's scan (`scan_step`) over spans of tokens, each behind the state in a slot.
 
-    x and times [tokens, channels], B and C [tokens, N], A [channels, N], each with the last stride 1; states
-    [slots, channels, N]; begins, ends, source and target [spans], int64: a span is the tokens from begins[i]
-    to ends[i]. The answers are written to these tokens of out [tokens, channels].
+    x, dt and gate [tokens, channels], B and C [tokens, N], A [channels, N], each with the last stride 1; D
+    and dt_bias [channels], D, dt_bias and gate or None; states [slots, channels, N]; source and target
+    [spans], int64; begins and ends [spans], whole numbers: a span is the tokens from begins[i] to ends[i];
+    those of fewer than `least` are left out. A span may write the slot that it reads. The answers are written
+    to these tokens of out [tokens, channels].
     """
-    tokens, channels = x.shape
+    channels = x.shape[1]
     dim = B.shape[-1]
-    if times.shape != x.shape or out.shape != x.shape:
-        raise ValueError(
-            f"Invalid shape of times or out: expected [{tokens}, {channels}] twice, got {list(times.shape)} "
-            f"and {list(out.shape)}"
-        )
-    if B.shape != (tokens, dim) or C.shape != B.shape or A.shape != (channels, dim):
-        raise ValueError(
-            f"Invalid shape of A, B or C: expected [{channels}, N] and twice [{tokens}, N], got "
-            f"{list(A.shape)}, {list(B.shape)} and {list(C.shape)}"
-        )
+    if out.shape != x.shape:
+        raise ValueError(f"Invalid shape of out: expected {list(x.shape)}, got {list(out.shape)}")
+    z, skip, bias = check_channels(x, dt, A, B, C, D, dt_bias, gate)
     spans = len(begins)
     check_slots(states, (channels, dim), source, target, spans)
-    check_last(x=x, times=times, A=A, B=B, C=C, out=out)
+    check_last(out=out)
+    at_once = min(spans, AT_ONCE)
     dims = triton.next_power_of_2(dim)
-    tile, warps = state_tiling(spans, dims, triton.next_power_of_2(channels))
+    tile, warps = state_tiling(at_once, dims, triton.next_power_of_2(channels))
     if spans and out.numel():
         launch(
-            _scan_spans, (triton.cdiv(channels, tile), spans),
-            out, x, times, A, B, C, states, source, target, begins, ends,
-            out.stride(0), x.stride(0), times.stride(0), A.stride(0), B.stride(0), C.stride(0),
-            states.stride(0), CHANNELS=channels, N=dim, DIMS=dims, TILE=tile, num_warps=warps,
+            _scan_spans, (triton.cdiv(channels, tile), at_once),
+            out, x, dt, A, B, C, skip, bias, z, states, source, target, begins, ends,
+            out.stride(0), x.stride(0), dt.stride(0), A.stride(0), B.stride(0), C.stride(0), skip.stride(0),
+            bias.stride(0), z.stride(0), states.stride(0), spans, least,
+            CHANNELS=channels, N=dim, DIMS=dims, TILE=tile, SKIP=D is not None, BIAS=dt_bias is not None,
+            GATE=gate is not None, SOFTPLUS=softplus, EXACT=x.device.type != "cpu", num_warps=warps,
         )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["spans", "least"])
 def _scan_spans(
-    OUT, X, TIMES, A, B, C, STATES, SOURCE, TARGET, BEGINS, ENDS,
-    out_token, x_token, time_token, a_channel, b_token, c_token, state_stride,
-    CHANNELS: tl.constexpr, N: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr,
+    OUT, X, DT, A, B, C, D, DT_BIAS, Z, STATES, SOURCE, TARGET, BEGINS, ENDS,
+    out_token, x_token, dt_token, a_channel, b_token, c_token, d_channel, bias_channel, z_token, state_stride,
+    spans, least,
+    CHANNELS: tl.constexpr, N: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, SKIP: tl.constexpr,
+    BIAS: tl.constexpr, GATE: tl.constexpr, SOFTPLUS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A program takes TILE channels of a span, token by token."""
-    span = tl.program_id(1).to(tl.int64)
+    """A program takes TILE channels of spans, token by token."""
     channel = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, DIMS)
     here = channel < CHANNELS
     real = column < N
     both = here[:, None] & real[None, :]
     inside = channel[:, None] * N + column[None, :]
-    state = read_state(STATES, SOURCE, span, state_stride, inside, both)
     rate = tl.load(A + channel[:, None] * a_channel + column[None, :], mask=both, other=0.0).to(tl.float32)
-    begin = tl.load(BEGINS + span)
-    end = tl.load(ENDS + span)
-    for token in range(begin, end):
-        x = tl.load(X + token * x_token + channel, mask=here, other=0.0)
-        time = tl.load(TIMES + token * time_token + channel, mask=here, other=0.0).to(tl.float32)
-        b = tl.load(B + token * b_token + column, mask=real, other=0.0).to(tl.float32)
-        c = tl.load(C + token * c_token + column, mask=real, other=0.0).to(tl.float32)
-        added = time[:, None] * b[None, :] * x.to(tl.float32)[:, None]
-        state = state * tl.exp(time[:, None] * rate) + added
-        y = tl.sum(state.to(x.dtype).to(tl.float32) * c[None, :], 1)
-        tl.store(OUT + token * out_token + channel, y.to(OUT.dtype.element_ty), mask=here)
-    write_state(STATES, TARGET, span, state_stride, inside, both, state)
+    number = tl.program_id(1)
+    span = nth_span(BEGINS, ENDS, spans, least, number)
+    while span >= 0:
+        state = read_state(STATES, SOURCE, span, state_stride, inside, both)
+        for token in range(tl.load(BEGINS + span), tl.load(ENDS + span)):
+            x = tl.load(X + token * x_token + channel, mask=here, other=0.0)
+            b = tl.load(B + token * b_token + column, mask=real, other=0.0).to(tl.float32)
+            c = tl.load(C + token * c_token + column, mask=real, other=0.0)
+            time = time_of(DT, DT_BIAS, token * dt_token, channel, bias_channel, here, BIAS, SOFTPLUS, EXACT)
+            added = time[:, None] * b[None, :] * x.to(tl.float32)[:, None]
+            state = state * tl.exp(time[:, None] * rate) + added
+            y = tl.sum(state.to(c.dtype).to(tl.float32) * c.to(tl.float32)[None, :], 1)
+            y = scan_answer(y, x, D, Z, token * z_token, channel, d_channel, here, c.dtype, SKIP, GATE, EXACT)
+            tl.store(OUT + token * out_token + channel, y.to(OUT.dtype.element_ty), mask=here)
+        write_state(STATES, TARGET, span, state_stride, inside, both, state)
+        number += tl.num_programs(1)
+        span = nth_span(BEGINS, ENDS, spans, least, number)

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from hf_paged.kv import state_steps
-from hf_paged.kv.state_steps import read, ssm_step, write
+from hf_paged.kv.state_steps import read, times_of, write
 
-__all__ = ["conv_spans", "conv_step", "delta_spans", "delta_step", "scan_step", "ssm_step"]
-scan_step = state_steps.scan_step
+ANY_TIME = (0.0, float("inf"))
 Slots = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """States, and the slots that rows read and write."""
 Step = Callable[..., torch.Tensor]
@@ -61,6 +60,66 @@ def delta_spans(
 def _delta(given: tuple[torch.Tensor, ...], l2norm: bool) -> Step:
     def step(token: torch.Tensor, *slots: torch.Tensor) -> torch.Tensor:
         return state_steps.delta_step(*[each[token] for each in given], *slots, l2norm=l2norm)
+
+    return step
+
+
+def ssm_step(
+    *given: Any,
+    spans: Any = None,
+    out: Any = None,
+    limit: Any = ANY_TIME,
+    softplus: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """As there; spans: the rows of one token alone, at its place in the others and out."""
+    if spans is None:
+        return state_steps.ssm_step(*given, softplus=softplus, **options)
+    begin_prompts = spans[0][given[8] < 0, None] == torch.arange(len(out), device=out.device)
+    x = _timed(given[:7], softplus, limit, begin_prompts.any(0))
+    return through(_tokens_of(state_steps.ssm_step, x), given[7:], *spans, out, least=1, most=1)
+
+
+def ssm_spans(
+    *given: Any, begins: torch.Tensor, ends: torch.Tensor, out: torch.Tensor, least: int = 1,
+    limit: Any = ANY_TIME, softplus: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    x = _timed(given[:7], softplus, limit, torch.ones(len(out), dtype=torch.bool, device=out.device))
+    return through(_tokens_of(state_steps.ssm_step, x), given[7:], begins, ends, out, least, len(out))
+
+
+def _timed(given: Any, softplus: bool, limit: Any, limited: torch.Tensor) -> Any:
+    """The arguments of a scan with the time that tokens take, which is limited for some of them [tokens]."""
+    x, dt, a, b, c, skip, bias = given
+    times = times_of(dt, bias, softplus)
+    return x, torch.where(limited[:, None], times.clamp(*limit), times), a, b, c, skip, None
+
+
+def scan_step(
+    *given: Any, spans: Any = None, out: Any = None, gate: Any = None, softplus: bool = False
+) -> torch.Tensor:
+    """As there; spans: the rows of one token alone, at its place in the others and out."""
+    if spans is None:
+        return state_steps.scan_step(*given, gate=gate, softplus=softplus)
+    step = _tokens_of(state_steps.scan_step, given[:7], gate, softplus=softplus)
+    return through(step, given[7:], *spans, out, least=1, most=1)
+
+
+def scan_spans(
+    *given: Any, begins: torch.Tensor, ends: torch.Tensor, out: torch.Tensor, least: int = 1, gate: Any = None,
+    softplus: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    step = _tokens_of(state_steps.scan_step, given[:7], gate, softplus=softplus)
+    return through(step, given[7:], begins, ends, out, least, len(out))
+
+
+def _tokens_of(scan: Step, given: Any, gate: Any = None, **options: Any) -> Step:
+    """A step of a scan whose arguments are of all tokens."""
+    x, dt, a, b, c, *rest = given
+
+    def step(token: torch.Tensor, *slots: torch.Tensor) -> torch.Tensor:
+        gated = None if gate is None else gate[token]
+        return scan(x[token], dt[token], a, b[token], c[token], *rest, *slots, gate=gated, **options)
 
     return step
 

@@ -46,6 +46,8 @@ for many tokens is faster.
 """
 MOST_IN_TORCH = 2**17
 """The same where plain torch reads, to which spans are rows like others."""
+ENDLESS = 2**30
+"""Tokens of a block that is never full, where numbers have 32 bits."""
 SHARE_OF_CAPTURES = 0.1
 """The share of a device's free memory that captured steps may have of their own at most."""
 MIXED = (1.5, 2, 1.25, 3, 4, 6)
@@ -466,7 +468,8 @@ class CapturedRunner:
         """Static tensors for steps of a size."""
         rows = size.rows
         device = self.eager.device
-        batches = {kind: self._batch(size, group) for kind, group in self.eager.pools.paged.items()}
+        groups = self._read if size.form == "spans" else self.eager.pools.paged.values()
+        batches = {group.kind: self._batch(size, group) for group in groups}
         with ordinary_tensors():
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
             if self._answer is None:
@@ -480,7 +483,10 @@ class CapturedRunner:
 
     def _batch(self, size: Size, group: LayerGroup) -> StaticBatch:
         form, rows, width, _ = size
-        arguments = width, group.pool.block_size, width, group.device, group.kind.window
+        block_size = group.pool.block_size
+        if not group.kind.fills:  # a sequence has one slot
+            width, block_size = 1, ENDLESS
+        arguments = width, block_size, width, group.device, group.kind.window
         return (
             StaticSpans(rows, self._most, *arguments) if form == "spans" else StaticBatch(rows, 1, *arguments)
         )
