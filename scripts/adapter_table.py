@@ -461,17 +461,21 @@ def by_names(model: Any, case: Case) -> Cell:
 
 def alone(model: Any, row: int, case: Case) -> list[int]:
     """The new tokens of one prompt by stock generate()."""
-    extra = {name: value[row : row + 1] for name, value in case.extra.items()}
+    disabled = getattr(model, "_adapters_disabled", False)  # the base knows no task
+    extra = {} if disabled else {name: value[row : row + 1] for name, value in case.extra.items()}
     found = stock(model, IDS[row : row + 1], **GREEDY, **extra)
     begin = 1 if unwrapped(model).config.is_encoder_decoder else IDS.shape[1]
     tokens: list[int] = found[0, begin:].tolist()
     return tokens
 
 
-def asked(engine: Engine, adapters: list[Any]) -> list[list[int]]:
+def asked(engine: Engine, adapters: list[Any], case: Case) -> list[list[int]]:
     """The new tokens of a prompt for each adapter, all in one batch."""
-    named = [{} if each == "active" else {"adapter": each} for each in adapters]
-    handles = [engine.submit(IDS[row].tolist(), **GREEDY, **each) for row, each in enumerate(named)]
+    handles = []
+    for row, each in enumerate(adapters):
+        named = {} if each == "active" else {"adapter": each}
+        named |= {} if each is None else {name: value[row] for name, value in case.extra.items()}
+        handles.append(engine.submit(IDS[row].tolist(), **GREEDY, **named))
     outputs = [handle.result() for handle in handles]
     engine.check()
     for output in outputs:
@@ -487,14 +491,14 @@ def compared(found: list[list[int]], expected: list[list[int]]) -> Cell:
 def in_engine(model: Any, case: Case) -> Cell:
     """The engine, with what is active."""
     with Engine(model, block_size=4, num_blocks=100) as engine:
-        return compared(asked(engine, ["active"] * 3), [alone(model, row, case) for row in range(3)])
+        return compared(asked(engine, ["active"] * 3, case), [alone(model, row, case) for row in range(3)])
 
 
 def by_request(model: Any, case: Case) -> Cell:
     """An adapter for each request, and the base."""
     with Engine(model, block_size=4, num_blocks=100) as engine:
         names = ["one", None, "two"] if case.make in TWO else ["one", None, "one"]
-        found = asked(engine, names)
+        found = asked(engine, names, case)
     expected = []
     for row, name in enumerate(names):
         with active(model, name):
@@ -516,7 +520,7 @@ def from_folder(model: Any, case: Case) -> Cell:
             expected = [alone(model, row, case) for row in (0, 1)]
         with active(model, None):
             expected.append(alone(model, 2, case))
-        return compared(asked(engine, [name, name, None]), expected)
+        return compared(asked(engine, [name, name, None], case), expected)
 
 
 WAYS = {

@@ -418,12 +418,6 @@ def tuned(llama: Any) -> Any:
     return made.eval()
 
 
-def test_prompt_tuning_is_refused(model: Any) -> None:
-    tuned = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(hf_paged.engine.Unservable, match="prompt and prefix tuning"):
-        Engine(tuned.eval())
-
-
 TOO_LONG = [5] * 250
 
 

@@ -117,7 +117,7 @@ def test_the_types_name_what_submit_takes() -> None:
     }
     shown = {name for name in RequestKeywords.__annotations__ if SHOWN.search(name)}
     openais = OpenAIOptions.__annotations__.keys()
-    requests = {"seed", "logprobs", "prompt_logprobs", "priority", "salt", "tenant", "adapter"}
+    requests = {"seed", "logprobs", "prompt_logprobs", "priority", "salt", "tenant", "adapter", "task_ids"}
     assert (
         RequestKeywords.__annotations__.keys()
         == HONOURED | accepted_as_neutral().keys() | beside | shown | requests | openais

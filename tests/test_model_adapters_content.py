@@ -9,6 +9,7 @@ import torch
 from adapters import adapted, lora
 
 from hf_paged.model.adapters.content import AdapterContents
+from hf_paged.model.adapters.virtual import VirtualPrompts
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def model() -> Any:
 
 @pytest.fixture
 def contents(model: Any) -> AdapterContents:
-    found = AdapterContents(model.get_base_model())
+    found = AdapterContents(model.get_base_model(), VirtualPrompts(None, model, lambda rows: ()))
     assert not found.differ()  # all are read
     return found
 

@@ -39,11 +39,14 @@ class RequestBounds:
     def _why_infeasible(self, request: Request) -> str | None:
         return why_infeasible(request, self._pools.kv_groups, self._pools.config.limits())
 
-    def why_never(self, request: Request) -> str | None:
-        """The reason why a request could never be computed; None if it can."""
+    def why_never(self, request: Request, virtual: int = 0) -> str | None:
+        """The reason why a request could never be computed; None if it can. virtual: tokens that an adapter
+        has put in front of its prompt.
+        """
         if self._longest is not None and request.most_tokens > self._longest:
+            prompt = f"{len(request.prompt)}, {virtual} of them virtual" if virtual else len(request.prompt)
             return (
-                f"a sequence may become {request.most_tokens} tokens long (prompt {len(request.prompt)}) and "
+                f"a sequence may become {request.most_tokens} tokens long (prompt {prompt}) and "
                 f"{self._name} is made for {self._longest}; lower max_new_tokens"
             )
         if self._longest_source is not None and request.source > self._longest_source:

@@ -166,7 +166,7 @@ class Books:
     def users_of(self, name: str) -> int:
         """The number of unfinished requests that have an adapter."""
         jobs = [*self.jobs.values(), *(job for job, _ in list(self.inbox) if job.output is None)]
-        return sum(name in job.adapter for job in jobs)
+        return sum(name in job.adapters.all for job in jobs)
 
     def remove_idle_adapters(self) -> None:
         """Remove the adapters that are to leave, and that no request has."""

@@ -12,12 +12,14 @@ import torch
 
 from ..blocks import check_salt, extra_key
 from ..kv import in_forked_process
-from ..model.adapters.invocation import invocation_of
+from ..model.adapters.invocation import invocation_in
+from ..model.adapters.loading import load_adapter
 from ..model.adapters.peft_changes import let_changes_wait
 from ..model.invariant.mode import batch_invariant, require_invariant
 from ..model.loading import load_with_words
 from ..model.methods import check_methods
 from ..model.patches import note_self_written
+from ..model.prompt_learning import is_virtual
 from ..model.registry import base_model
 from ..model.servable import check_servable, check_writes, versions
 from ..model.snapshot import ModelSnapshot
@@ -53,6 +55,7 @@ from .state import Phase, in_turn
 from .stats import EngineStats, stats_of
 from .weights import KeptBlocks, PauseMode
 from .worker.adapters import ACTIVE, AdapterInfo, EngineAdapters
+from .worker.chosen_adapters import chosen_adapters
 from .worker.config import EngineConfig, EngineOptions, options_among
 from .worker.model_check import ModelCheck
 from .worker.pools import Pools
@@ -108,7 +111,7 @@ class Engine:
             arithmetic = batch_invariant
         self._executor = executor_of(self.model, self.config)
         with self._executor.making():
-            self._make(arithmetic)
+            self._make(arithmetic, model)
         weakref.finalize(self._books, self._executor.abandon).atexit = False
         _books.add(self._books)
 
@@ -149,8 +152,10 @@ class Engine:
             raise
         return engine
 
-    def _make(self, arithmetic: Callable[[], AbstractContextManager[None]]) -> None:
-        """Try the model out, and make the pools and all that computes. arithmetic: in what it computes."""
+    def _make(self, arithmetic: Callable[[], AbstractContextManager[None]], outer: Any) -> None:
+        """Try the model out, and make the pools and all that computes. arithmetic: in what it computes.
+        outer: what the user holds, perhaps peft's wrapper of the model.
+        """
         self.pools = Pools(self.model, self.config)
         # Finalizers run in the middle of anything, so this one only notes that the pools have no owner.
         unmade = weakref.finalize(self, self.pools.memory.abandon, self.pools)
@@ -170,7 +175,7 @@ class Engine:
         device = self.runner.eager.device
         with arithmetic():  # it decides whether kernels add the adapters
             self._adapters = EngineAdapters(
-                self.model, self.config.max_adapters, device, self.config.kernels, self.runner.fillers
+                self.model, self.config.max_adapters, device, self.config.kernels, self.runner.fillers, outer
             )
         self.runner.eager.adapters = self._adapters
         self.scheduler = _scheduler_of(self.pools, self.preemption, self._adapters)
@@ -225,6 +230,7 @@ class Engine:
         salt: str | None = None,
         tenant: str = "",
         adapter: str | Sequence[str] | None = ACTIVE,
+        task_ids: int | torch.Tensor | None = None,
         **generate_keywords: Unpack[GenerateKeywords],
     ) -> Handle:
         """Queue a request and answer with its handle; nothing is computed yet.
@@ -244,8 +250,9 @@ class Engine:
             priority: higher is sooner, under policy="priority".
             salt: requests share their prefixes only with requests of the same salt.
             tenant: for whose share of the blocks this request's count, under `cache_shares`.
-            adapter: the name of a LoRA adapter, or of several that are added up; None for the model alone.
-                Not given, it is what is active on the peft model now.
+            adapter: the name of an adapter, or of several LoRA adapters that are added up; None for the model
+                alone. Not given, it is what is active on the peft model now.
+            task_ids: the number of its task, if its adapter is a multitask prompt.
             **generate_keywords: max_new_tokens, temperature, top_p, num_beams and all others of generate(),
                 logits_processor, stopping_criteria and prefix_allowed_tokens_fn among them; and as in
                 OpenAI's API stop (strings that end an answer and are no part of its text),
@@ -267,17 +274,17 @@ class Engine:
         self._books.require_open()
         self._executor.require_lead()
         self._executor.require_media(params.media)
-        self._bounds.require_computable(params)
-        job = Job(params, None, self.tokenizer)
         if not self.scheduler.unfinished:  # a look takes milliseconds, and the next step takes another
             self._adapters.contents.look_again()
-        ids = () if params.source is not None else params.ids  # peft looks for no place in an encoder's
-        job.take_adapters(*self._adapters.begun(self._adapters.resolve(adapter), ids))
+        chosen = chosen_adapters(self._adapters, adapter, params, task_ids)
+        params = params.behind(chosen.virtual)
+        self._bounds.require_computable(params)
+        job = Job(params, None, self.tokenizer, chosen)
         job.active = self._adapters.active
         extra = extra_key(None if salt is None else check_salt(salt))
         number = next(self._books.numbers)
         request = job.request(number, priority, extra, self._bounds.source_length(params), tenant)
-        reason = self._bounds.why_never(request)
+        reason = self._bounds.why_never(request, params.virtual)
         if reason is None:
             self.driver.queue(job, request)
         else:
@@ -600,17 +607,21 @@ class Engine:
     # ---- adapters
 
     def add_adapter(self, name: str, source: Any, config: Any = None) -> None:
-        """Let requests name a LoRA adapter: submit(..., adapter=name).
+        """Let requests name a LoRA adapter, or one of virtual tokens: submit(..., adapter=name).
 
-        source: a folder as peft saves it, a state dict with its LoraConfig as `config`, or another peft model
+        source: a folder as peft saves it, a state dict with its config as `config`, or another peft model
         that has an adapter of that name. The model's own modules stay as they are, and so do its answers to
         other requests. Adapters of a peft model are there by their names without this. On several ranks
         rank 0 calls this, and every rank takes its part.
         """
         self._books.require_open()
         self._executor.require_lead()
-        layers = self._adapters.read(name, source, config)
-        loaded = self._adapters.hold(layers, invocation_of(source, config, name))
+        state, config = self._adapters.read(name, source, config)
+        if is_virtual(config):
+            self._adapters.contents.virtual.add(name, state, config)
+            return
+        layers = load_adapter(self.model, state, config, name)
+        loaded = self._adapters.hold(layers, invocation_in(config))
         if self.config.lm_head_fp32 and self.model.get_output_embeddings() in loaded.host.layers:
             raise ValueError(
                 f"lm_head_fp32=True and the adapter {name!r} of lm_head: its products are not computed in "

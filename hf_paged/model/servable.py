@@ -8,6 +8,7 @@ from torch import nn
 from transformers import GenerationMixin
 
 from .offloaded import divided, unloaded
+from .prompt_learning import why_no_virtual_tokens
 from .quantized import looks_around
 from .routers import routers_of
 from .slots import STATES, slots_of
@@ -50,8 +51,9 @@ def check_servable(model: Any, outer: Any) -> None:
             "neighbours would change its tokens; "
             "use generate(), or layers with a scale for each row (threshold 0 in bitsandbytes' int8)"
         )
-    if any(getattr(each, "is_prompt_learning", False) for each in getattr(outer, "peft_config", {}).values()):
-        raise Unservable("the engine does not support prompt and prefix tuning yet; use generate()")
+    reason = why_no_virtual_tokens(outer)
+    if reason is not None:
+        raise Unservable(f"{reason}; use generate()")
 
 
 def check_architecture(model: Any) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ...scheduling import Request, Scheduler, SequenceGroup, TokenSequence
+from ...model.adapters.virtual import NO_ADAPTERS, ChosenAdapters
+from ...scheduling import AdapterNames, Request, Scheduler, SequenceGroup, TokenSequence
 from ..outputs.output import FinishReason, Output, Timing, TokenLogprob
 from ..outputs.queue import OutputQueue
 from ..outputs.stream import Stream
@@ -30,13 +30,17 @@ class Job:
     A job of samples grows its answers token by token; the answers of beams are known only at its end.
     """
 
-    def __init__(self, params: RequestParams, group: SequenceGroup | None, tokenizer: Any) -> None:
-        self.params = params
+    def __init__(
+        self,
+        params: RequestParams,
+        group: SequenceGroup | None,
+        tokenizer: Any,
+        adapters: ChosenAdapters = NO_ADAPTERS,
+    ) -> None:
+        self.params = params if not adapters.start else params.renamed()
         self.group = group
-        self.adapter: tuple[str, ...] = ()
-        """The names of its adapters."""
-        self.adapter_start = 0
-        """The first token of its prompt that they compute."""
+        self.adapters = adapters
+        """The adapters that were chosen for it."""
         self.active: tuple[str, ...] | None = None
         """Adapters active on the model when it came, if none of the model's adapters can be chosen."""
         self.tokenizer = tokenizer
@@ -57,15 +61,15 @@ class Job:
         """The error of a processor that runs for the rows of all requests at once."""
         self.grammar_states = [] if params.grammar is None else [params.grammar.begin() for _ in self.streams]
         """Where in its grammar each of its answers is."""
-        self.prompt_scores = None if params.scored is None else PromptLogprobs(params.prompt, params.scored)
+        self.prompt_scores = None
+        if params.scored is not None:
+            self.prompt_scores = PromptLogprobs(params.prompt, params.scored, params.virtual)
         """Known scores of the tokens of its prompt, if these are wanted."""
 
-    def take_adapters(self, names: tuple[str, ...], start: int) -> None:
-        """Let adapters compute its tokens from one of its prompt on."""
-        self.adapter = names
-        self.adapter_start = start
-        if start:  # that token has another name in the books than its id
-            self.params = replace(self.params, prompt=(*self.params.prompt,))
+    @property
+    def adapter(self) -> AdapterNames:
+        """The names of those that change layers."""
+        return self.adapters.names
 
     def request(self, number: int, priority: int, extra: bytes, source: int, tenant: str) -> Request:
         """It as the scheduler sees it. extra: what its cached blocks depend on beside tokens. source: the
@@ -85,7 +89,7 @@ class Job:
             self.adapter,
             scored=0 if self.prompt_scores is None else self.prompt_scores.width,
             tenant=tenant,
-            adapter_start=self.adapter_start,
+            adapter_start=self.adapters.start,
         )
 
     # ---- a step
@@ -298,7 +302,7 @@ class Job:
         self.output = Output(
             list(self.params.caller_ids),
             sequences,
-            cached_tokens=group.cached_tokens if group else 0,
+            cached_tokens=max(0, group.cached_tokens - self.params.virtual) if group else 0,
             preemptions=group.preemptions if group else 0,
             timing=self.timing,
             error=error or self.trouble,

@@ -212,7 +212,9 @@ class RequestKeywords(GenerateKeywords, total=False):
     tenant: str
     """For whose share of the blocks this request's count, under `cache_shares`."""
     adapter: str | Sequence[str] | None
-    """Name of a LoRA adapter, or of several added up; None for the model alone. Default: the active one."""
+    """Name of an adapter, or of several LoRA ones; None for the model alone. Default: the active one."""
+    task_ids: int | torch.Tensor | None
+    """Number of the request's task, for a multitask prompt."""
 
 
 class AsyncBatchKeywords(RequestKeywords, total=False):

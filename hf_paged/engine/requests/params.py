@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from ...blocks.options import is_number
+from ...model.adapters.virtual import VirtualTokens
 from ...model.offloaded import input_device
 from ...model.servable import longest
 from ...model.slots import cross_layers
@@ -78,6 +79,7 @@ class RequestParams(SamplingParams):
     grammar: the grammar that the answers follow, beside the processor plan.
     slow: the names of the processors that run for this request alone.
     stop: the strings that end its answers, and are no part of their texts.
+    virtual: tokens in front of its prompt that an adapter has put there, and that its caller does not see.
     """
 
     embeds: torch.Tensor | None
@@ -91,6 +93,7 @@ class RequestParams(SamplingParams):
     grammar: GrammarProcessor | None
     slow: tuple[str, ...]
     stop: Stop | None
+    virtual: int = 0
 
     @property
     def width(self) -> int:
@@ -129,6 +132,29 @@ class RequestParams(SamplingParams):
     def prompt_inputs(self) -> PromptInputs | None:
         """The prompt's inputs beside token ids."""
         return next((each for each in (self.media, self.embeds, self.source) if each is not None), None)
+
+    def behind(self, virtual: VirtualTokens | None) -> RequestParams:
+        """The same behind virtual tokens, if there are any."""
+        if virtual is None:
+            return self
+        if self.media is not None or self.source is not None:
+            what = "media" if self.source is None else "an encoder's input"
+            raise ValueError(
+                f"adapter={virtual.adapter!r}: virtual tokens stand in front of ids or embeddings, and the "
+                f"prompt has {what}; use generate()"
+            )
+        embeds = virtual.embeds
+        return replace(
+            self,
+            prompt=(*virtual.names, *self.prompt),
+            embeds=embeds[:] if self.embeds is None else torch.cat([embeds, self.embeds]),
+            max_length=self.max_length + len(embeds),
+            virtual=len(embeds),
+        )
+
+    def renamed(self) -> RequestParams:
+        """The same, if some of its tokens have other names in the books than their ids."""
+        return replace(self, prompt=(*self.prompt,))
 
     @property
     def mends(self) -> bool:

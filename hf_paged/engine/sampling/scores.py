@@ -125,10 +125,13 @@ def token_scores(logits: torch.Tensor, tokens: Sequence[int], top_logprobs: int)
 
 
 class PromptLogprobs:
-    """The known scores of the tokens of one prompt. The first one follows nothing and has no numbers."""
+    """The known scores of the tokens of one prompt. The first one follows nothing and has no numbers, and
+    neither have virtual tokens in front of it.
+    """
 
-    def __init__(self, prompt: Sequence[int], top_logprobs: int) -> None:
-        self._prompt = prompt
+    def __init__(self, prompt: Sequence[int], top_logprobs: int, virtual: int = 0) -> None:
+        self._prompt = [*[0] * virtual, *prompt[virtual:]]
+        self._first = virtual
         self._top_logprobs = top_logprobs
         self._rows: list[Sequence[float] | None] = []
         self.width = 1 + 2 * top_logprobs
@@ -170,9 +173,10 @@ class PromptLogprobs:
         rows = self._rows
         if None in rows:
             return None
+        behind = self._first + 1
         found = [
             note_of(row, token, self._top_logprobs)
-            for row, token in zip(rows[1:], self._prompt[1:], strict=True)
+            for row, token in zip(rows[behind:], self._prompt[behind:], strict=True)
             if row is not None
         ]
         return [None, *found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,14 +16,17 @@ from ...kv.ops import triton_package
 from ...kv.warmup import Warming
 from ...model.adapters import Adapter, AdapterBatch, AdapterTable, applied
 from ...model.adapters.content import AdapterContents
-from ...model.adapters.invocation import Invocation, start_of
+from ...model.adapters.invocation import Invocation
 from ...model.adapters.joint import note_places
-from ...model.adapters.loading import HostAdapter, load_adapter
+from ...model.adapters.loading import HostAdapter, read_source
+from ...model.adapters.virtual import VirtualPrompts
 from ...model.adapters.warmup import compiling
 from ...model.device_map import is_spread
 from ...model.lora import LowRank
 from ...model.peft_layers import BASE
 from ...scheduling import AdapterNames, AdapterSlots, Scheduler, SequenceGroup, TokenSequence
+from ..multimodal.embed import names_of
+from ..requests.params import KEY
 from .forward_batch import ForwardBatch
 from .model_check import when_stepped
 from .weakly import weakly
@@ -37,6 +41,7 @@ class AdapterInfo(NamedTuple):
     owner: Literal["model", "engine"]
     """Its owner: the peft model, or the engine that was given it."""
     rank: int
+    """0 for virtual tokens."""
     bytes: int
     on_device: bool
     requests: int
@@ -56,9 +61,15 @@ class EngineAdapters:
     """True once the engine was closed: nobody needs an adapter that is still being read."""
 
     def __init__(
-        self, model: nn.Module, slots: int, device: torch.device, kernels: str, fillers: ColumnFillers
+        self,
+        model: nn.Module,
+        slots: int,
+        device: torch.device,
+        kernels: str,
+        fillers: ColumnFillers,
+        outer: Any = None,
     ) -> None:
-        """fillers: those of the columns of its rows."""
+        """fillers: those of the columns of its rows. outer: peft's wrapper of the model, if it has one."""
         parameter = next(model.parameters())
         self.model = model
         self.device = device
@@ -72,8 +83,9 @@ class EngineAdapters:
         """Why adapters could not be loaded."""
         self.leaving: set[str] = set()
         """Those that go when their last request has ended."""
-        self.contents = AdapterContents(model)
+        self.contents = AdapterContents(model, VirtualPrompts(outer, model, partial(names_of, key=KEY)))
         when_stepped(self.contents)
+        when_stepped(self.contents.virtual)
         self.numbers: dict[str, int] = {}
         """Numbers of the engine's own adapters among ranks. No number is given twice."""
         self._next_number = 0
@@ -170,14 +182,17 @@ class EngineAdapters:
         for name, own in self.contents.own.items():
             facts = own.rank, own.bytes, name in there, users(name), own.digest
             found[name] = AdapterInfo("engine", *facts)
+        for name in (*self.contents.virtual.names, *self.contents.virtual.own):
+            owner: Literal["model", "engine"] = "engine" if name in self.contents.virtual.own else "model"
+            found[name] = AdapterInfo(owner, 0, self.contents.virtual.bytes_of(name), True, users(name))
         return found
 
-    def read(self, name: str, source: Any, config: Any) -> dict[str, LowRank]:
-        """An adapter from a folder, a state dict or another peft model: what it adds to layers."""
+    def read(self, name: str, source: Any, config: Any) -> tuple[Mapping[str, torch.Tensor], Any]:
+        """An adapter from a folder, a state dict or another peft model: its state dict and its config."""
         if not isinstance(name, str) or name in ("", BASE, ACTIVE):
             raise ValueError(f"name={name!r} cannot name an adapter; give another text")
         self.require_new(name)
-        return load_adapter(self.model, source, config, name, lambda: self._over)
+        return read_source(source, config, name, lambda: self._over)
 
     def hold(self, layers: Mapping[str, LowRank], invocation: Invocation = ()) -> HostAdapter:
         """An adapter on the host, on several ranks the part of this one."""
@@ -194,19 +209,22 @@ class EngineAdapters:
         self._expect([loaded.host])
 
     def require_new(self, name: str) -> None:
-        if self.contents.has(name):
+        if self.contents.has(name) or name in self.contents.virtual:
             raise ValueError(f"there is an adapter {name!r} already; remove it first, or take another name")
 
     def leave(self, name: str) -> None:
         """Let no further request name an adapter of the engine's own."""
-        if name not in self.contents.own:
-            if self.contents.has(name):
+        if name not in self.contents.own and name not in self.contents.virtual.own:
+            if self.contents.has(name) or name in self.contents.virtual:
                 raise ValueError(f"{name!r} is the peft model's; delete it there, with model.delete_adapter")
             raise ValueError(self._unknown(name))
         self.leaving.add(name)
 
     def remove(self, name: str) -> None:
         """Forget an adapter of the engine's own, which no request has."""
+        if self.contents.virtual.own.pop(name, None) is not None:
+            self.leaving.discard(name)
+            return
         del self.contents.own[name]
         del self.numbers[name]
         self._note_change()
@@ -255,22 +273,6 @@ class EngineAdapters:
                 raise ValueError(f"the adapter {name!r} is being removed")
         return tuple(dict.fromkeys(names))
 
-    def begun(self, names: AdapterNames, ids: Sequence[int]) -> tuple[AdapterNames, int]:
-        """The adapters of a prompt, and the first of its tokens that they compute: an aLoRA begins with its
-        invocation tokens, and without them the model computes alone.
-        """
-        late = next((name for name in names if self.contents.invocation(name)), None)
-        if late is None:
-            return names, 0
-        if len(names) > 1:
-            others = ", ".join(repr(name) for name in names if name != late)
-            raise ValueError(
-                f"{late!r} is an aLoRA, which begins at its invocation tokens, and cannot be active together "
-                f"with {others}; name one of them"
-            )
-        start = start_of(ids, self.contents.invocation(late))
-        return ((), 0) if start is None else (names, start)
-
     def why_lost(self, names: AdapterNames, active: AdapterNames | None) -> str | None:
         """Why a request that waits cannot run any more with what it was given. active: as it was then."""
         if self.active != active:
@@ -282,7 +284,8 @@ class EngineAdapters:
         return None
 
     def _unknown(self, name: object) -> str:
-        known = sorted({*self.contents.own, *self.contents.in_model.names})
+        own = {*self.contents.own, *self.contents.virtual.own}
+        known = sorted({*own, *self.contents.in_model.names, *self.contents.virtual.names})
         close = difflib.get_close_matches(str(name), known, 1)
         others = f"there are {known}" if known else "give it to the engine by add_adapter()"
         hint = f"did you mean {close[0]!r}?" if close else others

@@ -17,6 +17,7 @@ from ..shards import local_part
 from ..snapshot import StateKey
 from .invocation import Invocation, invocation_in
 from .loading import HostAdapter
+from .virtual import VirtualPrompts
 
 
 class _AdapterLook(NamedTuple):
@@ -31,7 +32,9 @@ class _AdapterLook(NamedTuple):
 class AdapterContents:
     """Adapters by name: those of a peft model, which lie there and may change, and others, which never do."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, virtual: VirtualPrompts) -> None:
+        self.virtual = virtual
+        """Those that are virtual tokens, and change no layer."""
         self.own: dict[str, HostAdapter] = {}
         """Those that no module holds."""
         self._model = model
@@ -63,6 +66,7 @@ class AdapterContents:
 
     def look_again(self) -> None:
         """Modules with adapters may have come or gone, if peft is there to make them."""
+        self.virtual.forget()
         if "peft" in sys.modules:
             self._in_model = None
 
@@ -75,6 +79,7 @@ class AdapterContents:
     def refresh(self) -> bool:
         """Anything may have happened to the peft model: read all again. True if `own` have to follow it."""
         self._in_model = None
+        self.virtual.forget()
         self._stale |= self._seen.keys()
         before = self._followed
         self._followed = self._noted()

@@ -154,7 +154,7 @@ def load_adapter(
     model that has an adapter of that name: what it adds to layers, by their names. over: true as soon as
     files need not be read any more.
     """
-    state, config = _read(source, config, name, over)
+    state, config = read_source(source, config, name, over)
     _check(config)
     halves: dict[str, dict[str, torch.Tensor]] = {}
     others = []
@@ -214,8 +214,8 @@ def _is_of_model(model: nn.Module, key: str, tensor: torch.Tensor) -> bool:
     return torch.equal(known.detach().to(tensor), tensor)
 
 
-def _read(
-    source: Any, config: Any, name: str, over: Callable[[], bool]
+def read_source(
+    source: Any, config: Any, name: str, over: Callable[[], bool] = lambda: False
 ) -> tuple[Mapping[str, torch.Tensor], Any]:
     """An adapter's state dict and its LoraConfig."""
     try:

@@ -1,0 +1,59 @@
+"""The adapters that a request has, from what its caller wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...model.adapters.invocation import start_of
+from ...model.adapters.virtual import ChosenAdapters
+from ...scheduling import AdapterNames
+from ..requests.params import RequestParams
+from .adapters import ACTIVE, EngineAdapters
+
+
+def chosen_adapters(
+    adapters: EngineAdapters, wanted: Any, params: RequestParams, task: Any
+) -> ChosenAdapters:
+    """The adapters of a request, from what its caller wrote; raises ValueError for what is not there."""
+    virtual = _virtual(adapters, wanted)
+    if virtual is not None:
+        return ChosenAdapters(virtual=adapters.contents.virtual.of(virtual, task))
+    if task is not None:
+        raise ValueError(f"task_ids={task!r}: only a multitask prompt has tasks; leave it out")
+    ids = () if params.source is not None else params.ids  # peft looks for no place in an encoder's
+    return _begun(adapters, adapters.resolve(wanted), ids)
+
+
+def _virtual(adapters: EngineAdapters, wanted: Any) -> str | None:
+    """The adapter of virtual tokens that a request has, if it has one."""
+    if isinstance(wanted, str) and wanted == ACTIVE:
+        return adapters.contents.virtual.active
+    names = [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, (list, tuple)) else []
+    found = next((each for each in names if each in adapters.contents.virtual), None)
+    if found is not None and len(names) > 1:
+        others = ", ".join(repr(name) for name in names if name != found)
+        raise ValueError(
+            f"{found!r} is virtual tokens in front of a prompt, and cannot be active together with "
+            f"{others}; name one of them"
+        )
+    if found in adapters.leaving:
+        raise ValueError(f"the adapter {found!r} is being removed")
+    return found
+
+
+def _begun(adapters: EngineAdapters, names: AdapterNames, ids: Sequence[int]) -> ChosenAdapters:
+    """The adapters of a prompt with these ids: an aLoRA begins with its invocation tokens, and without
+    them the model computes alone.
+    """
+    late = next((name for name in names if adapters.contents.invocation(name)), None)
+    if late is None:
+        return ChosenAdapters(names)
+    if len(names) > 1:
+        others = ", ".join(repr(name) for name in names if name != late)
+        raise ValueError(
+            f"{late!r} is an aLoRA, which begins at its invocation tokens, and cannot be active together "
+            f"with {others}; name one of them"
+        )
+    start = start_of(ids, adapters.contents.invocation(late))
+    return ChosenAdapters() if start is None else ChosenAdapters(names, start)

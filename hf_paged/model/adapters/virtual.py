@@ -1,0 +1,200 @@
+"""Adapters of prompt learning: virtual tokens in front of a prompt, as peft makes them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..offloaded import input_device
+from ..prompt_learning import BY_TASK, EMBEDDINGS, kind_of, learns_prompts
+from ..weights_digest import version_of
+
+
+class VirtualTokens(NamedTuple):
+    """The virtual tokens in front of a request's prompt."""
+
+    adapter: str
+    names: tuple[int, ...]
+    """Their names in blocks, made of their content."""
+    embeds: torch.Tensor
+    """[tokens, hidden]"""
+
+    @property
+    def bytes(self) -> int:
+        """The memory of them."""
+        return self.embeds.nbytes
+
+
+class ChosenAdapters(NamedTuple):
+    """The adapters of a request: those that change layers from token `start` of its prompt on, or its virtual
+    tokens.
+    """
+
+    names: tuple[str, ...] = ()
+    start: int = 0
+    virtual: VirtualTokens | None = None
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Their names."""
+        return self.names if self.virtual is None else (self.virtual.adapter,)
+
+
+NO_ADAPTERS = ChosenAdapters()
+
+
+class VirtualPrompts:
+    """Adapters that are virtual tokens, by name: those of a peft model, and others that an engine was given.
+
+    Those of the peft model are read when a request comes, and kept until they change. A request has them as
+    they were then, to its end.
+    """
+
+    def __init__(self, outer: Any, model: Any, naming: Callable[[torch.Tensor], tuple[int, ...]]) -> None:
+        """outer: what the user holds, perhaps peft's wrapper of the model. naming: names of rows of numbers
+        by their content.
+        """
+        self._outer = outer if learns_prompts(outer) else None
+        self._model = model
+        self._naming = naming
+        self._read: dict[tuple[str, int | None], tuple[Any, VirtualTokens]] = {}
+        """By name and task what was read, and the versions of the weights then."""
+        self.own: dict[str, Any] = {}
+        """Stand-ins of peft's model for those that the engine was given."""
+
+    @property
+    def names(self) -> list[str]:
+        """Those of the peft model."""
+        return [] if self._outer is None else list(self._outer.peft_config)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.own or name in self.names
+
+    @property
+    def active(self) -> str | None:
+        """The one of the peft model that is active now."""
+        outer = self._outer
+        return None if outer is None or outer._adapters_disabled else str(outer.active_adapter)
+
+    def forget(self) -> None:
+        """Anything may have happened to the peft model: read all again."""
+        self._read = {}
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has taken a step, on this model or another."""
+        self.forget()
+
+    def of(self, name: str, task: Any = None) -> VirtualTokens:
+        """The virtual tokens of an adapter now. task: of a multitask prompt."""
+        acting = self.own[name] if name in self.own else _acting(self._outer, name)
+        place = _task_of(acting.active_peft_config, name, task)
+        versions = [
+            (id(each), each.data_ptr(), version_of(each)) for each in acting.prompt_encoder[name].parameters()
+        ]
+        known = self._read.get((name, place))
+        if known is not None and known[0] == versions:
+            return known[1]
+        embeds = self._embeds(acting, place)
+        found = VirtualTokens(name, self._naming(embeds), embeds)
+        self._read[name, place] = versions, found
+        return found
+
+    def _embeds(self, acting: Any, task: int | None) -> torch.Tensor:
+        """Virtual tokens as peft's own code makes them for one row."""
+        from peft import PeftModel
+
+        encoder = acting.prompt_encoder[acting.active_adapter]
+        tasks = None if task is None else torch.tensor([task], device=next(encoder.parameters()).device)
+        with torch.no_grad():
+            made: Any = PeftModel.get_prompt(acting, 1, tasks)
+        embeds: torch.Tensor = made[0].detach().to(input_device(self._model), self._model.dtype, copy=True)
+        return embeds
+
+    def add(self, name: str, state: Mapping[str, torch.Tensor], config: Any) -> None:
+        """Take an adapter as peft saves it; raises ValueError if it is not for this model."""
+        kind = kind_of(config)
+        if kind not in EMBEDDINGS or self._model.config.is_encoder_decoder:
+            raise ValueError(
+                f"the engine cannot add an adapter of {kind} to {type(self._model).__name__}; put it into a "
+                "peft model and use generate()"
+            )
+        config = copy.copy(config)
+        config.inference_mode = True
+        self.own[name] = _saved(self._model, name, state, config)
+        try:
+            tokens = self.of(name, 0 if kind == BY_TASK else None)
+            hidden = self._model.get_input_embeddings().weight.shape[1]
+            if tokens.embeds.shape != (config.num_virtual_tokens, hidden):
+                raise ValueError(
+                    f"the adapter's virtual tokens are {list(tokens.embeds.shape)}, expected "
+                    f"{[config.num_virtual_tokens, hidden]}; it is for another model"
+                )
+        except BaseException:
+            del self.own[name]
+            raise
+
+    def bytes_of(self, name: str) -> int:
+        """The memory of an adapter's weights."""
+        acting: Any = self.own.get(name, self._outer)
+        return sum(each.nbytes for each in acting.prompt_encoder[name].parameters())
+
+
+def _acting(outer: Any, name: str) -> Any:
+    """A stand-in, for peft's code, of a peft model that has this adapter active."""
+    return SimpleNamespace(
+        active_adapter=name,
+        active_peft_config=outer.peft_config[name],
+        prompt_encoder=outer.prompt_encoder,
+        prompt_tokens=outer.prompt_tokens,
+        base_model_torch_dtype=outer.base_model_torch_dtype,
+        get_base_model=outer.get_base_model,
+        config=outer.config,
+    )
+
+
+def _saved(model: Any, name: str, state: Mapping[str, torch.Tensor], config: Any) -> Any:
+    """A stand-in, for peft's code, of a model that has this adapter, as it was saved, and no other."""
+    if "prompt_embeddings" not in state:
+        raise ValueError(
+            f"the adapter has {sorted(state)[:3]}, expected 'prompt_embeddings'; give it as peft saves it"
+        )
+    held = {key: tensor.detach().cpu().clone() for key, tensor in state.items()}
+    rows = held["prompt_embeddings"]
+
+    def by_task(indices: torch.Tensor, tasks: torch.Tensor) -> torch.Tensor:
+        """The embeddings of a multitask prompt."""
+        return rows[indices] * (held["prefix_task_cols"][tasks] @ held["prefix_task_rows"][tasks])
+
+    encoder: Any = by_task
+    encoder.embedding = SimpleNamespace(weight=rows)
+    encoder.parameters = lambda: iter(held.values())
+    return SimpleNamespace(
+        active_adapter=name,
+        active_peft_config=config,
+        prompt_encoder={name: encoder},
+        prompt_tokens={name: torch.arange(len(rows), device="cpu")},
+        base_model_torch_dtype=model.dtype,
+        get_base_model=lambda: model,
+        config=model.config,
+    )
+
+
+def _task_of(config: Any, name: str, task: Any) -> int | None:
+    """The task of a request, checked against what its adapter knows."""
+    if kind_of(config) != BY_TASK:
+        if task is not None:
+            raise ValueError(f"task_ids={task!r}: {name!r} has no tasks; leave it out")
+        return None
+    found = task.tolist() if hasattr(task, "tolist") else task
+    while isinstance(found, (list, tuple)) and len(found) == 1:
+        found = found[0]
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < config.num_tasks:
+        raise ValueError(
+            f"task_ids={task!r}: {name!r} is a multitask prompt; give the number of the request's task, "
+            f"0 to {config.num_tasks - 1}"
+        )
+    return found

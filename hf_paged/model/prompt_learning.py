@@ -1,0 +1,37 @@
+"""peft's methods of prompt learning: adapters that are virtual tokens in front of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+EMBEDDINGS = ("PROMPT_TUNING", "P_TUNING", "CPT", "MULTITASK_PROMPT_TUNING")
+"""Methods of peft whose virtual tokens are embeddings."""
+BY_TASK = "MULTITASK_PROMPT_TUNING"
+"""The one whose embeddings depend on the request's task."""
+
+
+def is_virtual(config: Any) -> bool:
+    """True if an adapter with this config of peft's is virtual tokens."""
+    return bool(getattr(config, "is_prompt_learning", False))
+
+
+def kind_of(config: Any) -> str:
+    """peft's name of the method of an adapter with this config."""
+    return str(getattr(config, "peft_type", None)).removeprefix("PeftType.")
+
+
+def learns_prompts(outer: Any) -> bool:
+    """True for a peft model whose adapters are virtual tokens."""
+    configs = getattr(outer, "peft_config", None)
+    return isinstance(configs, Mapping) and any(map(is_virtual, configs.values()))
+
+
+def why_no_virtual_tokens(outer: Any) -> str | None:
+    """Why virtual tokens of a peft model cannot stand in front of prompts; None if they can."""
+    if not learns_prompts(outer):
+        return None
+    if outer.config.is_encoder_decoder:
+        return "the engine has no virtual tokens of encoders"
+    kinds = {kind_of(each) for each in outer.peft_config.values()} - set(EMBEDDINGS)
+    return f"the engine does not support {min(kinds)}" if kinds else None

@@ -1,0 +1,242 @@
+"""Adapters of prompt learning in an engine: virtual tokens in front of a request's prompt."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from adapter_answers import NEW, ask, first, prompt, tokens
+from families import BY_NAME, build
+
+from hf_paged import Engine
+from hf_paged.engine import Unservable
+
+SIZE = 4
+COUNT = 6
+"""Virtual tokens: one block and a half."""
+KINDS: dict[str, Any] = {
+    "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=COUNT),
+    "P-tuning": lambda: peft.PromptEncoderConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=COUNT, encoder_hidden_size=16
+    ),
+    "CPT": lambda: peft.CPTConfig(
+        task_type="CAUSAL_LM",
+        num_virtual_tokens=COUNT,
+        cpt_token_ids=list(range(5, 5 + COUNT)),
+        cpt_mask=[1] * COUNT,
+        cpt_tokens_type_mask=[1] * COUNT,
+    ),
+    "multitask": lambda: peft.MultitaskPromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=COUNT, num_tasks=3
+    ),
+}
+
+
+def made(kind: str) -> Any:
+    """A peft model with two adapters of a kind, both of which change answers."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(build(BY_NAME["llama"]).eval(), KINDS[kind](), "one")
+    model.add_adapter("two", KINDS[kind]())
+    model.set_adapter("one")
+    with torch.no_grad():
+        for parameter in model.prompt_encoder.parameters():
+            parameter += torch.randn_like(parameter)
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return made(request.param)
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Any:
+    return made("prompt tuning")
+
+
+def task(model: Any) -> dict[str, Any]:
+    """The keywords of a request that a multitask prompt needs."""
+    kind = model.peft_config["one"].peft_type
+    return {"task_ids": torch.tensor([2])} if kind == peft.PeftType.MULTITASK_PROMPT_TUNING else {}
+
+
+def pefts(model: Any, ids: list[int], adapter: str | None, **options: Any) -> list[int]:
+    """The answer of peft's own generate() with this adapter active."""
+    call = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+    call |= {"max_new_tokens": NEW, "do_sample": False, **options}
+    if adapter is None:
+        return list(model.get_base_model().generate(**call)[0, len(ids) :].tolist())
+    model.set_adapter(adapter)
+    out = model.generate(**call, **task(model))
+    model.set_adapter("one")
+    return list(out[0, len(ids) :].tolist())
+
+
+def test_each_request_has_the_tokens_of_peft_alone(model: Any) -> None:
+    """Mixed with the other adapter and the model alone; the adapter's requests share its blocks."""
+    wanted = [(prompt(i), ["one", "two", None][i % 3]) for i in range(7)]
+    expected = [pefts(model, *each) for each in wanted]
+    assert expected[0] != pefts(model, wanted[0][0], "two")
+    with Engine(model, block_size=SIZE, num_blocks=200) as engine:
+        for _ in range(2):
+            handles = [
+                engine.submit(
+                    ids, adapter=name, max_new_tokens=NEW, do_sample=False, **(task(model) if name else {})
+                )
+                for ids, name in wanted
+            ]
+            assert list(map(tokens, handles)) == expected
+            for (ids, _), handle in zip(wanted, handles, strict=True):
+                assert handle.result().prompt_token_ids == ids
+        assert [handle.result().cached_tokens for handle in handles] == [8] * 7
+        assert ask(engine, wanted[0][0], **task(model)) == expected[0]
+        assert engine.adapters()["two"].owner == "model"
+        engine.check()
+
+
+def test_logprobs_beams_samples_and_processors(tuned: Any) -> None:
+    """Callers see no virtual token, and nothing counts any."""
+    ids = prompt(3)
+    seen: list[list[int]] = []
+
+    def look(given: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(given[0].tolist())
+        return scores
+
+    with Engine(tuned, block_size=SIZE, num_blocks=200) as engine:
+        call = {"max_new_tokens": NEW, "do_sample": False}
+        output = engine.submit(
+            ids, **call, logprobs=True, prompt_logprobs=True, logits_processor=[look]
+        ).result()
+        whole = torch.tensor([[*ids, *first(output)]])
+        with torch.no_grad():
+            logits = tuned(whole).logits[0, COUNT:].log_softmax(-1)
+        scores = logits[:-1].gather(1, whole[0, 1:, None])[:, 0]
+        assert output.prompt_logprobs[0] is None
+        found = [note.logprob for note in output.prompt_logprobs[1:]]
+        found += [note.logprob for note in output.sequences[0].logprobs]
+        torch.testing.assert_close(torch.tensor(found), scores, atol=2e-4, rtol=2e-4)
+        assert seen[-1] == [*ids, *first(output)[:-1]]
+        again = engine.submit(ids, **call, prompt_logprobs=True).result()
+        assert again.prompt_logprobs == output.prompt_logprobs
+        beams = {"num_beams": 3, "max_new_tokens": NEW}
+        assert ask(engine, ids, **beams) == pefts(tuned, ids, "one", **beams)
+        penalty = {"repetition_penalty": 1.6}
+        assert ask(engine, ids, **penalty) == pefts(tuned, ids, "one", **penalty)
+        drawn = engine.submit(
+            ids, do_sample=True, top_k=1, num_return_sequences=3, max_new_tokens=NEW
+        ).result()
+        assert [list(each.token_ids) for each in drawn.sequences] == [first(output)] * 3
+        ended = engine.submit(ids, max_length=len(ids) + 2, do_sample=False).result()
+        assert first(ended) == first(output)[:2]
+        engine.check()
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+def test_under_pressure_and_in_chunks(tuned: Any, way: Any) -> None:
+    wanted = [(prompt(i), ["one", "two", None][i % 3]) for i in range(7)]
+    expected = [pefts(tuned, *each, max_new_tokens=12) for each in wanted]
+    options: Any = {"block_size": SIZE, "num_blocks": 18, "preemption": way, "watermark": 0.0}
+    with Engine(tuned, **options, max_batch_tokens=7, max_batch_sequences=7) as engine:
+        handles = [
+            engine.submit(ids, adapter=name, max_new_tokens=12, do_sample=False) for ids, name in wanted
+        ]
+        assert list(map(tokens, handles)) == expected
+        assert engine.stats()["preemptions"]
+        engine.check()
+
+
+def test_trained_further_the_next_request_has_it() -> None:
+    """One that runs goes on with the virtual tokens that it began with."""
+    model = made("prompt tuning")
+    ids = prompt(4)
+    before = pefts(model, ids, "one")
+    with Engine(model, block_size=SIZE, num_blocks=100) as engine:
+        running = engine.submit(ids, max_new_tokens=NEW, do_sample=False)
+        engine.step()
+        with torch.no_grad():
+            model.prompt_encoder["one"].embedding.weight += 1.0
+        after = pefts(model, ids, "one")
+        assert after != before
+        assert ask(engine, ids) == after
+        assert tokens(running) == before
+        with model.disable_adapter():
+            assert ask(engine, ids) == pefts(model, ids, None)
+        engine.check()
+
+
+def test_a_plain_model_takes_them(model: Any, tmp_path: Path) -> None:
+    """From a folder and from another peft model; no module of the model changes."""
+    torch.manual_seed(0)
+    plain = build(BY_NAME["llama"]).eval()
+    names = [name for name, _ in plain.named_modules()]
+    model.save_pretrained(tmp_path)
+    ids = prompt(5)
+    with Engine(plain, block_size=SIZE, num_blocks=100) as engine:
+        engine.add_adapter("a", tmp_path / "two")
+        engine.add_adapter("one", model)
+        found = [ask(engine, ids, adapter=each, **task(model)) for each in ("a", "one")]
+        assert found == [pefts(model, ids, each) for each in ("two", "one")]
+        assert ask(engine, ids, adapter=None) == ask(engine, ids) == pefts(model, ids, None)
+        assert {name: info.owner for name, info in engine.adapters().items()} == dict.fromkeys(
+            ("a", "one"), "engine"
+        )
+        with pytest.raises(ValueError, match="there is an adapter 'a' already"):
+            engine.add_adapter("a", tmp_path / "one")
+        handle = engine.submit(ids, adapter="a", max_new_tokens=NEW, **task(model))
+        with pytest.raises(ValueError, match="1 requests have the adapter 'a'"):
+            engine.remove_adapter("a")
+        engine.remove_adapter("a", when="idle")
+        with pytest.raises(ValueError, match="'a' is being removed"):
+            engine.submit(ids, adapter="a", **task(model))
+        handle.result()
+        engine.step()
+        assert list(engine.adapters()) == ["one"]
+        engine.check()
+    assert [name for name, _ in plain.named_modules()] == names
+    assert all(parameter.requires_grad for parameter in plain.parameters())
+
+
+def test_bad_input(tuned: Any, tmp_path: Path) -> None:
+    with Engine(tuned, block_size=SIZE, num_blocks=100) as engine:
+        with pytest.raises(ValueError, match=r"no adapter 'on'; did you mean 'one'\?"):
+            engine.submit(prompt(1), adapter="on")
+        with pytest.raises(
+            ValueError, match=r"'one' is virtual tokens.*cannot be active together with 'two'"
+        ):
+            engine.submit(prompt(1), adapter=["one", "two"])
+        with pytest.raises(ValueError, match="'one' has no tasks; leave it out"):
+            engine.submit(prompt(1), task_ids=1)
+        with pytest.raises(ValueError, match="only a multitask prompt has tasks"):
+            engine.submit(prompt(1), adapter=None, task_ids=1)
+        with pytest.raises(ValueError, match="'two' is the peft model's; delete it there"):
+            engine.remove_adapter("two")
+        longest = tuned.config.max_position_embeddings
+        handle = engine.submit([5] * (longest - COUNT), max_new_tokens=1)
+        why = rf"{longest + 1} tokens long .prompt {longest}, {COUNT} of them virtual. and .* for {longest};"
+        assert re.search(why, str(handle.result().error))
+        state = {"prompt_embeddings": torch.ones(COUNT, 3)}
+        with pytest.raises(ValueError, match=r"are \[6, 3\], expected \[6, 32\]; it is for another model"):
+            engine.add_adapter("x", state, KINDS["prompt tuning"]())
+        with pytest.raises(ValueError, match="expected 'prompt_embeddings'"):
+            engine.add_adapter("x", {"a": torch.ones(1)}, KINDS["prompt tuning"]())
+        assert "x" not in engine.adapters()
+    tasks = made("multitask")
+    with (
+        Engine(tasks, block_size=SIZE, num_blocks=100) as engine,
+        pytest.raises(
+            ValueError, match="is a multitask prompt; give the number of the request's task, 0 to 2"
+        ),
+    ):
+        engine.submit(prompt(1))
+
+
+def test_virtual_tokens_of_an_encoder_are_refused() -> None:
+    config = peft.PromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=COUNT)
+    model = peft.get_peft_model(build(BY_NAME["t5"]).eval(), config).eval()
+    with pytest.raises(Unservable, match=r"no virtual tokens of encoders; use generate\(\)"):
+        Engine(model)
