@@ -142,6 +142,10 @@ def test_submit_takes_every_typed_keyword(engine: Engine, name: str) -> None:
         with pytest.raises(ValueError, match=rf"takes no \['{name}'\]"):
             engine.submit(PROMPT, **{name: torch.zeros(1, 3, 4, 4)})
         return
+    if name == "task_ids":
+        with pytest.raises(ValueError, match="task_ids=1: only a multitask prompt has tasks"):
+            engine.submit(PROMPT, task_ids=1)
+        return
     assert value is not None, f"a value for {name} is missing here"
     if name in NeutralOptions.__annotations__ and not hasattr(GenerationConfig(), name):
         pytest.skip("an option of later releases of transformers, or of earlier ones")
