@@ -297,9 +297,8 @@ def test_removing_waits_or_is_refused(model: Any) -> None:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "dora": ({"use_dora": True}, "DoRA"),
-    "bias": ({"bias": "lora_only"}, "biases"),
-    "modules_to_save": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "replicated": ({"layer_replication": [(0, 2)]}, "replicated layers"),
+    "experts": ({"target_parameters": ["experts.weight"]}, "target_parameters"),
     "pissa": ({"init_lora_weights": "pissa"}, "pissa"),
 }
 
@@ -308,7 +307,7 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_what_is_more_than_products_is_refused_by_name(name: str, model: Any, engine: Engine) -> None:
     state = peft.get_peft_model_state_dict(model, adapter_name="one")
     options, why = BAD[name]
-    with pytest.raises(ValueError, match=f"this adapter has {why}"):
+    with pytest.raises(ValueError, match=f"an adapter with {why}"):
         engine.add_adapter("x", state, lora(**options))
     with pytest.raises(ValueError, match="got one of IA3"):
         engine.add_adapter("x", state, peft.IA3Config())
@@ -339,12 +338,12 @@ def test_without_peft_an_adapter_says_what_to_install(
 
 
 def test_models_whose_adapters_are_more_serve_what_is_active() -> None:
-    """DoRA is computed by peft's own code; a request cannot choose, and is told why."""
-    model = adapted(lora(use_dora=True), lora())
+    """MiCA is computed by peft's own code; a request cannot choose, and is told why."""
+    model = adapted(lora(init_lora_weights="mica"), lora())
     with Engine(model, block_size=4) as engine:
         assert ask(engine, prompt(1)) == alone(model, prompt(1), "one")
         for wanted in ("two", None):
-            with pytest.raises(ValueError, match=rf"adapter={wanted!r}: requests cannot choose.*since.*Dora"):
+            with pytest.raises(ValueError, match=rf"adapter={wanted!r}: requests cannot choose.*since.*MiCA"):
                 engine.submit(prompt(1), adapter=wanted)
 
 
@@ -459,7 +458,7 @@ def test_adapters_that_come_to_an_idle_engine(model: Any) -> None:
 
 def test_an_active_alora_beside_what_only_peft_computes_is_refused() -> None:
     """peft's generate() tells its layers where the adapter begins, and the engine has no such call."""
-    made = adapted(lora(alora_invocation_tokens=[5, 6]), lora(use_dora=True))
+    made = adapted(lora(alora_invocation_tokens=[5, 6]), lora(init_lora_weights="mica"))
     with Engine(made, block_size=4) as engine:
         with pytest.raises(ValueError, match=r"the active adapter 'one' is an aLoRA.*cannot tell where"):
             engine.submit([5, 6, 7])

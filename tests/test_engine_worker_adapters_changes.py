@@ -79,9 +79,9 @@ def test_what_is_active_is_read_anew(model: Any) -> None:
     ("change", "why"),
     [
         (lambda model: model.merge_adapter(["one"]), "'one' is merged"),
-        (lambda model: model.add_adapter("d", lora(use_dora=True)), "'d' is more than"),
+        (lambda model: model.add_adapter("d", lora(init_lora_weights="mica")), "'d' is more than"),
     ],
-    ids=["merge", "dora"],
+    ids=["merge", "mica"],
 )
 def test_a_request_that_waits_is_not_computed_with_others(model: Any, change: Any, why: str) -> None:
     """Adapters that cannot be chosen any more end the requests that chose them, the base too; later ones are
@@ -99,7 +99,7 @@ def test_a_request_that_waits_is_not_computed_with_others(model: Any, change: An
 
 def test_what_is_active_changes_before_the_first_step() -> None:
     """Where a request cannot choose, it is computed with what was active when it came, or not at all."""
-    model = adapted(lora(use_dora=True), lora(use_dora=True))
+    model = adapted(lora(init_lora_weights="mica"), lora())
     with Engine(model, block_size=4) as engine:
         one = ask(engine, prompt(1))
         handle = engine.submit(prompt(1), **GREEDY)

@@ -6,7 +6,7 @@ import gc
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -17,8 +17,8 @@ from ..kv import fork_safe_lock
 from ..model.adapters.loading import HostAdapter
 from ..model.adapters.peft_changes import let_changes_wait
 from ..model.capture.replay import drop_captures
-from ..model.lora import LowRank
 from ..model.offloaded import input_device
+from ..model.parts import Parts
 from ..model.support import why_dropped
 from ..model.thread_state import restoring
 from ..model.training import why_random
@@ -151,7 +151,7 @@ class Books:
     # ---- adapters
 
     @in_turn
-    def enter_adapter(self, name: str, layers: Mapping[str, LowRank], loaded: HostAdapter) -> None:
+    def enter_adapter(self, name: str, layers: Parts, loaded: HostAdapter) -> None:
         """Let requests name an adapter, on all ranks. loaded: this one's part of `layers`."""
         self.executor.require_between_forwards("add_adapter()")
         adapters = self.loop.adapters

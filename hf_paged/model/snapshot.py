@@ -24,7 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..kv.reference import invariant
 from . import patches
 from .offloaded import divided, offloaded, stored
-from .peft_layers import MODEL_SETTINGS, OWN_SETTINGS, LoraLayers, adapter_names_of
+from .peft_layers import MODEL_SETTINGS, OF_PEFT, OWN_SETTINGS, LoraLayers, adapter_names_of
+from .peft_parts import wraps_around
 from .quantized import holders_of, is_quantized, looks_around, scales_of
 from .source import STANDS_FOR
 from .switch import modules_of, original_implementation
@@ -137,7 +138,7 @@ class ModelSnapshot:
         for module in self.modules:
             own = module.__dict__
             names, values_of = _settings_of(
-                tuple(own), apart and (module is self.model or "lora_alpha" in own)
+                tuple(own), apart and (module is self.model or not OF_PEFT.isdisjoint(own))
             )
             values = values_of(own)
             if not PLAIN.issuperset(map(type, values)):
@@ -303,8 +304,9 @@ class ModelSnapshot:
         return set(map(id, self.modules)) - self._wrappers()
 
     def _wrappers(self) -> set[int]:
-        """The LoRA layers, by id, where adapters are apart from the model."""
-        return set(map(id, self.lora.layers)) if self.lora.apart else set()
+        """The modules of peft, by id, where adapters are apart from the model."""
+        layers = self.lora.layers if self.lora.apart else []
+        return {id(each) for layer in layers for each in wraps_around(layer)}
 
     def writes_itself(self, module: nn.Module) -> bool:
         """True if a forward may set the module's settings."""

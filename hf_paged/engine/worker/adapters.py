@@ -22,7 +22,7 @@ from ...model.adapters.loading import HostAdapter, read_source
 from ...model.adapters.virtual import VirtualPrompts
 from ...model.adapters.warmup import compiling
 from ...model.device_map import is_spread
-from ...model.lora import LowRank
+from ...model.parts import Parts
 from ...model.peft_layers import BASE
 from ...scheduling import AdapterNames, AdapterSlots, Scheduler, SequenceGroup, TokenSequence
 from ..multimodal.embed import names_of
@@ -194,7 +194,7 @@ class EngineAdapters:
         self.require_new(name)
         return read_source(source, config, name, lambda: self._over)
 
-    def hold(self, layers: Mapping[str, LowRank], invocation: Invocation = ()) -> HostAdapter:
+    def hold(self, layers: Parts, invocation: Invocation = ()) -> HostAdapter:
         """An adapter on the host, on several ranks the part of this one."""
         return HostAdapter(self.model, layers, self.device.type == "cuda", invocation)
 
@@ -271,7 +271,10 @@ class EngineAdapters:
                 raise ValueError(self._unknown(name))
             if name in self.leaving:
                 raise ValueError(f"the adapter {name!r} is being removed")
-        return tuple(dict.fromkeys(names))
+        found = tuple(dict.fromkeys(names))
+        if len(found) > 1:
+            self.contents.require_together(found)
+        return found
 
     def why_lost(self, names: AdapterNames, active: AdapterNames | None) -> str | None:
         """Why a request that waits cannot run any more with what it was given. active: as it was then."""

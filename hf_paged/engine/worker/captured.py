@@ -403,7 +403,7 @@ class CapturedRunner:
         if ADAPTER_SLOT.name in batch.columns:
             assert self.eager.adapters is not None
             table = self.eager.adapters.table
-            if table.why_not is not None or table.kernels is None:
+            if table.why_not is not None or table.kernels is None or table.why_eager is not None:
                 return None
             adapters = table.layout
         rows = bucket_of(batch.rows.decodes if decodes else batch.rows.tokens, 8 if form == "single" else 4)

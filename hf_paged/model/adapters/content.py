@@ -11,7 +11,7 @@ from torch import nn
 
 from ...blocks import extra_key
 from ..identity import identity_of
-from ..lora import Adapter, combine
+from ..lora import Adapter, combine, require_together
 from ..peft_layers import LoraLayers, unmerge_disabled
 from ..shards import local_part
 from ..snapshot import StateKey
@@ -111,6 +111,10 @@ class AdapterContents:
         own, in_model = self.own, self.in_model
         return combine([own[name].copy_to(device) if name in own else in_model.read(name) for name in names])
 
+    def require_together(self, names: Iterable[str]) -> None:
+        """Raise ValueError for adapters of which one alone can be active."""
+        require_together([self._read(name) for name in names])
+
     # ---- what they are
 
     def key(self, names: Iterable[str], again: bool = False, running: Collection[str] = ()) -> bytes:
@@ -119,16 +123,27 @@ class AdapterContents:
         """
         return extra_key(*[self._content(name, again and name not in running) for name in names])
 
-    def _content(self, name: str, again: bool) -> tuple[str, bytes | int]:
-        return ("", self.own[name].key) if name in self.own else (name, self._number(name, again))
+    def _content(self, name: str, again: bool) -> tuple[str | bytes | int, ...]:
+        own = self.own.get(name)
+        if own is None:
+            return name, self._number(name, again)
+        return ("", own.key, self._number(name, again)) if own.reads_base else ("", own.key)
+
+    def _is_fixed(self, name: str) -> bool:
+        """True for an adapter that never changes: one of the own, unless it reads the model's weights."""
+        return name in self.own and not self.own[name].reads_base
+
+    def _read(self, name: str) -> Adapter:
+        return self.own[name].host if name in self.own else self.in_model.read(name)
 
     def _number(self, name: str, again: bool) -> int:
         """The number of the content of one in the peft model. Raises Unreadable."""
         if again or name in self._stale or name not in self._seen:
-            adapter = self.in_model.read(name)
+            adapter = self._read(name)
             number = identity_of(self._model).of_adapter(name).prefix_key(adapter)
-            ids = frozenset(map(id, adapter.tensors))
-            self._seen[name] = _AdapterLook(number, StateKey(adapter.versions, adapter.tensors), ids)
+            ids = frozenset(map(id, adapter.weights()[0]))
+            tensors, _ = adapter.weights()
+            self._seen[name] = _AdapterLook(number, StateKey(adapter.versions, tensors), ids)
             self._stale.discard(name)
         return self._seen[name].number
 
@@ -140,13 +155,12 @@ class AdapterContents:
 
     def changed(self, names: Iterable[str]) -> set[str]:
         """Which of these were written to since they were looked at, as far as the host sees it."""
-        seen = [name for name in names if name in self._seen and name not in self.own]
+        seen = [name for name in names if name in self._seen and not self._is_fixed(name)]
         return {name for name in seen if name in self._stale or self._is_written(name)}
 
     def _is_written(self, name: str) -> bool:
-        in_model = self.in_model
         try:
-            return not in_model.has(name) or not self._seen[name].versions.fits(in_model.read(name).versions)
+            return not self.has(name) or not self._seen[name].versions.fits(self._read(name).versions)
         except (KeyError, RuntimeError):  # another thread takes it away at this moment
             return True
 
@@ -155,7 +169,7 @@ class AdapterContents:
         seen = [name for name in names if name in self._seen]
         own = identity_of(self._model)
         return bool(self.changed(seen)) or any(
-            own.of_adapter(name).prefix_key(self.in_model.read(name), whole=True) != self._seen[name].number
+            own.of_adapter(name).prefix_key(self._read(name), whole=True) != self._seen[name].number
             for name in seen
         )
 
