@@ -396,7 +396,7 @@ class CapturedRunner:
         kernels = not self.eager.expanding and all(store.captured.kernels is not None for store in stores)
         self._by_kernels = kernels
         decodes = batch.rows.decodes == many and not several
-        form = "single" if decodes else "spans" if several else self._form(batch, kernels)
+        form = "single" if decodes else self._form(batch, kernels, several)
         if form is None or (several and not self.eager.steps_spans):
             return None
         adapters = 0
@@ -420,16 +420,18 @@ class CapturedRunner:
         return Size(form, rows, width, adapters)
 
     @staticmethod
-    def _form(batch: ForwardBatch, kernels: bool) -> Form | None:
-        """The form of a batch's chunks in a graph, None if they are the flat row's."""
+    def _form(batch: ForwardBatch, kernels: bool, several: bool) -> Form | None:
+        """The form of a batch's chunks in a graph, None if they are the flat row's. several: states are
+        advanced by several tokens.
+        """
         rows = batch.rows
-        if rows.tokens == len(rows) and WANTED.name not in batch.columns:
+        if not several and rows.tokens == len(rows) and WANTED.name not in batch.columns:
             return "single"
         if kernels:
             return "spans"  # one launch more in a layer, and the past of a chunk is read once for its tokens
         chunks = zip(rows.starts, rows.counts, strict=True)
         pairs = sum(count * (start + count) for start, count in chunks if count > 1)
-        if pairs <= MOST_PAIRS:
+        if pairs <= MOST_PAIRS and not several:
             return "rows"
         return "spans" if pairs <= MOST_IN_TORCH else None
 

@@ -394,7 +394,7 @@ class EagerModel:
         if self.functions is None or states is None:
             return False
         stores = states.group.stores.values()
-        return self.functions.have_spans and all(each.steps is not None for each in stores)
+        return bool(self.functions.called) and all(each.steps is not None for each in stores)
 
     # ---- as it is
 
