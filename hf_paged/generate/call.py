@@ -194,8 +194,7 @@ class Call:
             for cache in self.made:
                 cache.reset()
         for cache in self.used:
-            if cache.ended is None:  # else rows have left it, and it ends with the call
-                cache.spread()
+            cache.spread()
         memory.drain()
 
 

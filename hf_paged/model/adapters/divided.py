@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 
 from torch import nn
 
-from ..parts import LowRank, Part, Parts
-from ..peft_parts import base_of
+from ..lora import LowRank
 from ..ranks.tensor_parallel import mesh_of, style_of
 from ..shards import is_divided
 
@@ -23,7 +22,7 @@ WHOLE = (
 """Styles of layers that take whole inputs and give whole outputs, whatever a rank has of their weights."""
 
 
-def part_here(model: nn.Module, layers: Parts) -> Parts:
+def part_here(model: nn.Module, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
     """This rank's part of an adapter, by the names of layers; all of it if one process has the model.
 
     Where ranks divide a layer's outputs, each has B's rows of its own. Where they divide its inputs, each has
@@ -35,19 +34,12 @@ def part_here(model: nn.Module, layers: Parts) -> Parts:
         return dict(layers)
     rank = mesh.get_local_rank()
     size = mesh.size()
-    return {
-        path: tuple(_part(model, path, part, rank, size) for part in parts) for path, parts in layers.items()
-    }
+    return {path: _part(model, path, part, rank, size) for path, part in layers.items()}
 
 
-def _part(model: nn.Module, path: str, part: Part, rank: int, size: int) -> Part:
-    if not part.divides:
-        raise ValueError(
-            f"the adapter has {part.name} at {path}, which the engine does not divide among {size} ranks; "
-            "merge the adapter into the model, or serve it in one process"
-        )
-    assert isinstance(part, LowRank)
-    module = base_of(model.get_submodule(path))
+def _part(model: nn.Module, path: str, part: LowRank, rank: int, size: int) -> LowRank:
+    module = model.get_submodule(path)
+    module = getattr(module, "base_layer", module)
     style = style_of(model, path)
     names = path.split(".")
     above = [style_of(model, ".".join(names[:count])) for count in range(1, len(names))]
@@ -61,5 +53,5 @@ def _part(model: nn.Module, path: str, part: Part, rank: int, size: int) -> Part
             "leave the layer out of target_modules, or merge the adapter into the model"
         )
     if style == "colwise":
-        return replace(part, b=part.b.chunk(size)[rank].contiguous())
-    return replace(part, a=part.a.chunk(size, dim=1)[rank].contiguous())
+        return part._replace(b=part.b.chunk(size)[rank].contiguous())
+    return part._replace(a=part.a.chunk(size, dim=1)[rank].contiguous())
