@@ -71,11 +71,10 @@ for name, mode in modes.items():
     print(f"{name}: {tokenizer.decode(stock[0], skip_special_tokens=True)}")
     print(f"    peft's tokens in {sum(same.values())} of {len(same)}: {', '.join(same)}")
 
-# What the engine does not do with such an adapter: choose it request by request.
-try:
-    engine.submit(prompt, adapter="loud")
-except ValueError as error:
-    print(f"refused: {error}")
+# One request has it, and the next one has the model alone, in one batch.
+handles = [engine.submit(prompt, do_sample=False, adapter=adapter, **length) for adapter in ("loud", None)]
+for name, handle in zip(("loud", "model alone"), handles, strict=True):
+    print(f"{name}: {prompt}{handle.result().text}")
 engine.close()
 
 # What is left where only low-rank products of linear layers are taken.

@@ -23,6 +23,7 @@ from tiny import config_class
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_paged import Engine
+from hf_paged.engine import Unservable
 from hf_paged.engine.worker.check_policy import WeightsChanged
 from hf_paged.model.adapters import LoraLayers
 
@@ -296,9 +297,8 @@ def test_removing_waits_or_is_refused(model: Any) -> None:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "dora": ({"use_dora": True}, "DoRA"),
-    "bias": ({"bias": "lora_only"}, "biases"),
-    "modules_to_save": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "replicated": ({"layer_replication": [(0, 2)]}, "replicated layers"),
+    "experts": ({"target_parameters": ["experts.weight"]}, "target_parameters"),
     "pissa": ({"init_lora_weights": "pissa"}, "pissa"),
 }
 
@@ -307,7 +307,7 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_what_is_more_than_products_is_refused_by_name(name: str, model: Any, engine: Engine) -> None:
     state = peft.get_peft_model_state_dict(model, adapter_name="one")
     options, why = BAD[name]
-    with pytest.raises(ValueError, match=f"this adapter has {why}"):
+    with pytest.raises(ValueError, match=f"an adapter with {why}"):
         engine.add_adapter("x", state, lora(**options))
     with pytest.raises(ValueError, match="got one of IA3"):
         engine.add_adapter("x", state, peft.IA3Config())
@@ -335,6 +335,16 @@ def test_without_peft_an_adapter_says_what_to_install(
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=r"adapters need peft: pip install 'hf_paged\[peft\]'"):
         engine.add_adapter("further", "a/folder")
+
+
+def test_models_whose_adapters_are_more_serve_what_is_active() -> None:
+    """MiCA is computed by peft's own code; a request cannot choose, and is told why."""
+    model = adapted(lora(init_lora_weights="mica"), lora())
+    with Engine(model, block_size=4) as engine:
+        assert ask(engine, prompt(1)) == alone(model, prompt(1), "one")
+        for wanted in ("two", None):
+            with pytest.raises(ValueError, match=rf"adapter={wanted!r}: requests cannot choose.*since.*MiCA"):
+                engine.submit(prompt(1), adapter=wanted)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "t5", "gemma3", "qwen3"])
@@ -446,26 +456,20 @@ def test_adapters_that_come_to_an_idle_engine(model: Any) -> None:
         assert ask(engine, ids) == before
 
 
-def test_an_active_alora_beside_what_only_peft_computes() -> None:
-    """It begins at its invocation tokens, whoever computes the others."""
-    invoked = lora(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM")
-    made = adapted(invoked, lora(use_dora=True))
-    ids = [*prompt(1), 5, 6, 7]
-    options = {"max_new_tokens": NEW, "do_sample": False}
-    expected = made.generate(input_ids=torch.tensor([ids]), **options)[0, len(ids) :].tolist()
+def test_an_active_alora_beside_what_only_peft_computes_is_refused() -> None:
+    """peft's generate() tells its layers where the adapter begins, and the engine has no such call."""
+    made = adapted(lora(alora_invocation_tokens=[5, 6]), lora(init_lora_weights="mica"))
     with Engine(made, block_size=4) as engine:
-        assert ask(engine, ids) == expected
+        with pytest.raises(ValueError, match=r"the active adapter 'one' is an aLoRA.*cannot tell where"):
+            engine.submit([5, 6, 7])
         made.set_adapter("two")
-        assert ask(engine, ids) == alone(made, ids, "two")
-        assert ask(engine, ids, adapter="one") == expected
+        assert ask(engine, [5, 6, 7]) == alone(made, [5, 6, 7], "two")
 
 
 def test_experts_whose_weights_are_written_in_each_forward() -> None:
-    """A twin of the model has parameters of its own for them."""
     made = adapted(lora(target_modules=[], target_parameters=["experts.gate_up_proj"]), family="mixtral")
-    with Engine(made, block_size=4, num_blocks=100) as engine:
-        for each in ("one", None):
-            assert ask(engine, prompt(1), adapter=each) == alone(made, prompt(1), each)
+    with pytest.raises(Unservable, match=r"writes to its own weights.*target_parameters"):
+        Engine(made, block_size=4)
 
 
 def test_other_methods_compute_with_their_own_code() -> None:

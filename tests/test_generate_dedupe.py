@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_paged import FallbackWarning, PagedCache
 from hf_paged.generate import dedupe, forward
+from hf_paged.generate.ended import ComputedRows
 from hf_paged.generate.forward import wrap
 from hf_paged.model.adapters import Inapplicable
 from hf_paged.model.cache_name import cache_in
@@ -172,7 +173,8 @@ def test_the_host_waits_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         prompt = dedupe.read_prompt(llama, arguments, cache)
     assert waits.count == 1
     assert prompt is not None
-    assert prompt.equal == ([0, 1], [0, 1, 0])
+    assert prompt.distinct is not None
+    assert prompt.distinct[:2] == ([0, 1], [0, 1, 0])
     assert prompt.padding == ([0, 0, 0], True)
 
 
@@ -184,7 +186,7 @@ def test_a_keyword_without_rows_keeps_rows_apart(llama: Any) -> None:
         cache.sequences.copies = 1
         prompt = dedupe.read_prompt(llama, {"input_ids": ids, **keywords}, cache)
         assert prompt is not None
-        assert (prompt.equal is not None) is together
+        assert (prompt.distinct is not None) is together
 
 
 def test_training_mode_without_dropout_is_shared(llama: Any) -> None:
@@ -461,5 +463,8 @@ def test_positions_of_another_form_keep_rows_apart() -> None:
         assert found is not None
         assert [tuple(each.shape) for each in found] == [(3, 5), (3, axes, 5)]
     assert dedupe.rows_to_compare({"input_ids": ids, "position_ids": positions[:, :, None]}, 3) is None
-    few = dedupe.select_rows({"input_ids": ids, "position_ids": positions[None].repeat(3, 1, 1)}, [0, 2])
+    few = dedupe.select_rows(
+        {"input_ids": ids, "position_ids": positions[None].repeat(3, 1, 1)},
+        ComputedRows([0, 2], [0, 0, 1], {}),
+    )
     assert few["position_ids"].tolist() == [positions[[0, 2]].tolist()] * 3

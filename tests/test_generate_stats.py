@@ -68,10 +68,11 @@ def test_it_prints_well() -> None:
     ]
     assert [line.split()[0] for line in lines[3:5]] == ["window", "full"]
     assert len({len(line) for line in lines[2:5]}) == 1
-    assert lines[5] == "prompts  0 tokens reused, 94 computed"
-    assert lines[6] == "         1 x hidden states or attentions are asked for"
-    assert lines[7].startswith("off      graphs: steps are captured on CUDA devices, the model is on cpu")
-    assert all(line.startswith("         ") for line in lines[8:])
+    assert lines[5] == "rows     10 computed, 0 left out"
+    assert lines[6] == "prompts  0 tokens reused, 94 computed"
+    assert lines[7] == "         1 x hidden states or attentions are asked for"
+    assert lines[8].startswith("off      graphs: steps are captured on CUDA devices, the model is on cpu")
+    assert all(line.startswith("         ") for line in lines[9:])
 
 
 def test_what_is_off_says_why(llama: Any) -> None:

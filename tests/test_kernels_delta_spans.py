@@ -11,7 +11,7 @@ import pytest
 import state_spans_in_torch
 import torch
 from kernel_cases import DEVICE, GPU, load
-from state_step_cases import BF16, ERROR, FP32, SOURCE, InSlots, noise
+from state_step_cases import BF16, ERROR, FP32, SOURCE, InSlots, kimi, noise
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 kernels = load()
@@ -20,7 +20,11 @@ COUNTS = [70, 1, 64, 3, 129, 5]
 
 
 def given(
-    dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int], alike: bool = False
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    alike: bool = False,
+    by_channel: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values as parts of one product; decay and beta."""
     tokens = sum(COUNTS)
@@ -29,28 +33,39 @@ def given(
     query, key, value = wide.split([key_heads * dim, key_heads * dim, value_heads * width], -1)
     query, key = (x.view(tokens, key_heads, dim) for x in (query, key))
     beta = noise(tokens, value_heads, dtype=dtype, seed=2).sigmoid()
-    decay = -torch.nn.functional.softplus(noise(tokens, value_heads, seed=3))
+    gates = (tokens, value_heads, dim) if by_channel else (tokens, value_heads)
+    decay = -torch.nn.functional.softplus(3 * noise(*gates, seed=3))
     if alike:
         key, beta, decay = key[:1].expand_as(key).contiguous(), torch.ones_like(beta), decay * 0
     return query, key, value.view(tokens, value_heads, width), decay, beta
 
 
 @pytest.mark.parametrize(
-    ("dtype", "held", "heads", "dims", "alike"),
+    ("dtype", "held", "heads", "dims", "alike", "by_channel"),
     [
-        (FP32, FP32, (2, 4), (16, 16), False),
-        (FP32, FP32, (1, 1), (24, 40), False),
-        (FP32, FP32, (1, 2), (16, 16), True),  # equal keys that forget nothing: the worst of all systems
-        (BF16, FP32, (1, 2), (16, 32), False),
-        (BF16, BF16, (1, 1), (16, 16), False),
-        *([(BF16, FP32, (16, 32), (128, 128), False), (FP32, FP32, (2, 2), (128, 128), True)] if GPU else []),
+        (FP32, FP32, (2, 4), (16, 16), False, False),
+        (FP32, FP32, (1, 1), (24, 40), False, False),
+        (FP32, FP32, (1, 2), (16, 16), True, False),  # equal keys that forget nothing: the worst of all systems
+        (BF16, FP32, (1, 2), (16, 32), False, False),
+        (BF16, BF16, (1, 1), (16, 16), False, False),
+        (FP32, FP32, (1, 2), (24, 16), False, True),
+        (FP32, FP32, (1, 1), (16, 16), True, True),
+        (BF16, FP32, (1, 1), (16, 16), False, True),
+        *([(BF16, FP32, (16, 32), (128, 128), False, False), (FP32, FP32, (2, 2), (128, 128), True, False),
+           (BF16, FP32, (32, 32), (128, 128), False, True)] if GPU else []),
     ],
-)
+)  # fmt: skip
 def test_spans(
-    dtype: torch.dtype, held: torch.dtype, heads: tuple[int, int], dims: tuple[int, int], alike: bool
+    dtype: torch.dtype,
+    held: torch.dtype,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    alike: bool,
+    by_channel: bool,
 ) -> None:
     """Elsewhere than they read, in place, without a past, nowhere, of any length."""
-    query, key, value, decay, beta = given(dtype, heads, dims, alike)
+    stock = kimi.recurrent_kimi_delta_attention if by_channel else torch_recurrent_gated_delta_rule
+    query, key, value, decay, beta = given(dtype, heads, dims, alike, by_channel)
     slots = InSlots((heads[1], *dims), held)
     borders = [0, *accumulate(COUNTS)]
     before, many = slots.gathered().float(), heads[1] // heads[0]
@@ -58,7 +73,7 @@ def test_spans(
     for i, (begin, end) in enumerate(pairwise(borders)):
         x = [each[None, begin:end] for each in (query, key, value, decay, beta)]
         x[:2] = [each.repeat_interleave(many, 2) for each in x[:2]]
-        answer, state = torch_recurrent_gated_delta_rule(
+        answer, state = stock(
             *x[:3], g=x[3], beta=x[4], initial_state=before[i : i + 1], output_final_state=True,
             use_qk_l2norm_in_kernel=True,
         )  # fmt: skip

@@ -40,12 +40,12 @@ def free(of: Sequences) -> None:
     of.memory.check()
 
 
-def test_a_row_stands_for_equal_rows_until_it_is_spread() -> None:
+def test_a_row_stands_for_others_until_they_are_held() -> None:
     made = sequences(2, 3)
     before = blocks(made)
     made.sources = [0, 0, 1]
     assert made.count == 2
-    made.spread()
+    assert made.hold(range(3), None) == [0, 0, 1]
     assert made.count == 3
     assert blocks(made) == [before[0], before[0], before[1]]
     assert made.sources is None
@@ -54,6 +54,19 @@ def test_a_row_stands_for_equal_rows_until_it_is_spread() -> None:
     first, second, _ = blocks(made)
     assert first[0] == second[0]
     assert first[1] != second[1], "a shared last block is copied before it is written"
+    free(made)
+
+
+def test_rows_that_nobody_computes_are_given_back() -> None:
+    """Row 2 runs on and stands for all; held again, the others are forks of it."""
+    made = sequences(3, 5)
+    before = blocks(made)
+    assert made.hold([0, 2], [0, 1, 1]) == [0, 2]
+    assert made.hold([2], [0, 0, 0]) == [1]
+    assert blocks(made) == [before[2]]
+    assert {rows.group.pool.held for rows in made.rows.values()} == {len(before[2])}
+    assert made.hold(range(3), None) == [0, 0, 0]
+    assert blocks(made) == [before[2]] * 3
     free(made)
 
 

@@ -30,17 +30,43 @@ def test_switching_adding_and_disabling_leave_the_model_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"modules_to_save": ["lm_head", "norm"]},
+        {"target_modules": ["embed_tokens"]},
+        {"trainable_token_indices": [5, 7]},
+    ],
+    ids=["dora", "bias", "modules_to_save", "embedding", "tokens"],
+)
+def test_parts_of_every_kind_leave_the_model_as_it_is(options: dict[str, Any]) -> None:
+    """Peft's modules around embeddings and heads are none of the model's, as its LoRA layers are."""
+    model = adapted(lora(), lora())
+    first = snapshot(model)
+    model.add_adapter("new", lora(**options))
+    model.eval()
+    found = snapshot(model)
+    assert found.lora.apart
+    assert found.same_modules(first)
+    model.set_adapter("new")
+    with_new = snapshot(model)
+    assert with_new.lora.active == ("new",)
+    model.set_adapter("two")
+    assert with_new.graph_key is snapshot(model).graph_key
+    assert with_new.unchanged()
+
+
+@pytest.mark.parametrize(
     ("change", "why"),
     [
         (lambda model: model.merge_adapter(), "merged"),
-        (lambda model: model.add_adapter("d", lora(use_dora=True)), "Dora"),
-        (lambda model: model.add_adapter("d", lora(lora_bias=True)), "biases"),
-        (lambda model: model.add_adapter("d", lora(modules_to_save=["lm_head"])), "ModulesToSave"),
-        (lambda model: model.add_adapter("d", lora(target_modules=["embed_tokens"])), "Embedding"),
+        (lambda model: model.add_adapter("d", lora(init_lora_weights="mica")), "MiCA"),
+        (lambda model: model.add_adapter("d", lora(modules_to_save=["mlp"])), "no linear layer, embedding"),
     ],
-    ids=["merged", "dora", "bias", "modules_to_save", "embedding"],
+    ids=["merged", "mica", "a block"],
 )
-def test_what_is_more_than_a_product_belongs_to_the_model(change: Any, why: str) -> None:
+def test_what_only_peft_computes_belongs_to_the_model(change: Any, why: str) -> None:
     """Such adapters are part of the model's state, as peft's own code computes them."""
     model = adapted(lora(), lora())
     first = snapshot(model)
@@ -77,7 +103,7 @@ def test_a_change_of_one_adapter_is_its_own() -> None:
 
 def test_the_verdict_is_one_by_name() -> None:
     """One adapter of another kind leaves the verdict on those beside it as it was."""
-    model = adapted(lora(), lora(use_dora=True), lora(modules_to_save=["lm_head"]), lora(r=3))
+    model = adapted(lora(), lora(init_lora_weights="mica"), lora(modules_to_save=["mlp"]), lora(r=3))
     reasons = snapshot(model).lora.reasons
     assert list(reasons) == ["one", "two", "three", "four"]
     assert {name: why is None for name, why in reasons.items()} == {
@@ -86,8 +112,8 @@ def test_the_verdict_is_one_by_name() -> None:
         "three": False,
         "four": True,
     }
-    assert "Dora" in str(reasons["two"])
-    assert "ModulesToSave" in str(reasons["three"])
+    assert "MiCA" in str(reasons["two"])
+    assert "LlamaMLP in modules_to_save" in str(reasons["three"])
     model.delete_adapter("two")
     model.delete_adapter("three")
     assert not any(snapshot(model).lora.reasons.values())

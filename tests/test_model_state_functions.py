@@ -116,7 +116,7 @@ def test_steps_of_an_engine_answer_as_each_prompt_alone(
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_5_text", "lfm2", "nemotron_h", "zamba", "falcon_mamba"],
+    ["qwen3_5_text", "kimi_linear", "lfm2", "nemotron_h", "zamba", "falcon_mamba"],
 )
 @FLAT_STATES
 def test_steps_with_prompts_in_them_are_captured(

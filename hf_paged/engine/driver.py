@@ -6,7 +6,7 @@ import gc
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -17,8 +17,8 @@ from ..kv import fork_safe_lock
 from ..model.adapters.loading import HostAdapter
 from ..model.adapters.peft_changes import let_changes_wait
 from ..model.capture.replay import drop_captures
-from ..model.lora import LowRank
 from ..model.offloaded import input_device
+from ..model.parts import Parts
 from ..model.support import why_dropped
 from ..model.thread_state import restoring
 from ..model.training import why_random
@@ -151,7 +151,7 @@ class Books:
     # ---- adapters
 
     @in_turn
-    def enter_adapter(self, name: str, layers: Mapping[str, LowRank], loaded: HostAdapter) -> None:
+    def enter_adapter(self, name: str, layers: Parts, loaded: HostAdapter) -> None:
         """Let requests name an adapter, on all ranks. loaded: this one's part of `layers`."""
         self.executor.require_between_forwards("add_adapter()")
         adapters = self.loop.adapters
@@ -443,7 +443,7 @@ class Driver:
             if adapters.leaving:
                 self.books.remove_idle_adapters()
             admits = bool(scheduler.waiting or scheduler.preempted) and scheduler.may_admit
-            fresh = adapters.fresh and adapters.present
+            fresh = adapters.fresh and bool(adapters.layers)
             must_check = admits or fresh or not scheduler.running or self._training != self.model.training
             if not self.books.jobs and scheduler.prefixes.snapshots.idle:
                 loop.in_flight = None  # it has only tokens too many, and no state that others may go on from
@@ -541,9 +541,9 @@ class Driver:
             if loop.model_check.adapters_moved:
                 loop.model_check.adapters_moved = False
                 self.books.atomically(adapters.follow_model)
-            if adapters.present:
+            if adapters.layers:
                 self.undelivered += self.books.atomically(loop.end_changed_adapters)
-        if not running or adapters.present:
+        if not running or adapters.layers:
             self.undelivered += self.books.atomically(loop.end_lost)
             self.books.atomically(loop.renew_adapters)
 

@@ -25,6 +25,7 @@ from ..model.slots import CROSS, NO_CONTENT, Slot, beside, slots_of
 from ..model.state_functions import WITHOUT_PAST, StateFunctions
 from ..model.state_layers import KeepsStates, RowStates
 from ..model.state_slots import rows_at, states_of
+from .ended import EndedRows
 from .picture import block_map
 from .prefix_reuse import Reuse
 
@@ -77,10 +78,11 @@ class PagedCache(DynamicCache):
         keep_pools: bool | None = None,
         state_slots: int | None = None,
         state_dtype: str | None = None,
+        drop_ended: str = "auto",
     ) -> None:
         config = CacheConfig(
             block_size, num_blocks, memory_fraction, kernels, graphs, prefix_caching, salt, verify,
-            keep_pools, state_slots=state_slots, state_dtype=state_dtype,
+            keep_pools, state_slots=state_slots, state_dtype=state_dtype, drop_ended=drop_ended,
         )  # fmt: skip
         self._open(base_model(model), config, cross=False)
 
@@ -144,6 +146,8 @@ class PagedCache(DynamicCache):
         """True once the running call has read its attention mask on the host."""
         self.prompt_in_chunks = False
         """True if the running call feeds its prompt in several forwards."""
+        self.ended: EndedRows | None = None
+        """The rows of the running call that have ended; None if all stay to its end."""
         if sequences.states is not None:
             known_model = model()
             functions = None
@@ -301,15 +305,21 @@ class PagedCache(DynamicCache):
             self.spread()
 
     def spread(self) -> None:
-        """Fork the rows that represent several equal ones, in every layer."""
+        """Fork the rows that stand for several, in every layer."""
         sources = self.sequences.sources
         if sources is not None:
-            held = self.sequences.count
-            self.sequences.spread()
-            if held:
-                self._reorder_others(torch.tensor(sources, device="cpu"))
+            self.hold(range(len(sources)), None)
         if self.cross is not None:
             self.cross.spread()
+
+    def hold(self, rows: Sequence[int], sources: list[int] | None) -> None:
+        """Hold these rows of the call from now on, in every layer. sources: which of them stands for each row
+        of the call; None if each does for itself.
+        """
+        held = self.sequences.count
+        places = self.sequences.hold(rows, sources)
+        if held:
+            self._reorder_others(torch.tensor(places, device="cpu"))
 
     def activate_past_recording(self) -> None:
         """Keep what a crop needs: windows keep their past, and recurrent layers the inputs of a step."""

@@ -194,7 +194,8 @@ class Call:
             for cache in self.made:
                 cache.reset()
         for cache in self.used:
-            cache.spread()
+            if cache.ended is None:  # else rows have left it, and it ends with the call
+                cache.spread()
         memory.drain()
 
 

@@ -25,6 +25,7 @@ from ..model.outputs import ROWS_FIRST, repeat_fields
 from ..model.switch import modules_of
 from ..model.training import why_random
 from .cache import PagedCache
+from .ended import ComputedRows
 from .padding import Padding, look, mask_name, new_of, rows_of
 from .states import computes_rows_apart
 
@@ -53,24 +54,6 @@ MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 """An odd number with many bits: the golden ratio in 64 of them."""
 
 
-class EqualRows(NamedTuple):
-    """The rows of a batch by what they are equal to."""
-
-    first: list[int]
-    """The rows that equal no row before them."""
-    sources: list[int]
-    """Of every row which of `first` it equals."""
-
-    @classmethod
-    def of(cls, representatives: Sequence[int]) -> EqualRows | None:
-        """From the row that each row equals; None if all rows differ."""
-        first = sorted(set(representatives))
-        if len(first) == len(representatives):
-            return None
-        place = {row: i for i, row in enumerate(first)}
-        return cls(first, [place[row] for row in representatives])
-
-
 @cache
 def keeps_another_cache(cls: Any) -> bool:
     """True if the forward of a model class takes a second cache from step to step, whose rows cannot be
@@ -85,8 +68,8 @@ def keeps_another_cache(cls: Any) -> bool:
 class PromptRows(NamedTuple):
     """The host's knowledge of a prompt's rows after one look at them."""
 
-    equal: EqualRows | None
-    """Which rows are equal; None if all differ, or may differ in what they become."""
+    distinct: ComputedRows | None
+    """The rows that equal no row before them; None if all differ, or may differ in what they become."""
     padding: Padding | None
     """The padding by its attention mask, if that was read."""
     device: torch.device
@@ -98,14 +81,22 @@ class PromptRows(NamedTuple):
         return Padding([self.padding.starts[row] for row in rows], self.padding.plain)
 
 
+def may_be_prompt(cache: PagedCache) -> bool:
+    """True if the next forward of a generate() may be its prompt, or a part of it."""
+    sequences = cache.sequences
+    if not sequences.copies or (cache.ended is not None and cache.ended.begun):
+        return False
+    return not sequences.columns or (cache.prompt_in_chunks and sequences.sources is not None)
+
+
 def read_prompt(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCache) -> PromptRows | None:
     """Look for equal rows, and read the mask with them: the host waits for the device once. None for what is
     no prompt of a generate().
     """
+    if not may_be_prompt(cache):
+        return None
     sequences = cache.sequences
     known = sequences.sources
-    if not sequences.copies or (sequences.columns and (known is None or not cache.prompt_in_chunks)):
-        return None
     device = input_device(model)
     rows = rows_of(arguments)
     tensors = None if rows < 2 else _comparable(model, arguments, rows, cache)
@@ -129,7 +120,7 @@ def read_prompt(model: nn.Module, arguments: Mapping[str, Any], cache: PagedCach
         equal_by_content(tensors) if others is None else others.where(equal_to(tensors, others).all(), row)
     )
     host = torch.cat([found.to(device), told]).tolist()
-    return PromptRows(EqualRows.of(host[:rows]), Padding.of(host[rows:]) if len(told) else None, device)
+    return PromptRows(ComputedRows.of(host[:rows]), Padding.of(host[rows:]) if len(told) else None, device)
 
 
 def _comparable(
@@ -243,14 +234,11 @@ def _leaves(value: Any) -> list[torch.Tensor] | None:
     return [leaf for leaves in found for leaf in leaves or ()]
 
 
-def select_rows(arguments: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """The forward's arguments for some rows."""
-    indices: dict[torch.device, torch.Tensor] = {}
+def select_rows(arguments: Mapping[str, Any], computed: ComputedRows) -> dict[str, Any]:
+    """The forward's arguments for the rows that it computes, of a prompt or of a step."""
 
     def picked(x: torch.Tensor, dimension: int = 0) -> torch.Tensor:
-        if x.device not in indices:
-            indices[x.device] = torch.tensor(rows, device=x.device)
-        return x.index_select(dimension, indices[x.device])
+        return x.index_select(dimension, computed.on(x.device)[0])
 
     return {
         name: picked(value, 1) if has_axes(name, value) else _each(value, picked)

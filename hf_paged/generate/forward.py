@@ -28,7 +28,16 @@ from ..model.routers import routers_of
 from ..model.state_slots import rows_at
 from ..model.switch import setting_of
 from .cache import Mark, PagedCache, paged_parts
-from .dedupe import PromptRows, narrow_adapter_names, read_prompt, repeat_rows, select_rows
+from .dedupe import (
+    PromptRows,
+    may_be_prompt,
+    narrow_adapter_names,
+    read_prompt,
+    repeat_rows,
+    select_rows,
+)
+from .ended import ComputedRows
+from .leaving import rows_of_step
 from .padding import INPUTS, Padding, mask_name, new_of, note_padding, rows_of
 from .states import follow_rows
 
@@ -73,8 +82,12 @@ def wrap(
         run = compute if parts[0].own_layers else _of_states_alone(compute, name)
         with memory.lock:
             memory.queue()
+            computed = _hold_rows(model, arguments, parts)
             before = [part.mark() for part in parts]
             try:
+                if computed is not None:
+                    answer = _few(model, run, arguments, parts, masks_known, computed)
+                    return repeat_rows(answer, len(computed.rows), computed.on(input_device(model))[1])
                 return _run(model, run, arguments, parts, masks_known)
             except BaseException:
                 try:
@@ -87,6 +100,21 @@ def wrap(
     if model._compiled_call_impl is not None:  # model.compile() traces what the model's call runs
         forward = torch.compiler.disable(forward)
     return forward
+
+
+def _hold_rows(model: nn.Module, arguments: dict[str, Any], parts: list[PagedCache]) -> ComputedRows | None:
+    """Let the caches hold the rows that a step computes, and answer with them; None for all rows of the call.
+    Those of a prompt are found later.
+    """
+    if may_be_prompt(parts[0]):
+        return None
+    computed = rows_of_step(model, arguments, parts)
+    for part in parts:
+        if computed is None:
+            part.spread()
+        elif part.sequences.sources is not computed.sources:
+            part.hold(computed.rows, computed.sources)
+    return computed
 
 
 def _of_states_alone(original: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -142,13 +170,14 @@ def _run(
             part.sequences.sources = None
         sequences.fill(rows_of(arguments))
     prompt = read_prompt(model, arguments, parts[0])
-    if prompt is not None and prompt.equal is not None:
-        equal = prompt.equal
-        index = torch.tensor(equal.sources, device=prompt.device)
+    distinct = None if prompt is None else prompt.distinct
+    if prompt is not None and distinct is not None:
+        rows, new = len(distinct.rows), new_of(arguments)
+        index = distinct.on(prompt.device)[1]
         routers = routers_of(model, again=True)
-        once = not all(part.may_repeat(len(equal.first), new_of(arguments)) for part in parts)
-        if not once and routers.known and routers.keep_rows_apart(len(equal.first), index, new_of(arguments)):
-            return _unique(model, original, arguments, parts, masks_known, prompt, index)
+        once = not all(part.may_repeat(rows, new) for part in parts)
+        if not once and routers.known and routers.keep_rows_apart(rows, index, new):
+            return _unique(model, original, arguments, parts, masks_known, prompt, distinct)
     for part in parts:
         part.spread()
     if prompt is None:
@@ -164,12 +193,11 @@ def _unique(
     parts: list[PagedCache],
     masks_known: bool,
     prompt: PromptRows,
-    index: torch.Tensor,
+    distinct: ComputedRows,
 ) -> Any:
     """Compute the rows of a prompt that differ, and answer for all."""
-    assert prompt.equal is not None
-    first = prompt.equal.first
-    kept = select_rows(arguments, first)
+    first = distinct.rows
+    index = distinct.on(prompt.device)[1]
     asked = asked_fields(model, arguments)
     layouts = layouts_of(model)
     # Codecs of recordings draw random numbers: then rows of equal inputs are not equal rows.
@@ -183,18 +211,18 @@ def _unique(
         sequences = parts[0].sequences
         if sequences.sources is None:  # else a chunk before this one has done so
             sequences.numbers = selected(sequences.numbers, first)
-        with narrow_adapter_names(model, len(index), first):
-            answer = _paged(model, original, kept, parts, masks_known, prompt.padding_of(first))
+        padding = prompt.padding_of(first)
+        answer = _few(model, original, arguments, parts, masks_known, distinct, padding)
         drawn = has_drawn(states, device)
         if not drawn and follow_rows(model, parts, len(first)):
             for part in parts:
-                part.sequences.sources = prompt.equal.sources
+                part.sequences.sources = distinct.sources
             return repeat_rows(answer, len(first), index, layouts[asked])
         take_back_draws(states, device)
         _drop_unique_rows(parts, before, arguments.get(CACHE), drawn)
     elif asked not in layouts and parts[0].sequences.columns == 0:
         with narrow_adapter_names(model, len(index), first):
-            few = _without_cache(original, kept)
+            few = _without_cache(original, select_rows(arguments, distinct))
         if has_drawn(states, device):
             take_back_draws(states, device)
             few = None
@@ -204,6 +232,23 @@ def _unique(
         answer = _paged(model, original, arguments, parts, masks_known, prompt.padding)
     if few is not None:
         layouts[asked] = known_layout(few, answer, len(first), index)
+    return answer
+
+
+def _few(
+    model: nn.Module,
+    original: Callable[..., Any],
+    arguments: dict[str, Any],
+    parts: list[PagedCache],
+    masks_known: bool,
+    computed: ComputedRows,
+    padding: Padding | None = None,
+) -> Any:
+    """The answer of a forward of some of the call's rows, for these."""
+    few, all_rows = len(computed.rows), len(computed.sources)
+    with narrow_adapter_names(model, all_rows, computed.rows):
+        answer = _paged(model, original, select_rows(arguments, computed), parts, masks_known, padding)
+    parts[0].sequences.memory.rows["left_out"] += all_rows - few
     return answer
 
 
@@ -240,6 +285,8 @@ def _paged(
     # A prompt in one piece has its padded columns at hand; later pieces read what earlier ones stored.
     store_all = (dense and parts[0].prompt_in_chunks) or not masks_known
     note_padding(model, arguments, parts[0], store_all, padding)
+
+    parts[0].sequences.memory.rows["computed"] += rows_of(arguments)
 
     def run(given: dict[str, Any]) -> Any:
         captured = parts[0].sequences.static is not None
@@ -325,7 +372,7 @@ def _step(
     starts = sequences.starts
     prompt = new > MOST_NEW or (cache.prompt_in_chunks and new > 1)
     prompt = prompt or (starts is not None and max(starts) > sequences.columns)
-    if prompt or rows != sequences.count or any(part.sequences.sources is not None for part in parts):
+    if prompt or rows != sequences.count or may_be_prompt(cache):
         return None
     differs = torch.is_grad_enabled() or torch.is_autocast_enabled()
     if differs or _asks_for(model, arguments, ("output_attentions",)):

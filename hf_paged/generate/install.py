@@ -1,4 +1,4 @@
-"""The plug: three methods of GenerationMixin, two registry entries. `import hf_paged` installs it,
+"""The plug: four methods of GenerationMixin, two registry entries. `import hf_paged` installs it,
 `uninstall_cache()` takes it out.
 """
 
@@ -28,6 +28,7 @@ from ..model.thread_state import restoring
 from ..model.training import why_random
 from .cache import PagedCache, paged_parts
 from .call import Call, current_call, settle_models
+from .leaving import watched
 from .ranks import begin_on_ranks, check_ranks
 
 WORD = "paged"
@@ -41,6 +42,7 @@ EXPECTED = {
         "batch_size",
         "max_cache_length",
     ],
+    "_sample": ["input_ids", "logits_processor", "stopping_criteria", "generation_config"],
 }
 PATCH = "_hf_paged_patch"
 OWN = "{} has a generate() of its own"
@@ -77,6 +79,7 @@ class Patch:
             ("generate", _wrap_generate),
             ("_prepare_generation_config", _wrap_prepare_config),
             ("_prepare_cache_for_generation", _wrap_prepare_cache),
+            ("_sample", _wrap_sample),
         ):
             method = getattr(GenerationMixin, name)
             if self.originals.setdefault(name, method) is not method:
@@ -217,6 +220,27 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
         return None
 
     return _prepare_cache_for_generation
+
+
+def _wrap_sample(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def _sample(
+        self: Any,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        call = current_call.get()
+        if patch.active and call is not None and call.model is self:
+            stopping_criteria = watched(
+                call.model, call.made, generation_config, input_ids, logits_processor, stopping_criteria
+            )
+        return stock(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)
+
+    return _sample
 
 
 def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any], slots: list[Slot]) -> bool:

@@ -74,6 +74,12 @@ class Stats:
     """Tokens of prompts that were found, in calls with prefix caching."""
     computed: int
     """Tokens of prompts that were not."""
+    rows_computed: int
+    """Rows of all forwards of paged generate() that were computed."""
+    rows_left_out: int
+    """Rows that were not: they equal others in a prompt, or have ended."""
+    rows_stay: str | None
+    """Why rows that had ended stayed in the steps of the last call; None if they could leave."""
     reasons: Mapping[str, int]
     """Why prompts were computed whole, or not kept for others, and how often."""
     off: Mapping[str, str]
@@ -123,6 +129,7 @@ class Stats:
         ]
         if self.pools:
             lines += _table(self.pools)
+        lines.append(f"rows     {self.rows_computed:,} computed, {self.rows_left_out:,} left out")
         lines.append(f"prompts  {self.reused:,} tokens reused, {self.computed:,} computed")
         lines += [f"         {count:,} x {reason}" for reason, count in sorted(self.reasons.items())]
         titles = ["off", *[""] * len(self.off)]
@@ -154,7 +161,7 @@ def stats(model: nn.Module) -> Stats:
     memory = known_memory(base)
     off = MappingProxyType(_parts_off(base, memory))
     if memory is None:
-        return Stats(type(base).__name__, (), (), 0, 0, MappingProxyType({}), off)
+        return Stats(type(base).__name__, (), (), 0, 0, 0, 0, None, MappingProxyType({}), off)
     with memory.lock:
         memory.drain()
         pools = tuple(PoolStats.of(group) for group in memory.groups.values())
@@ -166,6 +173,9 @@ def stats(model: nn.Module) -> Stats:
             pools,
             counts["reused"],
             counts["computed"],
+            memory.rows["computed"],
+            memory.rows["left_out"],
+            memory.rows_stay,
             reasons,
             off,
         )

@@ -14,6 +14,7 @@ from ..blocks.pool import check_block_size
 KERNELS = ("auto", "triton", "native", "torch")
 VERIFY = (None, "tokens", "bytes")
 STATE_DTYPES = (None, "bfloat16")
+DROP_ENDED = ("auto", "off")
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,10 @@ class CacheConfig:
         copied, swapped or evicted.
     keep_pools: whether the pools, with the steps captured over them, stay when the model trains between
         calls. None keeps them where they fit beside what training was seen to take.
+    drop_ended: "auto" takes rows that have ended out of the steps of a call, where nothing looks at more of
+        them than their tokens. "off" computes all rows until the last one ends.
 
-    The last four describe how a call uses a pool, not the pool: configs that differ only there share one.
+    The last five describe how a call uses a pool, not the pool: configs that differ only there share one.
     """
 
     block_size: int = 16
@@ -53,6 +56,7 @@ class CacheConfig:
     salt: str = field(default="", compare=False)
     verify: str | None = field(default=None, compare=False)
     keep_pools: bool | None = field(default=None, compare=False)
+    drop_ended: str = field(default="auto", compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
@@ -63,6 +67,11 @@ class CacheConfig:
         check_keep_pools(self.keep_pools)
         check_salt(self.salt)
         check_verify(self.verify)
+        if self.drop_ended not in DROP_ENDED:
+            raise ValueError(
+                f'drop_ended={self.drop_ended!r} is not one of {DROP_ENDED}; "off" computes rows that have '
+                "ended until the last one ends"
+            )
         if self.state_dtype not in STATE_DTYPES:
             raise ValueError(
                 f"state_dtype={self.state_dtype!r} is not one of {STATE_DTYPES}; None keeps recurrent states "

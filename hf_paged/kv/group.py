@@ -511,6 +511,10 @@ class Memory:
         """Tokens of prompts that were "computed" and "reused", in calls that may reuse."""
         self.reasons: Counter[str] = Counter()
         """Why prompts were computed whole or not kept for others, and how often."""
+        self.rows: Counter[str] = Counter()
+        """Rows of the forwards of generate() that were "computed", and that were "left_out"."""
+        self.rows_stay: str | None = None
+        """Why ended rows stayed in the steps of the last call; None if they could leave."""
         self.paths: list[str] = []
         """How attention read each layer in the last call."""
         self.row_fillers = ColumnFillers()

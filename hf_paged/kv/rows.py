@@ -421,7 +421,9 @@ class Rows:
             self._changed()
 
     def _find_strided(self) -> None:
-        """Find out whether rows that began with cached blocks lie at equal distances."""
+        """Find out whether rows lie at equal distances: those that began with cached blocks, or some that
+        remain.
+        """
         size = self.group.pool.block_size
         firsts = [table.blocks[0] - table.released for table in self._tables if table.blocks]
         strides = {after - before for before, after in pairwise(firsts)} or {1}
@@ -443,7 +445,10 @@ class Rows:
                 self._tables = reorder(self.tables, sources)
                 if self.starts is not None:
                     self.begin_at([self.starts[source] for source in sources])
+                lay_so = self._strided is not None and len(set(sources)) == len(sources)
                 self._strided = None
+                if lay_so:
+                    self._find_strided()
                 self._changed()
 
     def crop(self, columns: int) -> None:

@@ -22,9 +22,9 @@ class Sequences:
     """State shared by a cache and its layers: one `Rows` per kind of layer, all holding the same rows.
 
     Two operations are deferred. `sources`: a row stands for all rows that are equal to it (beams, samples, a
-    prompt that was given several times) and is forked when they begin to differ. A pending reorder: its
-    indices are being copied from the device and are applied when the next step is planned. A reader of rows
-    settles both first (C16): the cache does, which also informs the layers that are not paged.
+    prompt that was given several times) or that have ended, and is forked when they are computed. A pending
+    reorder: its indices are being copied from the device and are applied when the next step is planned. A
+    reader of rows settles both first (C16): the cache does, which also informs the layers that are not paged.
     """
 
     def __init__(self, memory: Memory, groups: Mapping[LayerKind, LayerGroup]) -> None:
@@ -167,12 +167,15 @@ class Sequences:
         arrived.synchronize()
         self.select(index.tolist())
 
-    def spread(self) -> None:
-        """Fork every row into the rows that it represents."""
-        sources = self.sources
-        self.sources = None
-        if sources is not None and self.count:
-            self.select(sources)
+    def hold(self, rows: Sequence[int], sources: list[int] | None) -> list[int]:
+        """Hold these rows of the call from now on; row i of the call is row sources[i] here, all of them as
+        they are if that is None. The answer names the rows that they were here.
+        """
+        places = list(rows) if self.sources is None else [self.sources[row] for row in rows]
+        self.sources = sources
+        if self.count:
+            self.select(places)
+        return places
 
     def select(self, sources: list[int]) -> None:
         """Make row i what row sources[i] was, for as many rows as there are sources."""

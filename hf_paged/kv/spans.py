@@ -41,10 +41,12 @@ class StaticSpans(StaticBatch):
         )
 
     def _parts(self) -> list[UploadPart]:
-        """The parts of an upload: the blocks of every sequence; the position of every token (-1: it is not
-        there) and its sequence; the tokens of every sequence with this step's, and where its own begin.
+        """The parts of an upload: the columns before and after the step; the blocks of every sequence; the
+        position of every token (-1: it is not there) and its sequence; the tokens of every sequence with this
+        step's, and where its own begin.
         """
         return [
+            UploadPart("columns", (2,), torch.long),
             UploadPart("table", (self.most, self.width)),
             UploadPart("tokens", (self.rows,), empty=-1),
             UploadPart("owners", (self.rows,)),

@@ -1,52 +1,48 @@
-"""Additions of a LoRA adapter to a model's linear layers."""
+"""An adapter of a model: a part at each module that it changes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from .parts import LowRank, Part
+from .peft_parts import base_of
 from .weights_digest import version_of
 
-
-class LowRank(NamedTuple):
-    """An adapter's addition to a layer's output: scale * (x a^T) b^T."""
-
-    a: torch.Tensor
-    """[rank, inputs]"""
-    b: torch.Tensor
-    """[outputs, rank]"""
-    scale: float
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """scale * (x a^T) b^T, rounded as peft does."""
-        linear = nn.functional.linear
-        a, b = self.a.to(x.device), self.b.to(x.device)  # of layers on several devices, all lie on one
-        return linear(linear(x.to(a.dtype), a), b) * self.scale
+__all__ = ["Adapter", "LowRank", "Part", "add_parts", "combine", "require_together"]
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter's low-rank products by layer, or those of several that are active together, in their order.
-    Layers that it leaves as they are have none.
+    """An adapter's parts by module, or those of several that are active together, in their order. Modules
+    that it leaves as they are have none.
     """
 
-    layers: Mapping[nn.Module, tuple[LowRank, ...]]
+    layers: Mapping[nn.Module, tuple[Part, ...]]
 
     @property
-    def parts(self) -> list[LowRank]:
-        """The products of all layers."""
+    def parts(self) -> list[Part]:
+        """The parts at all modules."""
         return list(chain.from_iterable(self.layers.values()))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All its weights."""
-        return [tensor for part in self.parts for tensor in (part.a, part.b)]
+        """All its weights; one that several modules share once."""
+        found = chain.from_iterable(part.tensors for part in self.parts)
+        return list({id(tensor): tensor for tensor in found}.values())
+
+    @property
+    def bases(self) -> list[torch.Tensor]:
+        """The weights of the model that its parts are computed from."""
+        items = self.layers.items()
+        read = [base_of(module) for module, parts in items if any(part.reads_base for part in parts)]
+        return [tensor for base in read for tensor in base.parameters()]
 
     @property
     def facts(self) -> Any:
@@ -54,27 +50,28 @@ class Adapter:
         `ModelSnapshot` is.
         """
         items = self.layers.items()
-        return tuple([(id(module), part.scale, part.a.shape) for module, parts in items for part in parts])
+        return tuple([(id(module), part.settings) for module, parts in items for part in parts])
 
     @property
     def objects(self) -> dict[int, object]:
-        """The layers that it adds to, by id."""
+        """The modules that it changes, by id."""
         return {id(module): module for module in self.layers}
 
     def weights(self) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
-        """Its tensors; none is in a file."""
-        return self.tensors, ()
+        """The tensors that it is computed from; none is in a file."""
+        return [*self.tensors, *self.bases], ()
 
     @property
     def versions(self) -> tuple[Any, ...]:
-        """Its tensors, where they lie, how often torch has counted a write to them, and its scales."""
-        tensors = ((each, part.scale) for part in self.parts for each in (part.a, part.b))
-        return tuple([(id(each), each.data_ptr(), version_of(each), scale) for each, scale in tensors])
+        """These tensors, where they lie, how often torch has counted a write to them, and its settings."""
+        tensors = self.weights()[0]
+        written = [(id(each), each.data_ptr(), version_of(each)) for each in tensors]
+        return tuple(written), tuple([part.settings for part in self.parts])
 
     @property
     def rank(self) -> int:
         """The largest rank of a layer."""
-        return max((sum(len(part.a) for part in parts) for parts in self.layers.values()), default=0)
+        return max((sum(part.rank for part in parts) for parts in self.layers.values()), default=0)
 
     @cached_property
     def bytes(self) -> int:
@@ -83,31 +80,33 @@ class Adapter:
 
 
 def combine(adapters: Sequence[Adapter]) -> Adapter:
-    """One adapter that adds what several add, one after the other. No weight is copied."""
+    """One adapter that does what several do, one after the other. No weight is copied."""
     if len(adapters) == 1:
         return adapters[0]
-    layers: dict[nn.Module, tuple[LowRank, ...]] = {}
+    layers: dict[nn.Module, tuple[Part, ...]] = {}
     for module, parts in chain.from_iterable(each.layers.items() for each in adapters):
         layers[module] = (*layers.get(module, ()), *parts)
     return Adapter(layers)
 
 
-def add_products(y: torch.Tensor, x: torch.Tensor, parts: Sequence[LowRank]) -> torch.Tensor:
-    """A layer's output y for x with what adapters add, in the order and the number types of peft's forward
-    with these active: the sum is rounded to y's type once, at the end.
+def require_together(adapters: Sequence[Adapter]) -> None:
+    """Raise ValueError for adapters with parts of which one alone can be active at a module."""
+    for module, parts in combine(adapters).layers.items():
+        only = [part for part in parts if part.alone]
+        if len(only) > 1:
+            raise ValueError(
+                f"two adapters have {only[0].name} at one {type(base_of(module)).__name__}, of which one "
+                "alone can be active; name one of them"
+            )
+
+
+def add_parts(module: nn.Module, y: torch.Tensor, x: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
+    """A module's output y for x with what adapters do to it, in the order and the number types of peft's
+    forward with these active: it is rounded to y's type once, at the end.
     """
     total = y
+    base = base_of(module)
     for part in parts:
-        x = x.to(part.a.dtype)  # what the next one is given, too
-        total = total + part.product(x)
+        x = part.given(x)  # and what the next one is given, too
+        total = part.apply(base, x, total)
     return total.to(y.dtype)
-
-
-def merged(parts: Sequence[LowRank]) -> LowRank:
-    """One product that adds what several add, up to rounding: the same memory if there is only one."""
-    if len(parts) == 1:
-        return parts[0]
-    dtype = reduce(torch.promote_types, [part.a.dtype for part in parts])
-    a = torch.cat([part.a.detach().to(dtype) for part in parts])
-    b = torch.cat([part.b.detach().to(dtype) * part.scale for part in parts], dim=1)
-    return LowRank(a, b, 1.0)

@@ -5,33 +5,25 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import nn
 
-from .lora import Adapter, LowRank
+from .lora import Adapter
 from .patches import own_forward
-from .shards import is_divided, local_part
+from .peft_parts import LINEAR, base_of, is_invoked, kind_of, names_in, wraps_around
+from .shards import is_divided
 from .switch import modules_of
 
 BASE = "__base__"
 """peft's name for no adapter."""
 LAYERS = "peft.tuners.lora.layer"
-LINEAR = frozenset(
-    {"Linear", "Linear8bitLt", "Linear4bit", "TorchaoLoraLinear", "GPTQLoraLinear", "AwqLoraLinear"}
-)
-"""peft's classes of LoRA layers that add a low-rank product to what a layer of any kind answers."""
 RANKS_DIVIDE = frozenset({f"lora.{name}" for name in (*LINEAR, "Embedding")})
 """Those that peft divides among ranks as it does their layers."""
-OWN_PARTS = frozenset(
-    {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_dropout"}
-)
-"""Parts of such a layer that belong to adapters."""
 OWN_SETTINGS = frozenset(
     {
         "_active_adapter",
@@ -45,9 +37,17 @@ OWN_SETTINGS = frozenset(
         "lora_variant",
         "kwargs",
         "_caches",
+        "_adapters",
+        "token_indices",
+        "adapter_layer_names",
+        "other_param_names",
+        "input_fns",
+        "output_fns",
     }
 )
-"""Its settings that do."""
+"""Settings of peft's modules that belong to adapters."""
+OF_PEFT = frozenset({"lora_alpha", "token_indices", "_adapters"})
+"""Settings by one of which such a module is known."""
 MODEL_SETTINGS = frozenset({"peft_config", "_hf_peft_config_loaded", "active_adapter", "_weight_conversions"})
 """Attributes of peft and transformers on the model itself."""
 
@@ -77,25 +77,23 @@ class LoraLayers:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
-        layer_class: Any = getattr(sys.modules.get(LAYERS), "LoraLayer", ())
         tuner_classes = _tuner_classes()
         tuners = [module for module in modules if isinstance(module, tuner_classes)] if tuner_classes else []
         self.tuners: list[Any] = tuners
         """All modules of peft that may compute with an adapter."""
-        self.layers: list[Any] = [module for module in tuners if isinstance(module, layer_class)]
-        self._first: Any = next(filter(has_adapters, self.layers), tuners[0] if tuners else None)
+        inner = {id(module._modules.get("token_adapter")) for module in tuners}
+        self.layers: list[Any] = [each for each in tuners if kind_of(each) and id(each) not in inner]
+        """Those whose adapters' parts can be read, which compute them in the place of the model's modules."""
+        self._first: Any = _first_of(self.layers, tuners)
+        self._by_kernels: dict[str, bool] = {}
         self._merged = bool(getattr(self._first, "merged_adapters", ()))
-        self.reasons = _reasons(self.layers, tuners)
+        self.reasons = _reasons([each for each in tuners if _is_lora(each)], tuners)
         """By the names of all adapters why peft's own modules must compute one."""
         self.why_whole = (_why_whole(tuners, self.layers) or _why_not_local(self.layers)) if tuners else None
         """Why no adapter can be chosen, and the model alone cannot either."""
-        first = next(filter(None, self.reasons.values()), None)
-        if self.why_whole is None and first is not None and _are_divided(modules):
-            self.why_whole = first  # ranks have no forwards apart
-        self.why_not = self.why_whole or first
+        self.why_not = self.why_whole or next(filter(None, self.reasons.values()), None)
         """Why generate() leaves all of them to peft's own modules."""
-        others = [each for each in tuners if not _is_linear(each)]
+        others = [each for each in tuners if kind_of(each) is None]
         if self.why_not is None and others:  # whose adapters were deleted
             self.why_not = f"an adapter has parts of the kind {_kind_of(others[0])}"
 
@@ -106,16 +104,6 @@ class LoraLayers:
     def apart(self) -> bool:
         """True if there are adapters apart from the model."""
         return bool(self.layers) and self.why_not is None
-
-    @property
-    def beside(self) -> bool:
-        """True if the model can be computed without any adapter, though peft's own modules compute some."""
-        return bool(self.tuners) and self.why_whole is None and not self.apart
-
-    @property
-    def products(self) -> list[Any]:
-        """The layers whose adapters are, or may be, low-rank products."""
-        return [layer for layer in self.layers if _is_linear(layer)]
 
     @property
     def names(self) -> list[str]:
@@ -131,7 +119,7 @@ class LoraLayers:
         """The names of the adapters that the model computes with now."""
         if getattr(self._first, "disable_adapters", False):
             return ()
-        return tuple(name for name in getattr(self._first, "active_adapters", ()) if name in self.reasons)
+        return tuple(getattr(self._first, "active_adapters", ()))
 
     def merged_since(self) -> bool:
         """True if adapters were merged or unmerged since this was made; the first layer stands for all."""
@@ -142,16 +130,17 @@ class LoraLayers:
         """An active adapter that looks for tokens in the prompt, as aLoRA does: peft's generate() tells its
         layers where they are.
         """
-        for layer in self.layers:
+        for layer in filter(_is_lora, self.layers):
             for name in () if layer.disable_adapters else layer.active_adapters:
-                if _is_invoked(layer.lora_variant.get(name)):
+                if is_invoked(layer.lora_variant.get(name)):
                     return str(name)
         return None
 
     @property
     def invoked(self) -> bool:
         """True if there is an aLoRA: peft's generate() tells each layer from which tokens on it computes."""
-        return any(_is_invoked(each) for layer in self.layers for each in layer.lora_variant.values())
+        layers = filter(_is_lora, self.layers)
+        return any(is_invoked(each) for layer in layers for each in layer.lora_variant.values())
 
     @classmethod
     def of(cls, model: nn.Module) -> LoraLayers:
@@ -161,9 +150,7 @@ class LoraLayers:
 
         def look() -> LoraLayers | None:
             found = cls(modules_of(model))
-            layers = filter(has_adapters, found.layers)
-            states = {(tuple(layer.active_adapters), layer.disable_adapters) for layer in layers}
-            return found if len(states) < 2 else None
+            return found if _agree(found.layers) else None
 
         return settled(look) or cls(modules_of(model))
 
@@ -173,34 +160,15 @@ class LoraLayers:
             filter(None, _reasons(self.layers).values()), None
         )
 
-    def why_whole_now(self) -> str | None:
-        """`why_whole` of modules that had no such reason, as they are now."""
-        return _why_whole(self.tuners, self.layers)
-
-    @property
-    def notes_of_merges(self) -> list[dict[str, Any]]:
-        """The attributes of modules that note in `merged_adapters` what is merged."""
-        return [each.__dict__ for each in self.tuners if "merged_adapters" in each.__dict__]
-
-    def without_tuners(self, model: nn.Module) -> list[nn.Module]:
-        """The modules of the model as it is without any adapter: in the place of peft's those that these are
-        wrapped around.
-        """
-        tuners = set(map(id, self.tuners))
-        found: dict[int, nn.Module] = {}
-        waiting = deque([model])
-        while waiting:
-            module = waiting.popleft()
-            if id(module) in tuners:
-                waiting.append(base_of(module))
-            elif id(module) not in found:
-                found[id(module)] = module
-                waiting.extend(child for child in module._modules.values() if child is not None)
-        return list(found.values())
-
     def without_adapters(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         """The model's modules without those that belong to adapters."""
-        parts = [part for layer in self.layers for name, part in layer._modules.items() if name in OWN_PARTS]
+        parts = [
+            layer._modules[name]
+            for each in self.layers
+            for layer in wraps_around(each)
+            for name in kind_of(each).own_parts  # type: ignore[union-attr]  # those of its own kind alone
+            if layer._modules.get(name) is not None
+        ]
         own = {id(module) for part in parts for module in modules_of(part)}
         return [module for module in modules if id(module) not in own]
 
@@ -208,24 +176,59 @@ class LoraLayers:
         """An adapter's weights, where they are; on several ranks this one's part."""
         found = {}
         for layer in self.layers:
-            if name in layer.lora_A:
-                a = local_part(layer.lora_A[name].weight)
-                b = local_part(layer.lora_B[name].weight)
-                found[layer] = (LowRank(a, b, float(layer.scaling[name])),)
+            kind = kind_of(layer)
+            if kind is not None and name in kind.names(layer):
+                found[layer] = (kind.read(layer, name),)
         return Adapter(found)
+
+    def is_by_kernels(self, name: str) -> bool:
+        """True if the kernels of adapters compute all parts of one."""
+        known = self._by_kernels.get(name)
+        if known is None:
+            known = self._by_kernels[name] = all(part.by_kernels for part in self.read(name).parts)
+        return known
 
 
 def has_adapters(layer: Any) -> bool:
-    """True unless all adapters of a LoRA layer were deleted, which leaves it with no active one."""
-    return bool(layer.lora_A or layer.lora_embedding_A)
+    """True unless all adapters of a module were deleted, which leaves it with no active one."""
+    return any(True for _ in names_in(layer))
 
 
-def base_of(tuner: Any) -> nn.Module:
-    """The module around which one of peft's is wrapped."""
-    parts = tuner.__dict__["_modules"]
-    if "base_layer" in parts:
-        return cast(nn.Module, parts["base_layer"])
-    return cast(nn.Module, tuner.original_module)
+def _is_lora(module: Any) -> bool:
+    """True for a LoRA layer, of any kind."""
+    layer_class: Any = getattr(sys.modules.get(LAYERS), "LoraLayer", ())
+    return isinstance(module, layer_class)
+
+
+def _is_linear(module: Any) -> bool:
+    """True for a LoRA layer of the kinds to whose outputs low-rank products are added."""
+    return _is_lora(module) and type(module).__name__ in LINEAR
+
+
+def _first_of(layers: Sequence[Any], tuners: Sequence[Any]) -> Any:
+    """The module that says which adapters are active: one of a method's layers, since what is put around
+    other modules knows its own adapters alone.
+    """
+    own = [layer for layer in layers if hasattr(type(layer), "merged")]
+    found = filter(has_adapters, own)
+    return next(found, next(filter(has_adapters, layers), tuners[0] if tuners else None))
+
+
+def _agree(layers: Sequence[Any]) -> bool:
+    """True if modules have the same active adapters, those that know these adapters."""
+    first = _first_of(layers, layers)
+    for layer in layers:
+        same = layer.active_adapters == first.active_adapters
+        if same and layer.disable_adapters == first.disable_adapters:
+            continue
+        known = names_in(layer)
+        if not known:
+            continue
+        expected = [name for name in first.active_adapters if name in known]
+        active = [name for name in layer.active_adapters if name in known]
+        if layer.disable_adapters != first.disable_adapters or active != expected:
+            return False
+    return True
 
 
 def unmerge_disabled(model: nn.Module) -> None:
@@ -278,31 +281,17 @@ def _only_products(layer: Any) -> bool:
     """
     parts = layer.__dict__["_modules"]
     more = len(parts["lora_embedding_A"]) or parts["lora_magnitude_vector"]._modules
-    if more or any(layer.lora_bias.values()) or not all(map(_is_invoked, layer.lora_variant.values())):
+    if more or any(layer.lora_bias.values()) or not all(map(is_invoked, layer.lora_variant.values())):
         return False
     return all(type(part) is nn.Linear for part in parts["lora_A"]._modules.values())
 
 
 def _why_more(name: str, layer: Any) -> str | None:
-    """Why what an adapter has in a module of peft's is more than a low-rank product."""
-    if not _is_linear(layer):
-        return f"an adapter has parts of the kind {_kind_of(layer)}"
-    variant = layer.lora_variant.get(name)
-    more = name in layer.lora_embedding_A or name in layer.lora_magnitude_vector
-    if more or not (variant is None or _is_invoked(variant)):
-        kind = type(variant).__name__.removesuffix("LinearVariant")
-        return f"the adapter {name!r} is more than a low-rank product ({kind})"
-    if layer.lora_bias.get(name):
-        return "an adapter has biases"
-    if type(layer.lora_A[name]) is not nn.Linear:
-        return f"the adapter {name!r} is more than a low-rank product ({_kind_of(layer.lora_A[name])})"
-    return None
-
-
-def _is_linear(module: Any) -> bool:
-    """True for a LoRA layer of the kinds to whose outputs low-rank products are added."""
-    layer_class: Any = getattr(sys.modules.get(LAYERS), "LoraLayer", ())
-    return isinstance(module, layer_class) and type(module).__name__ in LINEAR
+    """Why only peft's own code can compute what an adapter has in a module of peft's."""
+    kind = kind_of(layer)
+    return (
+        f"an adapter has parts of the kind {_kind_of(layer)}" if kind is None else kind.why_not(layer, name)
+    )
 
 
 def _why_whole(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
@@ -310,20 +299,14 @@ def _why_whole(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
     for tuner in tuners:
         if not hasattr(tuner, "adapter_layer_names"):
             return f"an adapter has parts of the kind {_kind_of(tuner)}"
-        if tuner.merged_adapters:
+        if getattr(tuner, "merged_adapters", ()):
             return f"the adapter {tuner.merged_adapters[0]!r} is merged into the model"
-    first: Any = next(filter(has_adapters, layers), layers[0] if layers else None)
     for layer in layers:
-        if any(part.weight.device.type == "meta" for part in layer.lora_A.children()):
-            return "an adapter's weights are loaded for each forward"
-        if _drops(layer):
+        if _is_lora(layer) and _drops(layer):
             return "the dropout of an adapter is active (model.eval() turns it off)"
-        state = first.active_adapters, first.disable_adapters
-        if has_adapters(layer) and (layer.active_adapters, layer.disable_adapters) != state:
-            return "the layers have different active adapters"
         if "forward" in layer.__dict__ and own_forward(layer) is not None:
             return "a layer's forward was replaced"
-    return None
+    return None if not layers or _agree(layers) else "the layers have different active adapters"
 
 
 def why_no_adapters_on_ranks(model: nn.Module) -> str | None:
@@ -341,26 +324,25 @@ def why_no_adapters_on_ranks(model: nn.Module) -> str | None:
     return None
 
 
-def _are_divided(modules: Iterable[nn.Module]) -> bool:
-    """True if ranks divide weights of these modules."""
-    return any(_shards(each) for module in modules for each in module._parameters.values())
-
-
 def _why_not_local(layers: Sequence[Any]) -> str | None:
     """Why ranks cannot add their parts of low-rank products to their parts of these layers' outputs."""
     for layer in layers:
-        base = layer.get_base_layer()
+        base = base_of(layer)
         weight: Any = base._parameters.get("weight")
         if _shards(weight):
             hooked = base._forward_hooks or base._forward_pre_hooks
-            if hooked or not (is_divided(base, weight.device_mesh.size()) and _divided_as_layer(layer)):
+            biased = any(part.bias is not None for part in getattr(layer, "lora_B", {}).values())
+            divided = is_divided(base, weight.device_mesh.size()) and _divided_as_layer(layer)
+            if hooked or biased or not divided:
                 return "ranks divide a layer in unequal parts, or it has hooks"
     return None
 
 
 def _divided_as_layer(layer: Any) -> bool:
     """True if ranks have B's rows where they have a layer's outputs, and A's columns where its inputs."""
-    shards = _shards(layer.get_base_layer()._parameters.get("weight"))
+    if not hasattr(layer, "lora_A"):
+        return False
+    shards = _shards(base_of(layer)._parameters.get("weight"))
     return all(
         _shards(part.weight) == [dim for dim in shards if dim == own]
         for own, parts in enumerate((layer.lora_B, layer.lora_A))
@@ -371,11 +353,6 @@ def _divided_as_layer(layer: Any) -> bool:
 def _shards(tensor: Any) -> list[int]:
     """The dimensions of a parameter that ranks divide."""
     return [each.dim for each in getattr(tensor, "placements", ()) if each.is_shard()]
-
-
-def _is_invoked(variant: object) -> bool:
-    """True for the low-rank products of an aLoRA."""
-    return type(variant).__name__.startswith("ALora")
 
 
 def _drops(layer: Any) -> bool:

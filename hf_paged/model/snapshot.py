@@ -24,7 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..kv.reference import invariant
 from . import patches
 from .offloaded import divided, offloaded, stored
-from .peft_layers import MODEL_SETTINGS, OWN_SETTINGS, LoraLayers, adapter_names_of
+from .peft_layers import MODEL_SETTINGS, OF_PEFT, OWN_SETTINGS, LoraLayers, adapter_names_of
+from .peft_parts import wraps_around
 from .quantized import holders_of, is_quantized, looks_around, scales_of
 from .source import STANDS_FOR
 from .switch import modules_of, original_implementation
@@ -102,18 +103,12 @@ class ModelSnapshot:
     place, so that `unchanged` need not read anything again.
     """
 
-    def __init__(self, model: nn.Module, watch: bool = False, alone: bool = False) -> None:
-        """alone: the model without its adapters, whoever computes these, if that is possible."""
+    def __init__(self, model: nn.Module, watch: bool = False) -> None:
         self.model = model
         self.modules = modules_of(model)
         self.lora = LoraLayers(self.modules)
         """Adapters in the model. Where they are apart from it, nothing else of this is about them."""
-        self._wanted_alone = alone
-        self.alone = alone and self.lora.beside
-        """True if nothing but `lora` is about adapters, though peft's own modules compute some of them."""
-        if self.alone:
-            self.modules = self.lora.without_tuners(model)
-        elif self.lora.apart:
+        if self.lora.apart:
             self.modules = self.lora.without_adapters(self.modules)
         self.hooked: list[nn.Module] = []
         """The modules inside the model that have hooks."""
@@ -138,12 +133,12 @@ class ModelSnapshot:
     # ---- the walk
 
     def _walk(self) -> tuple[Any, ...]:
-        found: list[Any] = [None if self.alone else self.lora.why_not]
-        apart = self.lora.apart or self.alone
+        found: list[Any] = [self.lora.why_not]
+        apart = self.lora.apart
         for module in self.modules:
             own = module.__dict__
             names, values_of = _settings_of(
-                tuple(own), apart and (module is self.model or "lora_alpha" in own)
+                tuple(own), apart and (module is self.model or not OF_PEFT.isdisjoint(own))
             )
             values = values_of(own)
             if not PLAIN.issuperset(map(type, values)):
@@ -309,8 +304,9 @@ class ModelSnapshot:
         return set(map(id, self.modules)) - self._wrappers()
 
     def _wrappers(self) -> set[int]:
-        """The LoRA layers, by id, where adapters are apart from the model."""
-        return set(map(id, self.lora.layers)) if self.lora.apart else set()
+        """The modules of peft, by id, where adapters are apart from the model."""
+        layers = self.lora.layers if self.lora.apart else []
+        return {id(each) for layer in layers for each in wraps_around(layer)}
 
     def writes_itself(self, module: nn.Module) -> bool:
         """True if a forward may set the module's settings."""
@@ -326,7 +322,7 @@ class ModelSnapshot:
 
     def current(self) -> ModelSnapshot:
         """This snapshot if the model is unchanged, else a new one that is watched."""
-        return self if self.unchanged() else ModelSnapshot(self.model, watch=True, alone=self._wanted_alone)
+        return self if self.unchanged() else ModelSnapshot(self.model, watch=True)
 
     @property
     def turns_with_length(self) -> bool:
@@ -363,7 +359,6 @@ class _Places:
         self._configs = list(snapshot._configs.values())
         self._attributes = snapshot._tensors
         self._lora = snapshot.lora
-        self._alone = snapshot.alone
         self._parts = list(map(_parts_of, self._owns))
         self._empty = [part for part in chain.from_iterable(self._parts) if not part]
         self._tensors = [own[part] for own in self._owns for part in TENSORS if own[part]]
@@ -388,8 +383,6 @@ class _Places:
             rest = [name for name in names if name not in watched]
             others.add_values([*rest, "config"] if has_config else rest, owns)
         settings.sized += self._owns
-        if self._alone:
-            settings.add_values(["merged_adapters"], snapshot.lora.notes_of_merges)
         settings.add([own["_modules"] for own in self._owns if own["_modules"]])
         others.add([own[part] for own in self._owns for part in HOOKS if own[part]])
         objects = [getattr(config, "__dict__", {}) for config in self._configs]
@@ -435,7 +428,7 @@ class _Places:
             _layouts(self._attributes),
             list(map(original_implementation, self._configs)),
             [id(patches.own_forward(module)) for module in self._forwards],
-            self._lora.why_whole_now() if self._alone else self._lora.apart and self._lora.why_not_now(),
+            self._lora.apart and self._lora.why_not_now(),
             torch_settings(),
             hooks_everywhere(),
         ]

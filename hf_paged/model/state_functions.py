@@ -411,12 +411,6 @@ class StateFunctions:
         """Numbers of layers, and their states ("conv" or "recurrent") that functions of one token step."""
         return {(number, KNOWN[name][0]) for number, name in self.called if name in KNOWN}
 
-    @cached_property
-    def have_spans(self) -> bool:
-        """True if kernels have all that layers call to advance states over several tokens."""
-        called = {name for _, name in self.called}
-        return bool(called) and "chunk_kimi_delta_attention" not in called
-
     def call(
         self, name: str, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:

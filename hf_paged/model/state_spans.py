@@ -198,14 +198,8 @@ class FlatStates:
             )  # fmt: skip
             return answer
 
-        by_head = given["g"].ndim == 3
-        return self._recur(
-            given["query"],
-            (chunk, LEAST),
-            single,
-            chunks,
-            Spanned("delta_spans", spanned) if by_head else None,
-        )
+        size = chunk, LEAST
+        return self._recur(given["query"], size, single, chunks, Spanned("delta_spans", spanned))
 
     def scan(self, call: StockCall) -> Any:
         """hidden_states [1, tokens, heads, P], dt [1, tokens, heads], A, D and dt_bias [heads], B and C [1,

@@ -10,13 +10,12 @@ from . import exact
 from .conv_step import ACTIVATIONS
 from .launching import launch
 from .slots import check_slots, read_state, write_state
+from .spans import AT_ONCE, nth_span
 
 CHANNELS, TOKENS = 128, 16
 """Channels and tokens that a program takes at once."""
 PARTS = 8
 """Programs that share the tokens of a span."""
-AT_ONCE = 32
-"""Spans that are computed beside each other."""
 
 
 def conv_spans(
@@ -56,19 +55,13 @@ def conv_spans(
         )
     if not out.numel() or not spans:
         return out
-    places = source, target, begins, ends, *x.stride(), states.stride(0), spans, least
-    shape = {"C": channels, "K": taps, "CHANNELS": CHANNELS}
-    at_once = min(spans, AT_ONCE)
-    tiles = triton.cdiv(channels, CHANNELS)
+    window = triton.next_power_of_2(taps)
     launch(
-        _conv_spans, (PARTS, tiles, at_once),
-        out, x, weight, weight if bias is None else bias, states, *places,
-        **shape, TOKENS=TOKENS, BIAS=bias is not None, SILU=activation == "silu",
-        EXACT=x.device.type != "cpu", num_warps=4,
-    )  # fmt: skip
-    launch(
-        _leave_states, (at_once, tiles), states, x, weight, *places,
-        **shape, TAPS=triton.next_power_of_2(taps), num_warps=4,
+        _conv_spans, (PARTS, triton.cdiv(channels, CHANNELS), min(spans, AT_ONCE)),
+        out, x, weight, weight if bias is None else bias, states, source, target, begins, ends,
+        *x.stride(), states.stride(0), spans, least,
+        C=channels, K=taps, CHANNELS=CHANNELS, TOKENS=max(TOKENS, window), TAPS=window,
+        BIAS=bias is not None, SILU=activation == "silu", EXACT=x.device.type != "cpu", num_warps=4,
     )  # fmt: skip
     return out
 
@@ -77,67 +70,78 @@ def conv_spans(
 def _conv_spans(
     OUT, X, WEIGHT, BIASES, STATES, SOURCE, TARGET, BEGINS, ENDS, x_token, x_channel, state_stride,
     spans, least,
-    C: tl.constexpr, K: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, BIAS: tl.constexpr,
-    SILU: tl.constexpr, EXACT: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, TAPS: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """OUT [tokens, C]; X [tokens, C]; WEIGHT [C, K]; STATES [slots, C, K]. A program takes CHANNELS channels
-    of spans, TOKENS tokens at a time.
+    of spans, TOKENS tokens at a time. That of the first tokens alone reads states, and writes them after.
     """
-    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
-    inside = channel < C
-    dtype = WEIGHT.dtype.element_ty
-    for span in range(tl.program_id(2), spans, tl.num_programs(2)):
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    part = tl.program_id(0)
+    number = tl.program_id(2)
+    span = nth_span(BEGINS, ENDS, spans, least, number)
+    while span >= 0:
         first = tl.load(BEGINS + span)
         end = tl.load(ENDS + span)
         slot = tl.load(SOURCE + span)
-        begin = first + tl.program_id(0) * TOKENS
-        if end - first < least:
-            begin = end
-        while begin < end:
-            token = (begin + tl.arange(0, TOKENS))[:, None]
-            here = (token < end) & inside
-            y = tl.zeros([TOKENS, CHANNELS], tl.float32)
-            for tap in tl.static_range(K):
-                at = token - (K - 1 - tap)
-                own = tl.load(
-                    X + at * x_token + channel.to(tl.int64) * x_channel, mask=here & (at >= first), other=0.0
-                )
-                # Inputs before the first lie at the end of the state.
-                before = tl.load(
-                    STATES + slot * state_stride + channel * K + (K + at - first),
-                    mask=here & (at < first) & (slot >= 0), other=0.0,
-                )  # fmt: skip
-                each = tl.where(at >= first, own.to(tl.float32), before.to(tl.float32))
-                weight = tl.load(WEIGHT + channel * K + tap, mask=inside, other=0.0).to(tl.float32)
-                y += each.to(dtype).to(tl.float32) * weight
-            if BIAS:
-                y += tl.load(BIASES + channel, mask=inside, other=0.0).to(tl.float32)
-            y = y.to(dtype)
-            if SILU:
-                y = exact.silu(y.to(tl.float32), EXACT).to(dtype)
-            tl.store(OUT + token * C + channel, y.to(OUT.dtype.element_ty), mask=here)
-            begin += tl.num_programs(0) * TOKENS
+        for begin in range(first + part * TOKENS, end, tl.num_programs(0) * TOKENS):
+            _convolve(
+                OUT, X, WEIGHT, BIASES, STATES + slot * state_stride, begin, first, end, slot >= 0,
+                channel[None, :], x_token, x_channel, C, K, CHANNELS, TOKENS, BIAS, SILU, EXACT,
+            )  # fmt: skip
+        if part == 0:
+            _leave_state(
+                STATES, X, WEIGHT, SOURCE, TARGET, span, first, end, channel[:, None], x_token, x_channel,
+                state_stride, C, K, TAPS,
+            )  # fmt: skip
+        number += tl.num_programs(2)
+        span = nth_span(BEGINS, ENDS, spans, least, number)
 
 
-@triton.jit(do_not_specialize=["spans", "least"])
-def _leave_states(
-    STATES, X, WEIGHT, SOURCE, TARGET, BEGINS, ENDS, x_token, x_channel, state_stride, spans, least,
-    C: tl.constexpr, K: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+@triton.jit
+def _convolve(
+    OUT, X, WEIGHT, BIASES, STATE, begin, first, end, has_past, channel, x_token, x_channel,
+    C: tl.constexpr, K: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, BIAS: tl.constexpr,
+    SILU: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The last K inputs of spans, of which the first may lie in the state that a span reads."""
-    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[:, None]
+    """TOKENS tokens from `begin` on of a span behind the state STATE [C, K]; channel [1, CHANNELS]."""
+    dtype = WEIGHT.dtype.element_ty
+    inside = channel < C
+    token = (begin + tl.arange(0, TOKENS))[:, None]
+    here = (token < end) & inside
+    y = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    for tap in tl.static_range(K):
+        at = token - (K - 1 - tap)
+        own = tl.load(
+            X + at * x_token + channel.to(tl.int64) * x_channel, mask=here & (at >= first), other=0.0
+        )
+        # Inputs before the first lie at the end of the state.
+        before = tl.load(
+            STATE + channel * K + (K + at - first), mask=here & (at < first) & has_past, other=0.0
+        )
+        each = tl.where(at >= first, own.to(tl.float32), before.to(tl.float32))
+        weight = tl.load(WEIGHT + channel * K + tap, mask=inside, other=0.0).to(tl.float32)
+        y += each.to(dtype).to(tl.float32) * weight
+    if BIAS:
+        y += tl.load(BIASES + channel, mask=inside, other=0.0).to(tl.float32)
+    y = y.to(dtype)
+    if SILU:
+        y = exact.silu(y.to(tl.float32), EXACT).to(dtype)
+    tl.store(OUT + token * C + channel, y.to(OUT.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _leave_state(
+    STATES, X, WEIGHT, SOURCE, TARGET, span, first, end, channel, x_token, x_channel, state_stride,
+    C: tl.constexpr, K: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """The last K inputs of a span, of which the first may lie in the state that it reads."""
     tap = tl.arange(0, TAPS)[None, :]
     inside = (channel < C) & (tap < K)
-    for span in range(tl.program_id(0), spans, tl.num_programs(0)):
-        first = tl.load(BEGINS + span)
-        end = tl.load(ENDS + span)
-        if end - first >= least:
-            at = end - K + tap
-            own = tl.load(
-                X + at * x_token + channel.to(tl.int64) * x_channel, mask=inside & (at >= first), other=0.0
-            )
-            held = channel * K + (K + at - first)
-            before = read_state(STATES, SOURCE, span, state_stride, held, inside & (at < first))
-            new = tl.where(at >= first, own.to(tl.float32), before).to(WEIGHT.dtype.element_ty)
-            tl.debug_barrier()  # a span may write where it reads
-            write_state(STATES, TARGET, span, state_stride, channel * K + tap, inside, new.to(tl.float32))
+    at = end - K + tap
+    own = tl.load(X + at * x_token + channel.to(tl.int64) * x_channel, mask=inside & (at >= first), other=0.0)
+    held = channel * K + (K + at - first)
+    before = read_state(STATES, SOURCE, span, state_stride, held, inside & (at < first))
+    new = tl.where(at >= first, own.to(tl.float32), before).to(WEIGHT.dtype.element_ty)
+    tl.debug_barrier()  # a span may write where it reads
+    write_state(STATES, TARGET, span, state_stride, channel * K + tap, inside, new.to(tl.float32))

@@ -19,11 +19,11 @@ def lora(**options: Any) -> Any:
     )
 
 
-def adapted(*configs: Any, family: str = "llama", seed: int = 0) -> Any:
+def adapted(*configs: Any, family: str = "llama", seed: int = 0, model: Any = None) -> Any:
     """A peft model with an adapter for each config, called NAMES; the first one is active."""
     torch.manual_seed(seed)
     made = peft.get_peft_model(
-        build(BY_NAME[family]), configs[0] if configs else lora(), adapter_name=NAMES[0]
+        model or build(BY_NAME[family]), configs[0] if configs else lora(), adapter_name=NAMES[0]
     )
     for name, config in zip(NAMES[1:], configs[1:], strict=False):
         made.add_adapter(name, config)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from ...blocks import OutOfBlocks
-from ...model.lora import LowRank
+from ...model.parts import Part, Parts
 from ...scheduling import AdapterNames, SequenceGroup, StepPlan
 from ..multimodal.cross import CrossMedia
 from ..multimodal.media import Media
@@ -39,7 +39,7 @@ class Leader(Ranked):
         """The slots that the other ranks know of."""
         self._numbers: set[int] = set()
         """The adapters that they were given."""
-        self._untold: dict[int, tuple[str, Mapping[str, LowRank]]] = {}
+        self._untold: dict[int, tuple[str, Parts]] = {}
         """Those that came while they did not follow."""
         self._last_tokens = parts.last_tokens
         self._inputs = SharedInputs(parts.requests)
@@ -179,11 +179,11 @@ class Leader(Ranked):
         ]
         return AdapterNews(tuple(gone), tuple(places))
 
-    def add_adapter(self, name: str, layers: Mapping[str, LowRank], paused: bool) -> None:
+    def add_adapter(self, name: str, layers: Parts, paused: bool) -> None:
         """Give an adapter that requests may name to all ranks, each of which keeps its part; in a pause, as
         soon as the others follow.
         """
-        on_host = {path: _on_host(part) for path, part in layers.items()}
+        on_host = {path: tuple(map(_on_host, parts)) for path, parts in layers.items()}
         self._untold[self._adapters.numbers[name]] = name, on_host
         if not paused:
             self._give_adapters()
@@ -199,7 +199,7 @@ class Leader(Ranked):
                 self._adapters.remove(name)
                 raise
 
-    def _give_adapter(self, name: str, number: int, layers: Mapping[str, LowRank]) -> None:
+    def _give_adapter(self, name: str, number: int, layers: Parts) -> None:
         packed = Packed((name, number, layers))
         with self.ranks.together():
             message = array("i", [MessageKind.ADAPTER])
@@ -267,6 +267,6 @@ def _reserve_host(leader: weakref.ref[Leader], number: int, blocks: int) -> None
         leads.reserve_host(number, blocks)
 
 
-def _on_host(part: LowRank) -> LowRank:
-    """A layer's weights as they can be sent, without what lies beside them in memory."""
-    return LowRank(part.a.detach().cpu().clone(), part.b.detach().cpu().clone(), part.scale)
+def _on_host(part: Part) -> Part:
+    """A part with weights that can be sent, without what lies beside them in memory."""
+    return part.mapped(lambda each: each.detach().cpu().clone())

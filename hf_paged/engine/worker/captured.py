@@ -299,7 +299,7 @@ class CapturedRunner:
     def _may_warm_up(self) -> int:
         """2 if sizes may be captured before a step has them; 1 if that is known with the next step."""
         adapters = self.eager.adapters
-        if runs_unknown_code(self.eager.model) or (adapters is not None and adapters.present):
+        if runs_unknown_code(self.eager.model) or (adapters is not None and adapters.layers):
             return 0
         groups = self._read
         if not all(group.stores for group in self.eager.pools.own.values()):
@@ -374,10 +374,7 @@ class CapturedRunner:
     def current(self) -> ModelSnapshot:
         """The model as it is now."""
         known = self._snapshot
-        alone = self.eager.adapters is not None
-        self._snapshot = (
-            ModelSnapshot(self.eager.model, watch=True, alone=alone) if known is None else known.current()
-        )
+        self._snapshot = ModelSnapshot(self.eager.model, watch=True) if known is None else known.current()
         return self._snapshot
 
     # ---- one step
@@ -399,14 +396,14 @@ class CapturedRunner:
         kernels = not self.eager.expanding and all(store.captured.kernels is not None for store in stores)
         self._by_kernels = kernels
         decodes = batch.rows.decodes == many and not several
-        form = "single" if decodes else "spans" if several else self._form(batch, kernels)
+        form = "single" if decodes else self._form(batch, kernels, several)
         if form is None or (several and not self.eager.steps_spans):
             return None
         adapters = 0
         if ADAPTER_SLOT.name in batch.columns:
             assert self.eager.adapters is not None
             table = self.eager.adapters.table
-            if table.why_not is not None or table.kernels is None:
+            if table.why_not is not None or table.kernels is None or table.why_eager is not None:
                 return None
             adapters = table.layout
         rows = bucket_of(batch.rows.decodes if decodes else batch.rows.tokens, 8 if form == "single" else 4)
@@ -423,16 +420,18 @@ class CapturedRunner:
         return Size(form, rows, width, adapters)
 
     @staticmethod
-    def _form(batch: ForwardBatch, kernels: bool) -> Form | None:
-        """The form of a batch's chunks in a graph, None if they are the flat row's."""
+    def _form(batch: ForwardBatch, kernels: bool, several: bool) -> Form | None:
+        """The form of a batch's chunks in a graph, None if they are the flat row's. several: states are
+        advanced by several tokens.
+        """
         rows = batch.rows
-        if rows.tokens == len(rows) and WANTED.name not in batch.columns:
+        if not several and rows.tokens == len(rows) and WANTED.name not in batch.columns:
             return "single"
         if kernels:
             return "spans"  # one launch more in a layer, and the past of a chunk is read once for its tokens
         chunks = zip(rows.starts, rows.counts, strict=True)
         pairs = sum(count * (start + count) for start, count in chunks if count > 1)
-        if pairs <= MOST_PAIRS:
+        if pairs <= MOST_PAIRS and not several:
             return "rows"
         return "spans" if pairs <= MOST_IN_TORCH else None
 

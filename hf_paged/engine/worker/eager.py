@@ -354,7 +354,7 @@ class EagerModel:
     def _with_adapters(self, batch: ForwardBatch, last: torch.Tensor | None) -> AbstractContextManager[None]:
         """Let a forward add the adapters of its rows. last: the places of the tokens that the head gets."""
         adapters = self.adapters
-        if adapters is None or not adapters.present:
+        if adapters is None or not adapters.layers:
             return nullcontext()
         return adapters.applied(adapters.of_batch(batch, last))
 
@@ -394,7 +394,7 @@ class EagerModel:
         if self.functions is None or states is None:
             return False
         stores = states.group.stores.values()
-        return self.functions.have_spans and all(each.steps is not None for each in stores)
+        return bool(self.functions.called) and all(each.steps is not None for each in stores)
 
     # ---- as it is
 

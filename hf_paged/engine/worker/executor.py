@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...model.lora import LowRank
+from ...model.parts import Parts
 from ...scheduling import SequenceGroup, StepPlan
 from ..multimodal.media import Media
 from ..requests.params import RequestParams
@@ -110,7 +110,7 @@ class Executor:
         """Load weights: the names of those that were loaded."""
         return load()
 
-    def add_adapter(self, name: str, layers: Mapping[str, LowRank], paused: bool) -> None:
+    def add_adapter(self, name: str, layers: Parts, paused: bool) -> None:
         """Give an adapter that this process has to all that compute."""
 
     # ---- its caller's

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...kv.upload import upload
-from ..lora import Adapter, add_products
+from ..lora import Adapter, add_parts
 from ..patches import ReplacedForward, mark_wrapper
-from ..peft_layers import LoraLayers, base_of
+from ..peft_parts import inner_of
 from ..ranks.tensor_parallel import SUMS
 from ..streams import side_stream
 from .table import AdapterTable
@@ -86,7 +86,7 @@ class AdapterBatch:
         known = self._shrunk
         if number is None or (known is not None and known[0] is x and number < known[1] + known[3].layers):
             return
-        plan = self._plan(self._form(x))
+        plan = self._plan(self._form(x.shape))
         self._beside.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(self._beside):
             self._shrink(number, x, plan)
@@ -95,13 +95,13 @@ class AdapterBatch:
     def add(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """A layer's output y for x, with what the adapters of its tokens add; y may be written to."""
         if self.only is not None:
-            return add_products(y, x, self.only.layers.get(module, ()))
+            return add_parts(module, y, x, self.only.layers.get(module, ()))
         flat = y.reshape(-1, y.shape[-1])  # a part of a wider product, of which rows lie apart
         y = (flat if flat.stride(1) == 1 else flat.contiguous()).view(y.shape)
-        if self.table.kernels is None:
-            return self._add_in_torch(module, x, y)
         number = self.table.layers.get(module)
-        return y if number is None else self._add_in_kernels(module, number, x, y)
+        if self.table.kernels is not None and number is not None:
+            y = self._add_in_kernels(module, number, x, y)
+        return self._add_in_torch(module, x, y)
 
     def add_at_once(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The same for a part of an output, which is read as soon as this returns: ranks sum theirs."""
@@ -112,14 +112,16 @@ class AdapterBatch:
     # ---- plain torch
 
     def _add_in_torch(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        flat_x = x.reshape(-1, x.shape[-1])
+        """y with what the adapters of its tokens do to it that no kernel computes."""
+        parts = {slot: each[module] for slot, each in enumerate(self.table.in_torch) if module in each}
+        if not parts:
+            return y
+        flat_x = x.reshape(-1, *x.shape[y.ndim - 1 :])  # of an embedding ids, without a dimension of theirs
         flat_y = y.view(-1, y.shape[-1])
-        for slot, rows in self._rows_of(self._form(x)):
-            adapter = self.table.slots[slot]
-            parts = () if adapter is None else adapter.layers.get(module, ())
-            if parts:
+        for slot, rows in self._rows_of(self._form(y.shape)):
+            if slot in parts:
                 rows = rows.to(y.device)
-                flat_y[rows] = add_products(flat_y[rows], flat_x[rows], parts)
+                flat_y[rows] = add_parts(module, flat_y[rows], flat_x[rows], parts[slot])
         return y
 
     def _rows_of(self, form: tuple[str, int]) -> list[tuple[int, torch.Tensor]]:
@@ -148,7 +150,7 @@ class AdapterBatch:
     def _add_in_kernels(
         self, module: nn.Module, number: int, x: torch.Tensor, y: torch.Tensor
     ) -> torch.Tensor:
-        plan = self._plan(self._form(x))
+        plan = self._plan(self._form(x.shape))
         first, shrunk, weights = self._shrink(number, x, plan)
         last = max(self.table.joint.get(number, number), self._together)
         if module._forward_hooks:
@@ -209,18 +211,20 @@ class AdapterBatch:
             return self._index[self.last].contiguous()
         return self._index if count == 1 else self._index.repeat_interleave(count)
 
-    def _form(self, x: torch.Tensor) -> tuple[str, int]:
-        """How an input's tokens are this forward's: so many of each row, those of one row, or the last."""
-        tokens = x.numel() // x.shape[-1]
-        if x.shape[0] == self._count:
+    def _form(self, shape: torch.Size) -> tuple[str, int]:
+        """How the tokens of an input or output are this forward's: so many of each row, those of one row, or
+        the last.
+        """
+        tokens = shape[:-1].numel()
+        if shape[0] == self._count:
             return "rows", tokens // self._count
-        if x.ndim == 3 and x.shape[0] == 1:
-            if tokens == self._count:
-                return "rows", 1
+        if len(shape) > 2 and shape[0] == 1:
+            if shape[1] == self._count:  # with so many heads each
+                return "rows", tokens // self._count
             if self.last is not None and tokens == len(self.last):
                 return "last", tokens
         raise self._inapplicable(
-            f"a layer with adapters was given {list(x.shape)} in a forward of {self._count} rows or tokens"
+            f"a layer with adapters was given {list(shape)} in a forward of {self._count} rows or tokens"
         )
 
     def _inapplicable(self, why_not: str) -> Inapplicable:
@@ -249,23 +253,20 @@ _inside: ContextVar[bool] = ContextVar("hf_paged_inside_adapters", default=False
 
 
 @contextmanager
-def applied(
-    modules: Collection[nn.Module], batch: AdapterBatch | None, others: Collection[nn.Module] = ()
-) -> Iterator[None]:
+def applied(modules: Collection[nn.Module], batch: AdapterBatch | None) -> Iterator[None]:
     """Let layers add what the adapters of a batch add, in this thread, instead of the adapters that are
-    active in peft's; None adds nothing. others: modules of peft's that compute what they are wrapped around.
+    active in peft's; None adds nothing.
 
     The caller holds the lock of the model's memory: no other forward of ours runs meanwhile.
     """
     replaced: list[ReplacedForward] = []
     outer = _applied.get(), _inside.get()
     try:
-        for made, several in ((_replacement, modules), (_passing, others)):
-            for module in several:
-                own = module.__dict__.get("forward")
-                if not hasattr(own, OURS):
-                    replaced.append(ReplacedForward(module, own, made(module, own)))
-                    replaced[-1].replace()
+        for module in modules:
+            own = module.__dict__.get("forward")
+            if not hasattr(own, OURS):
+                replaced.append(ReplacedForward(module, own, _replacement(module, own)))
+                replaced[-1].replace()
         _applied.set(batch)
         _inside.set(True)
         yield
@@ -276,13 +277,6 @@ def applied(
         finally:
             # Again, if an interrupt has broken it off; else there is nothing left to do.
             _put_back(replaced, outer)
-
-
-def alone(model: nn.Module) -> AbstractContextManager[None]:
-    """Let a model compute without the adapters that only peft's own modules compute, where it can."""
-    lora = LoraLayers.of(model)
-    others = [each for each in lora.tuners if each not in lora.products] if lora.beside else []
-    return applied(lora.products if others else (), None, others)
 
 
 def _put_back(replaced: Sequence[ReplacedForward], outer: tuple[AdapterBatch | None, bool]) -> None:
@@ -298,7 +292,8 @@ def _replacement(module: nn.Module, own: Any) -> Callable[..., Any]:
     may be the user's.
     """
     stock = own or type(module).forward.__get__(module)
-    base: Any = getattr(module, "base_layer", None) if hasattr(module, "lora_A") else stock
+    inner = inner_of(module)
+    base: Any = stock if inner is None else inner
     summing = getattr(own if base is stock else base.__dict__.get("forward"), SUMS, None)
 
     @functools.wraps(stock)
@@ -315,26 +310,6 @@ def _replacement(module: nn.Module, own: Any) -> Callable[..., Any]:
         y = base(x, *args, **kwargs)
         return y if batch is None else batch.add(module, x, y)
 
-    return _marked(forward)
-
-
-def _passing(module: nn.Module, own: Any) -> Callable[..., Any]:
-    """A forward of one of peft's modules that computes without it."""
-    stock = own or type(module).forward.__get__(module)
-    base = base_of(module)
-
-    @functools.wraps(stock)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not _inside.get():
-            return stock(*args, **kwargs)
-        for name in PEFT_KEYWORDS:
-            kwargs.pop(name, None)
-        return base(*args, **kwargs)
-
-    return _marked(forward)
-
-
-def _marked(forward: Any) -> Callable[..., Any]:
     mark_wrapper(forward)
     setattr(forward, OURS, True)
-    return cast(Callable[..., Any], forward)
+    return forward

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ...blocks import extra_key
 from ..identity import identity_of
-from ..lora import Adapter, combine
+from ..lora import Adapter, combine, require_together
 from ..peft_layers import LoraLayers, unmerge_disabled
 from ..shards import local_part
 from ..snapshot import StateKey
 from .invocation import Invocation, invocation_in
 from .loading import HostAdapter
-from .peft_parts import PeftParts
 from .virtual import VirtualPrompts
 
 
@@ -47,9 +46,6 @@ class AdapterContents:
         self._seen: dict[str, _AdapterLook] = {}
         self._stale: set[str] = set()
         """Those to be read again, whatever torch has counted: fused optimizers write without that."""
-
-        self.others: list[nn.Module] = []
-        """Modules of peft's in the model that must add nothing while it computes alone, beside `layers`."""
 
     # ---- which there are
 
@@ -95,25 +91,8 @@ class AdapterContents:
 
     @property
     def names(self) -> list[str]:
-        """The names of those in the peft model, if they can be taken apart from it."""
-        return self.in_model.names if self.in_model.why_whole is None else []
-
-    def why_apart(self, name: str) -> str | None:
-        """Why peft's own modules must compute an adapter, in a forward of its own."""
-        return None if name in self.own else self.in_model.reasons.get(name)
-
-    def computed(self, name: str) -> Literal["kernels", "apart"]:
-        """How an adapter is computed."""
-        return "kernels" if self.why_apart(name) is None else "apart"
-
-    def by_kernels(self) -> list[Adapter]:
-        """Those of the peft model that kernels compute."""
-        names = [name for name in self.names if self.why_apart(name) is None]
-        return [self.in_model.read(name) for name in names]
-
-    def apart(self, names: Iterable[str]) -> bool:
-        """True if peft's own modules must compute any of them."""
-        return any(self.why_apart(name) is not None for name in names)
+        """The names of those in the peft model, if they are apart from it."""
+        return self.in_model.names if self.in_model.apart else []
 
     def invocation(self, name: str) -> Invocation:
         """The tokens with which an adapter begins; none if it computes all tokens."""
@@ -124,24 +103,17 @@ class AdapterContents:
     @property
     def layers(self) -> list[nn.Module]:
         """The layers that any of them adds to."""
-        found = dict.fromkeys(self.in_model.products if self.in_model.why_whole is None else [])
+        found = dict.fromkeys(self.in_model.layers if self.in_model.apart else [])
         return list(found | dict.fromkeys(layer for own in self.own.values() for layer in own.host.layers))
-
-    def note_others(self) -> None:
-        """Note `others` as they are now."""
-        known = set(map(id, self.layers))
-        in_model = self.in_model
-        self.others = [each for each in in_model.tuners if id(each) not in known] if in_model.beside else []
-
-    def read(self, name: str) -> Adapter | PeftParts:
-        """One of the peft model, where its weights are."""
-        in_model = self.in_model
-        return PeftParts(in_model, name) if in_model.reasons.get(name) else in_model.read(name)
 
     def on_device(self, names: Iterable[str], device: torch.device) -> Adapter:
         """One adapter that adds what several add: copies of `own`, of the others the weights themselves."""
         own, in_model = self.own, self.in_model
         return combine([own[name].copy_to(device) if name in own else in_model.read(name) for name in names])
+
+    def require_together(self, names: Iterable[str]) -> None:
+        """Raise ValueError for adapters of which one alone can be active."""
+        require_together([self._read(name) for name in names])
 
     # ---- what they are
 
@@ -151,16 +123,27 @@ class AdapterContents:
         """
         return extra_key(*[self._content(name, again and name not in running) for name in names])
 
-    def _content(self, name: str, again: bool) -> tuple[str, bytes | int]:
-        return ("", self.own[name].key) if name in self.own else (name, self._number(name, again))
+    def _content(self, name: str, again: bool) -> tuple[str | bytes | int, ...]:
+        own = self.own.get(name)
+        if own is None:
+            return name, self._number(name, again)
+        return ("", own.key, self._number(name, again)) if own.reads_base else ("", own.key)
+
+    def _is_fixed(self, name: str) -> bool:
+        """True for an adapter that never changes: one of the own, unless it reads the model's weights."""
+        return name in self.own and not self.own[name].reads_base
+
+    def _read(self, name: str) -> Adapter:
+        return self.own[name].host if name in self.own else self.in_model.read(name)
 
     def _number(self, name: str, again: bool) -> int:
         """The number of the content of one in the peft model. Raises Unreadable."""
         if again or name in self._stale or name not in self._seen:
-            adapter = self.read(name)
+            adapter = self._read(name)
             number = identity_of(self._model).of_adapter(name).prefix_key(adapter)
-            ids = frozenset(map(id, adapter.tensors))
-            self._seen[name] = _AdapterLook(number, StateKey(adapter.versions, adapter.tensors), ids)
+            ids = frozenset(map(id, adapter.weights()[0]))
+            tensors, _ = adapter.weights()
+            self._seen[name] = _AdapterLook(number, StateKey(adapter.versions, tensors), ids)
             self._stale.discard(name)
         return self._seen[name].number
 
@@ -172,13 +155,12 @@ class AdapterContents:
 
     def changed(self, names: Iterable[str]) -> set[str]:
         """Which of these were written to since they were looked at, as far as the host sees it."""
-        seen = [name for name in names if name in self._seen and name not in self.own]
+        seen = [name for name in names if name in self._seen and not self._is_fixed(name)]
         return {name for name in seen if name in self._stale or self._is_written(name)}
 
     def _is_written(self, name: str) -> bool:
-        in_model = self.in_model
         try:
-            return not in_model.has(name) or not self._seen[name].versions.fits(self.read(name).versions)
+            return not self.has(name) or not self._seen[name].versions.fits(self._read(name).versions)
         except (KeyError, RuntimeError):  # another thread takes it away at this moment
             return True
 
@@ -187,7 +169,7 @@ class AdapterContents:
         seen = [name for name in names if name in self._seen]
         own = identity_of(self._model)
         return bool(self.changed(seen)) or any(
-            own.of_adapter(name).prefix_key(self.read(name), whole=True) != self._seen[name].number
+            own.of_adapter(name).prefix_key(self._read(name), whole=True) != self._seen[name].number
             for name in seen
         )
 

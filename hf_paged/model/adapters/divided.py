@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
-from ..lora import LowRank
+from ..parts import LowRank, Part, Parts
+from ..peft_parts import base_of
 from ..ranks.tensor_parallel import mesh_of, style_of
 from ..shards import is_divided
 
@@ -22,7 +23,7 @@ WHOLE = (
 """Styles of layers that take whole inputs and give whole outputs, whatever a rank has of their weights."""
 
 
-def part_here(model: nn.Module, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
+def part_here(model: nn.Module, layers: Parts) -> Parts:
     """This rank's part of an adapter, by the names of layers; all of it if one process has the model.
 
     Where ranks divide a layer's outputs, each has B's rows of its own. Where they divide its inputs, each has
@@ -34,12 +35,19 @@ def part_here(model: nn.Module, layers: Mapping[str, LowRank]) -> dict[str, LowR
         return dict(layers)
     rank = mesh.get_local_rank()
     size = mesh.size()
-    return {path: _part(model, path, part, rank, size) for path, part in layers.items()}
+    return {
+        path: tuple(_part(model, path, part, rank, size) for part in parts) for path, parts in layers.items()
+    }
 
 
-def _part(model: nn.Module, path: str, part: LowRank, rank: int, size: int) -> LowRank:
-    module = model.get_submodule(path)
-    module = getattr(module, "base_layer", module)
+def _part(model: nn.Module, path: str, part: Part, rank: int, size: int) -> Part:
+    if not part.divides:
+        raise ValueError(
+            f"the adapter has {part.name} at {path}, which the engine does not divide among {size} ranks; "
+            "merge the adapter into the model, or serve it in one process"
+        )
+    assert isinstance(part, LowRank)
+    module = base_of(model.get_submodule(path))
     style = style_of(model, path)
     names = path.split(".")
     above = [style_of(model, ".".join(names[:count])) for count in range(1, len(names))]
@@ -53,5 +61,5 @@ def _part(model: nn.Module, path: str, part: LowRank, rank: int, size: int) -> L
             "leave the layer out of target_modules, or merge the adapter into the model"
         )
     if style == "colwise":
-        return part._replace(b=part.b.chunk(size)[rank].contiguous())
-    return part._replace(a=part.a.chunk(size, dim=1)[rank].contiguous())
+        return replace(part, b=part.b.chunk(size)[rank].contiguous())
+    return replace(part, a=part.a.chunk(size, dim=1)[rank].contiguous())

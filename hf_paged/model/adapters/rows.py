@@ -76,6 +76,7 @@ class RowAdapters:
         names = names_of_rows(snapshot.hooked, rows, lora.active)
         # On ranks a sum of parts has no place for one more. Where an aLoRA begins, only peft knows.
         pefts = mesh_of(snapshot.model) is not None or lora.invoked
+        pefts = pefts or not all(lora.is_by_kernels(name) for each in names for name in each)
         if kernels is None or pefts or (self.table is not None and self.table.why_not is not None):
             return self._in_peft(lora, names)
         checked = None if self._checked is None else self._checked()
@@ -93,7 +94,7 @@ class RowAdapters:
         used = {name: lora.read(name) for each in names for name in each}
         places = {layer: place for place, layer in enumerate(lora.layers)}
         facts = [
-            (name, places[layer], *_tensor_facts(part.a), *_tensor_facts(part.b), part.scale)
+            (name, places[layer], *map(_tensor_facts, part.tensors), part.settings)
             for name, found in used.items()
             for layer, parts in found.layers.items()
             for part in parts

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..lora import Adapter, LowRank, merged
+from ..lora import Adapter, Part
+from ..parts import LowRank, merged
+from ..peft_parts import takes_products
 from .joint import in_order, joint_layers
 
 SMALLEST_RANK = 16
@@ -32,7 +34,7 @@ class AdapterTable:
         self.kernels = kernels
         """The package of kernels; None for plain torch."""
         self.layers: dict[nn.Module, int] = {}
-        """The layers that any adapter changes, numbered so that those with one input stand side by side."""
+        """The layers that adapters may add products to, numbered: those with one input stand side by side."""
         self.weights: Any = None
         """The tables of all layers; others as soon as an adapter comes that they have no room for."""
         self.layout = 0
@@ -43,6 +45,8 @@ class AdapterTable:
         """How many layers with the same input begin with a layer, as far as a forward has shown it."""
         self.joint: dict[int, int] = {}
         """For a layer the last one of those whose outputs are read together with its own."""
+        self.in_torch: list[Mapping[nn.Module, tuple[Part, ...]]] = [{} for _ in range(slots)]
+        """By slot the parts of its adapter that plain torch computes."""
         self._memory: list[list[torch.UntypedStorage]] = [[] for _ in range(slots)]
         """Named memory: a parameter may be given other memory while kernels still read this."""
         self._copied = [0] * slots
@@ -52,7 +56,7 @@ class AdapterTable:
         """Number layers in this order, before any adapter is there. expected: those that may come, for which
         the tables need not become larger later.
         """
-        ordered = in_order({**self.layers, **dict.fromkeys(layers)})
+        ordered = in_order({**self.layers, **dict.fromkeys(filter(takes_products, layers))})
         if len(ordered) != len(self.layers):
             self.layers = {module: i for i, module in enumerate(ordered)}
             self.weights = None
@@ -68,12 +72,29 @@ class AdapterTable:
     def put(self, slot: int, adapter: Adapter) -> None:
         """Let a slot hold an adapter, whose weights are on the device."""
         self.slots[slot] = adapter
+        self.in_torch[slot] = self._split(adapter)[1]
         if self.kernels is not None:
             self._make_room(adapter)
             self._enter(slot)
             self.weights.upload()
         else:
             self.layout = self.layout or next(_layouts)
+
+    def _split(self, adapter: Adapter) -> tuple[dict[nn.Module, Any], dict[nn.Module, tuple[Part, ...]]]:
+        """The parts of an adapter that kernels compute, and those that plain torch does, by module."""
+        kernels: dict[nn.Module, Any] = {}
+        others: dict[nn.Module, tuple[Part, ...]] = {}
+        for module, parts in adapter.layers.items():
+            by_kernels = self.kernels is not None and all(part.by_kernels for part in parts)
+            (kernels if by_kernels else others)[module] = parts
+        return kernels, others
+
+    @property
+    def why_eager(self) -> str | None:
+        """Why steps cannot be captured now: an adapter has parts that no kernel computes."""
+        found = (part for held in self.in_torch for parts in held.values() for part in parts)
+        first = next(found, None)
+        return None if first is None or self.kernels is None else f"no kernel computes {first.name}"
 
     def has_copies(self, slot: int) -> bool:
         """True if kernels read copies of an adapter's weights, which `put` makes anew."""
@@ -82,6 +103,7 @@ class AdapterTable:
     def clear(self, slot: int) -> None:
         """Let a slot hold nothing."""
         self.slots[slot] = None
+        self.in_torch[slot] = {}
         self._memory[slot] = []
         self._copied[slot] = 0
         if self.weights is not None:
@@ -100,6 +122,8 @@ class AdapterTable:
         """Make larger tables if an adapter changes other layers, or has a larger rank or type."""
         known = self.weights
         needed = [adapter] if known is not None else [adapter, *filter(None, self.slots)]
+        needed = [Adapter(self._split(each)[0]) for each in needed]
+        adapter = needed[0]
         types = {tensor.dtype for each in needed for tensor in each.tensors}
         types |= set() if known is None else {known.dtype}
         dtype = reduce(torch.promote_types, types) if types else torch.float32
@@ -121,12 +145,13 @@ class AdapterTable:
     def _enter(self, slot: int) -> None:
         held = self.slots[slot]
         assert held is not None
-        served = {module: self._readable(parts) for module, parts in held.layers.items()}
+        read, _ = self._split(held)
+        served = {module: self._readable(parts) for module, parts in read.items()}
         self.weights.clear(slot)
         for module, part in served.items():
             self.weights.put(self.layers[module], slot, part.a, part.b, part.scale)
         self._memory[slot] = [each.untyped_storage() for part in served.values() for each in (part.a, part.b)]
-        copies = [part for module, part in served.items() if part is not held.layers[module][0]]
+        copies = [part for module, part in served.items() if part is not read[module][0]]
         self._copied[slot] = sum(part.a.nbytes + part.b.nbytes for part in copies)
 
     def _readable(self, parts: tuple[LowRank, ...]) -> LowRank:

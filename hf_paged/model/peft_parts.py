@@ -1,0 +1,203 @@
+"""The modules that peft puts in the place of a model's own, and the parts of adapters in them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from .parts import LowRank, LowRankEmbedding, Part, SavedModule, TrainedTokens
+from .patches import own_forward
+from .shards import local_part
+
+LINEAR = frozenset(
+    {"Linear", "Linear8bitLt", "Linear4bit", "TorchaoLoraLinear", "GPTQLoraLinear", "AwqLoraLinear"}
+)
+"""peft's classes of LoRA layers that add a low-rank product to what a layer of any kind answers."""
+VARIANTS = frozenset({"DoraLinearVariant", "DoraEmbeddingVariant"})
+"""peft's classes of what makes a LoRA layer more than a product, as far as parts compute it."""
+BY_ROW = re.compile(r"(RMS|Layer)Norm$")
+"""Classes of modules, beside linear layers and embeddings, that compute each row by itself."""
+
+
+class PeftModule(NamedTuple):
+    """A kind of peft's modules: how parts of adapters are read from it."""
+
+    names: Callable[[Any], Iterable[str]]
+    """The adapters that have a part there."""
+    read: Callable[[Any, str], Part]
+    why_not: Callable[[Any, str], str | None]
+    """Why only peft's own code can compute the part of an adapter."""
+    own_parts: Collection[str]
+    """Modules in it that belong to adapters."""
+
+
+def kind_of(module: Any) -> PeftModule | None:
+    """The kind of a module of peft's, if parts can be read from it."""
+    name, home = type(module).__name__, type(module).__module__
+    if home.startswith("peft.tuners.lora."):
+        return LORA_LINEAR if name in LINEAR else LORA_EMBEDDING if name == "Embedding" else None
+    return WRAPPERS.get(name) if home.startswith(("peft.utils.", "peft.tuners.trainable_tokens.")) else None
+
+
+def base_of(module: Any) -> Any:
+    """The model's own module in a module of peft's; a module of the model itself."""
+    inner = inner_of(module)
+    return module if inner is None else base_of(inner)
+
+
+def inner_of(module: Any) -> Any:
+    """The module around which peft has put this one; None for one of the model itself."""
+    own = module._modules
+    if "token_adapter" in own:
+        return own["token_adapter"].base_layer
+    for name in ("base_layer", "original_module"):
+        if own.get(name) is not None:
+            return own[name]
+    return None
+
+
+def wraps_around(module: Any) -> list[Any]:
+    """The module of peft's itself, and the one in it that has the trained tokens."""
+    return [each for each in (module, module._modules.get("token_adapter")) if each is not None]
+
+
+def names_in(module: Any) -> dict[str, None]:
+    """The adapters that have a part in a module of peft's, in their order."""
+    kind = kind_of(module)
+    return dict.fromkeys(() if kind is None else kind.names(module))
+
+
+def takes_products(module: nn.Module) -> bool:
+    """True for what is, or is put around, a linear layer."""
+    base = base_of(module)
+    return isinstance(base, Conv1D) or hasattr(base, "in_features")
+
+
+def why_not_by_row(module: nn.Module) -> str | None:
+    """Why rows of a batch cannot each have a module of their own in the place of this one."""
+    known = isinstance(module, (nn.Linear, nn.Embedding, Conv1D)) or BY_ROW.search(type(module).__name__)
+    if not known or module._modules:
+        return f"a {type(module).__name__} in modules_to_save is no linear layer, embedding or norm"
+    needed = [
+        each.name
+        for each in inspect.signature(type(module).forward).parameters.values()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if len(needed) > 2:
+        return f"a {type(module).__name__} in modules_to_save has several inputs"
+    if own_forward(module) is not None or any(each.device.type == "meta" for each in module.parameters()):
+        return "an adapter's weights are loaded for each forward"
+    return None
+
+
+# ---- LoRA of linear layers and embeddings
+
+
+def _lora_names(layer: Any) -> list[str]:
+    return [*layer.lora_A, *layer.lora_embedding_A]
+
+
+def _read_linear(layer: Any, name: str) -> LowRank:
+    second = layer.lora_B[name]
+    bias = None if second.bias is None else local_part(second.bias)
+    own = layer.lora_magnitude_vector
+    magnitude = local_part(own[name].weight) if name in own else None
+    a, b = local_part(layer.lora_A[name].weight), local_part(second.weight)
+    return LowRank(a, b, float(layer.scaling[name]), bias, magnitude)
+
+
+def _read_embedding(layer: Any, name: str) -> LowRankEmbedding:
+    own = layer.lora_magnitude_vector
+    magnitude = own[name].weight if name in own else None
+    a, b = layer.lora_embedding_A[name], layer.lora_embedding_B[name]
+    return LowRankEmbedding(local_part(a), local_part(b), float(layer.scaling[name]), magnitude)
+
+
+def is_invoked(variant: object) -> bool:
+    """True for the low-rank products of an aLoRA."""
+    return type(variant).__name__.startswith("ALora")
+
+
+def _why_not_lora(layer: Any, name: str) -> str | None:
+    variant = layer.lora_variant.get(name)
+    if not (variant is None or is_invoked(variant) or type(variant).__name__ in VARIANTS):
+        kind = type(variant).__name__.removesuffix("Variant").removesuffix("Linear")
+        return f"the adapter {name!r} is more than a low-rank product ({kind})"
+    for part in (layer.lora_A, layer.lora_B):
+        if name in part and (type(part[name]) is not nn.Linear or part[name].weight.device.type == "meta"):
+            return "an adapter's weights are loaded for each forward"
+    if layer.lora_embedding_A and (base_of(layer).max_norm is not None or layer.tp_layer is not None):
+        return "an embedding has max_norm, or ranks divide it"
+    return None
+
+
+LORA_PARTS = frozenset(
+    {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_dropout"}
+)
+LORA_LINEAR = PeftModule(_lora_names, _read_linear, _why_not_lora, LORA_PARTS)
+LORA_EMBEDDING = LORA_LINEAR._replace(read=_read_embedding)
+
+
+# ---- trained tokens
+
+
+def _tokens_of(module: Any) -> Any:
+    """The layer that has the trained tokens."""
+    return module._modules.get("token_adapter", module)
+
+
+def _token_names(module: Any) -> list[str]:
+    return list(_tokens_of(module).trainable_tokens_delta)
+
+
+def _read_tokens(module: Any, name: str) -> TrainedTokens:
+    layer = _tokens_of(module)
+    return TrainedTokens(
+        tuple(map(int, layer.token_indices[name])), local_part(layer.trainable_tokens_delta[name])
+    )
+
+
+def _why_not_tokens(module: Any, name: str) -> str | None:
+    return why_not_tokens(base_of(module), _tokens_of(module).token_indices[name])
+
+
+def why_not_tokens(base: Any, ids: Collection[int]) -> str | None:
+    """Why tokens of a module cannot be replaced row by row."""
+    if len(set(ids)) < len(ids):
+        return "an adapter has one trained token twice"
+    if not isinstance(base, (nn.Embedding, nn.Linear)) or getattr(base, "max_norm", None) is not None:
+        return f"an adapter has trained tokens of a {type(base).__name__}"
+    if getattr(base, "bias", None) is not None:
+        return "an adapter has trained tokens of a head with a bias"
+    return None
+
+
+# ---- whole modules
+
+
+def _saved_names(module: Any) -> list[str]:
+    return list(module.modules_to_save)
+
+
+def _read_saved(module: Any, name: str) -> SavedModule:
+    return SavedModule(module.modules_to_save[name])
+
+
+def _why_not_saved(module: Any, name: str) -> str | None:
+    return why_not_by_row(module.modules_to_save[name])
+
+
+TOKENS = PeftModule(
+    _token_names, _read_tokens, _why_not_tokens, ("trainable_tokens_delta", "trainable_tokens_original")
+)
+WRAPPERS = {
+    "TrainableTokensWrapper": TOKENS,
+    "TrainableTokensLayer": TOKENS,
+    "ModulesToSaveWrapper": PeftModule(_saved_names, _read_saved, _why_not_saved, ("modules_to_save",)),
+}
+"""By the names of peft's classes."""

@@ -1,0 +1,257 @@
+"""Adapters that are more than products of linear layers, each chosen by its request: tokens and
+log-probabilities of peft alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from adapter_answers import NEW, alone, ask, first, prompt, tokens
+from adapters import adapted, lora
+from families import BY_NAME, build
+
+from hf_paged import Engine
+
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+TRAINED = (
+    "trainable_tokens_delta",
+    "modules_to_save",
+    "lora_magnitude_vector",
+    "lora_B.one.bias",
+    "lora_B.two.bias",
+)
+"""Weights that begin as the model's own, or as zeros."""
+TOKENS = list(range(3, 60))
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tokens": ({"trainable_token_indices": [5, 7, 30]}, {"trainable_token_indices": TOKENS, "r": 4}),
+    "embeddings": (
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["embed_tokens"], "r": 3},
+    ),
+    "modules": (
+        {"modules_to_save": ["lm_head", "embed_tokens"]},
+        {"modules_to_save": ["lm_head", "norm", "input_layernorm"]},
+    ),
+    "dora": (
+        {"use_dora": True},
+        {"use_dora": True, "r": 5, "target_modules": ["v_proj", "embed_tokens", "lm_head"]},
+    ),
+    "biases": ({"lora_bias": True}, {"lora_bias": True, "r": 3}),
+}
+
+
+def trained(*configs: Any, third: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A peft model whose adapters have trained weights of every kind."""
+    model = adapted(*configs, lora(r=4, **(third or {})), **options)
+    noise = torch.Generator().manual_seed(7)
+    for name, each in model.named_parameters():
+        if any(part in name for part in TRAINED):
+            spread = each.data.std() if each.numel() > 1 else 0
+            each.data += torch.randn(each.shape, generator=noise) * (0.3 * spread if spread > 0 else 0.3)
+    return model
+
+
+def check_mixed(model: Any, engine: Engine, wanted: list[Any]) -> None:
+    """Each request has the tokens of peft alone, in a mixed batch and again behind its cached prefix, and the
+    log-probabilities.
+    """
+    prompts = [prompt(i, 12) for i in range(len(wanted))]
+    expected = [alone(model, ids, each) for ids, each in zip(prompts, wanted, strict=True)]
+    handles = [engine.submit(ids, **GREEDY, adapter=each) for ids, each in zip(prompts, wanted, strict=True)]
+    assert [tokens(handle) for handle in handles] == expected
+    assert len(set(map(tuple, expected))) > 2
+    for ids, each, answer in zip(prompts, wanted, expected, strict=True):
+        output = engine.generate([ids], **GREEDY, adapter=each, logprobs=1)[0]
+        assert first(output) == answer
+        assert output.cached_tokens >= 8
+        found = torch.tensor([chosen.logprob for chosen in output.sequences[0].logprobs])
+        torch.testing.assert_close(found, logprobs(model, ids, answer, each), atol=2e-4, rtol=0)
+
+
+def logprobs(model: Any, ids: list[int], answer: list[int], adapter: str | None) -> torch.Tensor:
+    """Those of peft alone."""
+    if adapter is not None:
+        model.set_adapter(adapter)
+    with torch.no_grad():
+        if adapter is None:
+            with model.disable_adapter():
+                logits = model(input_ids=torch.tensor([ids + answer])).logits
+        else:
+            logits = model(input_ids=torch.tensor([ids + answer])).logits
+    model.set_adapter("one")
+    found = logits[0, len(ids) - 1 : -1].log_softmax(-1)
+    return found.gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_two_of_a_kind_beside_a_plain_one_and_the_base(kind: str) -> None:
+    model = trained(*[lora(**options) for options in CASES[kind]])
+    with Engine(model, block_size=4, num_blocks=200, max_adapters=3) as engine:
+        check_mixed(model, engine, ["one", None, "two", "three", "one"])
+        engine.check()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_plain_model_takes_them_from_a_folder(kind: str, tmp_path: Path) -> None:
+    model = trained(*[lora(**options) for options in CASES[kind]])
+    model.save_pretrained(tmp_path, selected_adapters=["one", "two"])
+    torch.manual_seed(0)
+    with Engine(build(BY_NAME["llama"]).eval(), block_size=4, num_blocks=200, max_adapters=2) as engine:
+        for name in ("one", "two"):
+            engine.add_adapter(name, tmp_path / name)
+        check_mixed(model, engine, ["one", None, "two", "one"])
+        assert engine.adapters()["one"].bytes > 0
+        engine.check()
+
+
+FAMILIES = {
+    "gemma3": (
+        (
+            {"target_modules": ["embed_tokens"], "use_dora": True},
+            {"target_modules": ["q_proj", "embed_tokens"], "r": 3},
+        ),
+        (
+            {"trainable_token_indices": TOKENS},
+            {"modules_to_save": ["k_norm"], "trainable_token_indices": [5]},
+        ),
+    ),
+    "gpt2": (
+        ({"target_modules": ["c_attn", "wte"]}, {"modules_to_save": ["ln_f"], "use_dora": True}),
+        ({"trainable_token_indices": {"wte": TOKENS}}, {"trainable_token_indices": {"wte": [5, 7]}}),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "one", "two"), [(family, *case) for family, cases in FAMILIES.items() for case in cases]
+)
+def test_families(family: str, one: dict[str, Any], two: dict[str, Any]) -> None:
+    """Scaled embeddings, norms of heads, Conv1D and a tied head; from the model and from state dicts."""
+    fan = {"fan_in_fan_out": True} if family == "gpt2" else {}
+    targets = {"target_modules": ["c_attn"]} if family == "gpt2" else {}
+    model = trained(
+        *[lora(**fan, **targets | each) for each in (one, two)], family=family, third=targets | fan
+    )
+    with Engine(model, block_size=4, num_blocks=200) as engine:
+        check_mixed(model, engine, ["one", None, "two", "three"])
+    torch.manual_seed(0)
+    with Engine(build(BY_NAME[family]).eval(), block_size=4, num_blocks=200) as engine:
+        for name in ("one", "two"):
+            engine.add_adapter(name, model)
+        check_mixed(model, engine, ["one", None, "two"])
+        engine.check()
+
+
+def tied() -> Any:
+    torch.manual_seed(0)
+    made = build(BY_NAME["llama"])
+    made.config.tie_word_embeddings = True
+    made.lm_head.weight = made.model.embed_tokens.weight
+    return made.eval()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"trainable_token_indices": TOKENS},
+        {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {"modules_to_save": ["embed_tokens"]},
+    ],
+)
+def test_a_tied_head(options: dict[str, Any]) -> None:
+    """It has what the embeddings have, or not, as peft says."""
+    model = trained(lora(**options), lora(**options), model=tied())
+    with Engine(model, block_size=4, num_blocks=200) as engine:
+        check_mixed(model, engine, ["one", None, "two", "three"])
+    with Engine(tied(), block_size=4, num_blocks=200) as engine:
+        for name in ("one", "two"):
+            engine.add_adapter(name, model)
+        check_mixed(model, engine, ["one", None, "two"])
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_trained_in_place(kind: str) -> None:
+    """New weights of a part, found by content, for its own requests alone (C24)."""
+    model = trained(*[lora(**options) for options in CASES[kind]])
+    ids = prompt(5, 17)
+    with Engine(model, block_size=4, num_blocks=200) as engine:
+        before = [ask(engine, ids, adapter=each) for each in ("one", "two")]
+        for name, each in model.named_parameters():
+            if (
+                ".one" in name and "lora_" not in name.replace("lora_magnitude_vector", "")
+            ) or ".one.bias" in name:
+                each.data.mul_(-1.5)
+            elif "lora_embedding_B.one" in name:
+                each.data.mul_(-3)
+        found = engine.generate([ids], **GREEDY, adapter="one")[0]
+        assert first(found) == alone(model, ids, "one") != before[0]
+        assert found.cached_tokens == 0
+        kept = engine.generate([ids], **GREEDY, adapter="two")[0]
+        assert first(kept) == before[1] == alone(model, ids, "two")
+        assert kept.cached_tokens >= 16
+        engine.check()
+
+
+@pytest.mark.parametrize("owner", ["model", "engine"])
+def test_a_norm_follows_the_weights_of_the_model(owner: str) -> None:
+    """DoRA's scale is magnitude over the norm of what the layer and the product are together."""
+    model = trained(lora(use_dora=True), lora())
+    torch.manual_seed(0)
+    served = model if owner == "model" else build(BY_NAME["llama"]).eval()
+    with Engine(served, block_size=4, num_blocks=200) as engine:
+        if owner == "engine":
+            engine.add_adapter("one", model)
+        ask(engine, prompt(3), adapter="one")
+        for each in {model, served}:
+            layers = (
+                each.get_base_model().model.layers if hasattr(each, "get_base_model") else each.model.layers
+            )
+            for layer in layers:
+                projection = layer.self_attn.v_proj
+                getattr(projection, "base_layer", projection).weight.data[::2] *= 3
+        assert ask(engine, prompt(3), adapter="one") == alone(model, prompt(3), "one")
+
+
+def test_what_cannot_be_active_together_is_refused() -> None:
+    options = {"modules_to_save": ["lm_head"]}
+    model = trained(lora(**options), lora(**options))
+    with Engine(model, block_size=4) as engine:
+        with pytest.raises(ValueError, match="two adapters have modules_to_save at one Linear"):
+            engine.submit(prompt(1), adapter=["one", "two"])
+        assert ask(engine, prompt(1), adapter=["one", "three"]) == alone(model, prompt(1), ("one", "three"))
+        engine.check()
+
+
+def test_a_larger_vocabulary_is_refused_by_name() -> None:
+    large = build(BY_NAME["llama"])
+    large.resize_token_embeddings(104)
+    model = peft.get_peft_model(large, lora(modules_to_save=["lm_head", "embed_tokens"]), "one")
+    with Engine(build(BY_NAME["llama"]).eval(), block_size=4) as engine:
+        with pytest.raises(
+            ValueError, match=r"has 104 tokens at .* and the model 96.*resize_token_embeddings\(104\)"
+        ):
+            engine.add_adapter("one", model)
+        assert engine.adapters() == {}
+
+
+def test_own_biases_of_layers_are_an_adapters(tmp_path: Path) -> None:
+    """`bias="lora_only"`: of a folder they belong to the adapter, and the model keeps its own."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(build(BY_NAME["qwen2"]), lora(bias="lora_only"), "one").eval()
+    for name, each in model.named_parameters():
+        if name.endswith("base_layer.bias"):
+            each.data += 0.5
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    plain = build(BY_NAME["qwen2"]).eval()
+    base = peft.get_peft_model(plain, lora(), "none").eval()
+    with Engine(plain, block_size=4, num_blocks=200) as engine:
+        engine.add_adapter("one", tmp_path / "one")
+        ids = prompt(2, 12)
+        assert ask(engine, ids, adapter="one") == alone(model, ids, "one")
+        assert ask(engine, ids, adapter=None) == alone(base, ids, None)
