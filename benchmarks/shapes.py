@@ -31,6 +31,35 @@ QWEN_LINEAR = {
     "head_dim": 256,
     "vocab_size": 151936,
 }
+QWEN_MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 8192,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "max_position_embeddings": 8192,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64,
@@ -110,8 +139,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "linear_num_value_heads": 32,
     },
+    "qwen30b_a3b": QWEN_MOE,
+    "qwen30b_a3b_half": {**QWEN_MOE, "num_hidden_layers": 24},
+    "gpt_oss_20b": GPT_OSS,
+    "gpt_oss_20b_half": {**GPT_OSS, "num_hidden_layers": 12},
+    "qwen_moe_tiny": {
+        **QWEN_MOE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 2048,
+    },
 }
-"""Llama's and Qwen3.5's: of the latter every fourth layer is attention, the others are linear."""
+"""Llama's; Qwen3.5's, of which every fourth layer is attention and the others are linear; and mixtures of experts, also
+with half of their layers.
+"""
 
 
 def build(shape: str, device: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from .decode import Plan, decode
 from .delta_spans import delta_spans
 from .delta_step import delta_step
 from .digest import GOLDEN, digest
+from .experts import Routes, expert_product, expert_sum, route
 from .gather import gather
 from .invariant import Invariant, NoFixedOrder
 from .launching import find_driver, know_kernels, know_triton
@@ -30,6 +31,7 @@ from .scan_step import scan_step
 from .ssm_spans import ssm_spans
 from .ssm_step import ssm_step
 from .swiglu import swiglu
+from .top import top
 from .write import write
 
 know_kernels()
@@ -44,6 +46,7 @@ __all__ = [
     "NoFixedOrder",
     "Operation",
     "Plan",
+    "Routes",
     "Spans",
     "add_rms_norm",
     "advance",
@@ -56,6 +59,8 @@ __all__ = [
     "delta_step",
     "digest",
     "draw",
+    "expert_product",
+    "expert_sum",
     "find_driver",
     "fits",
     "gather",
@@ -70,11 +75,13 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_write",
+    "route",
     "rows",
     "scan_spans",
     "scan_step",
     "ssm_spans",
     "ssm_step",
     "swiglu",
+    "top",
     "write",
 ]

@@ -29,6 +29,7 @@ CONFIG = tf.LlamaConfig(num_key_value_heads=2, **SMALL, **TOKENS, **LONG)
 
 
 WIDTH = CONFIG.hidden_size
+ACTIVATIONS: dict[str, Any] = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}
 
 
 def _as_a_kernel(method: Any) -> Any:
@@ -85,7 +86,7 @@ class Kernels:
     @_as_a_kernel
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> torch.Tensor:
         self._note(activation)
-        return {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}[activation](gate) * up
+        return ACTIVATIONS[activation](gate) * up
 
     Operation = kernels.Operation
 
@@ -111,6 +112,45 @@ class Kernels:
         self._note("rotary")
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+    Routes = kernels.Routes
+
+    @_as_a_kernel
+    def top(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._note("top")
+        values, places = x.topk(count)
+        return values, places
+
+    @_as_a_kernel
+    def route(self, chosen: torch.Tensor, experts: int) -> kernels.Routes:
+        """Chosen experts as they are, in the place of the kernel's records."""
+        self._note("route")
+        return kernels.Routes(chosen.flatten().argsort(stable=True), chosen, chosen.shape[1])
+
+    @_as_a_kernel
+    def expert_product(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        routes: kernels.Routes,
+        bias: torch.Tensor | None = None,
+        *,
+        by_pair: bool = False,
+        activation: str | None = None,
+    ) -> torch.Tensor:
+        self._note("expert_product")
+        chosen = routes.records.flatten()
+        rows = x if by_pair else x.repeat_interleave(routes.top, 0)
+        y = torch.bmm(rows[:, None], w[chosen])[:, 0]
+        y = y if bias is None else y + bias[chosen]
+        return y if activation is None else ACTIVATIONS[activation](y.chunk(2, -1)[0]) * y.chunk(2, -1)[1]
+
+    @_as_a_kernel
+    def expert_sum(
+        self, y: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: int
+    ) -> torch.Tensor:
+        self._note("expert_sum")
+        return (y.view(*weights.shape, -1) * weights[..., None]).sum(1).to(y.dtype)
 
 
 def replaced(fusion: Fusion) -> dict[str, int]:

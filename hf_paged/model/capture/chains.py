@@ -27,6 +27,8 @@ MOST = 48
 """Operations and tensors of one kernel."""
 WIDEST = 16384
 """The longest line that the kernel sums."""
+LONGEST, LARGEST = 1024, 32
+"""The longest line, and the most numbers of it, of the kernel that finds the largest."""
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -127,6 +129,10 @@ class Chains(TorchDispatchMode):
             recipe = find(*args, **named)
             if recipe is not None and _fits(recipe):
                 return self._note(func, recipe, args, named)
+        if func is aten.topk.default:
+            largest = self._largest(*args, **named)
+            if largest is not None:
+                return largest
         if func._schema.is_mutable:  # it may write to what a note will read
             self.compute_all()
         return func(*tree_map(computed, args), **tree_map(computed, named))
@@ -143,6 +149,21 @@ class Chains(TorchDispatchMode):
         noted = Noted.of(Note(run, recipe, answer), self)
         self._noted.append(weakref.ref(noted))
         return noted
+
+    def _largest(
+        self, x: torch.Tensor, count: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The largest numbers of lines, which routers ask for, by one kernel; None where it has no such."""
+        known = isinstance(x, Noted) or (type(x) in PLAIN_TENSORS and not x.is_meta)
+        lines = known and x.dtype in FLOATS and x.ndim > 0 and x.numel() > 0 and dim in (-1, x.ndim - 1)
+        if not lines or not largest or x.shape[-1] > LONGEST or not 0 < count <= min(LARGEST, x.shape[-1]):
+            return None
+        given = computed(x)
+        with self.paused(), on(given.device):
+            aten.alias(given)  # lets a mode that watches the forward see what is read
+            values, places = self.kernels.top(given.reshape(-1, x.shape[-1]), count)
+        shape = (*x.shape[:-1], count)
+        return values.view(shape), places.view(shape)
 
     def compute_all(self) -> None:
         """Compute all that the forward may still ask for."""

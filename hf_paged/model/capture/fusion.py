@@ -35,6 +35,7 @@ from ..source import STANDS_FOR, reads_like
 from ..state_functions import StateFunctions, stepping
 from .branches import Product, at_once, beside, products_of
 from .chains import Chains, Noted, computed
+from .experts import calls_of, gate_of, is_mixture, of_experts
 from .products import fused_product
 
 ROTARY = "apply_rotary_pos_emb"
@@ -60,6 +61,8 @@ class Fusion:
         self.ranks = None if self._mesh is None else memory_of(self._mesh.get_group())
         """The memory for sums of a divided model's ranks."""
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
+        self.gates: dict[nn.Module, str | None] = {}
+        """The mixtures of experts, and the activation of their gates where kernels have it."""
         self.rotaries: set[str] = set()
         """The module files whose rotary embedding is Llama's."""
         self.states = StateFunctions(model)
@@ -88,6 +91,9 @@ class Fusion:
             module.post_attention_layernorm
         ):
             return partial(self.layer, module)
+        if self._mesh is None and is_mixture(module):
+            gate = self.gates[module] = gate_of(module, activation)
+            return partial(of_experts, self.kernels, gate, module)
         return None
 
     def _chain(self, module: nn.Module) -> None:
@@ -119,6 +125,8 @@ class Fusion:
         calls: dict[Any, Callable[[], object]] = {}
         norms = {module for module in self.forwards if is_norm(module)}
         widest = max([len(module.weight) for module in norms], default=0)  # type: ignore[arg-type]
+        for module, gate in self.gates.items():
+            calls.update(calls_of(self.kernels, gate, module, rows, dtype))
         for module in self.forwards:
             if module in norms:
                 weight: Any = torch.empty_like(module.weight, device="meta")  # type: ignore[arg-type]
