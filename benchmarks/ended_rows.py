@@ -9,8 +9,8 @@ long   128 rows, mean 1,500, longest 8,192, 8 layers: at most 0.45
 
 Lengths come from the tokens alone. The head's weights are the embeddings, moved by one token: after token t
 comes t + 1, and a row whose prompt ends n tokens before the EOS token has n tokens. Layers have random
-weights and their full cost. A row is sampled (temperature 1), with no processor or criterion but transformers'
-own. Both ways must give the same tokens. The first call of the way that drops rows captures most sizes; its
+weights and their full cost. Calls are greedy, or sampled at temperature 1 (--sample), with no processor or
+criterion but transformers' own. Both ways must give the same tokens. The first call of the way that drops rows captures most sizes; its
 column says what that costs.
 """
 
@@ -94,8 +94,8 @@ class Bench:
             self.ids,
             attention_mask=torch.ones_like(self.ids),
             max_new_tokens=max(self.lengths),
-            do_sample=True,
-            top_k=0,
+            do_sample=self.options.sample,
+            top_k=0 if self.options.sample else None,
             eos_token_id=self.eos,
             pad_token_id=0,
             cache_implementation="paged",
@@ -150,11 +150,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=160, help="tokens of every prompt")
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
+    parser.add_argument("--sample", action="store_true", help="draw tokens, for all rows of the batch")
     parser.add_argument("--rounds", type=int, default=1, help="calls of each way; the fastest counts")
     options = parser.parse_args()
     report = report_of(options)
     report.table(
-        "ended_rows", f"Rows that leave when they end: {options.shape}, {options.dtype}, prompts of {options.prompt}, sampled",
+        "ended_rows", f"Rows that leave when they end: {options.shape}, {options.dtype}, prompts of {options.prompt}, {'sampled' if options.sample else 'greedy'}",
         case=("case", ""), rows=("rows", ""), mean=("mean length", ".0f"), steps=("steps", ""),
         left=("tokens of rows x steps", ".2f"), computed=("rows computed", ".2f"),
         first=("first call s", ".2f"), off=("all rows s", ".2f"), captured_off=("in captures", ".2f"),

@@ -232,6 +232,18 @@ def test_rows_stay_where_something_looks_at_them(name: str) -> None:
     assert words in str(hf_paged.stats(model).rows_stay)
 
 
+def test_the_figures_are_those_of_the_last_call() -> None:
+    """Of beams, and of a cache that was handed in, after a call whose rows could leave."""
+    model = counting(build(BY_NAME["llama"]))
+    given = {"input_ids": prompt_of([2, 5]), "max_new_tokens": 5, "do_sample": False}
+    compared(model, **given)
+    assert hf_paged.stats(model).rows_stay is None
+    compared(model, **given, num_beams=2)
+    assert "neither greedy decoding nor sampling" in str(hf_paged.stats(model).rows_stay)
+    model.generate(**given, past_key_values=hf_paged.PagedCache(model), eos_token_id=EOS, pad_token_id=PAD)
+    assert hf_paged.stats(model).rows_stay == "the cache was handed in"
+
+
 def test_a_user_s_processor_sees_every_row() -> None:
     """The scores of rows that have ended are those that stock computes for them."""
     model = counting(build(BY_NAME["llama"]))

@@ -7,7 +7,7 @@ device, with one transfer to the host.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -25,7 +25,7 @@ from ..model.outputs import ROWS_FIRST, repeat_fields
 from ..model.switch import modules_of
 from ..model.training import why_random
 from .cache import PagedCache
-from .ended import ComputedRows
+from .ended import ComputedRows, Hooked
 from .padding import Padding, look, mask_name, new_of, rows_of
 from .states import computes_rows_apart
 
@@ -272,11 +272,13 @@ def repeat_rows(value: Any, rows: int, index: torch.Tensor, layout: Any = ROWS_F
 
 
 @contextmanager
-def narrow_adapter_names(model: nn.Module, count: int, rows: Sequence[int]) -> Iterator[None]:
-    """Let peft's mixed batches of `count` rows see the adapters of some rows only."""
+def narrow_adapter_names(hooked: Iterable[Hooked], count: int, rows: Sequence[int]) -> Iterator[None]:
+    """Let peft's mixed batches of `count` rows see the adapters of some rows only; hooked: `adapter_keywords`
+    of the model.
+    """
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for keywords, name in _adapter_keywords(model):
+        for keywords, name in hooked:
             if len(keywords[name]) == count:
                 changed.append((keywords, name, keywords[name]))
                 keywords[name] = [keywords[name][row] for row in rows]
@@ -290,7 +292,7 @@ def adapters_by_row(model: nn.Module, rows: int) -> list[int] | None:
     """A number for the adapters of each row, the same for the same adapters; None if rows have none of their
     own. Raises ValueError if peft was given adapters for another number of rows.
     """
-    told = {id(keywords[name]): keywords[name] for keywords, name in _adapter_keywords(model)}
+    told = {id(keywords[name]): keywords[name] for keywords, name in adapter_keywords(model)}
     if not told:
         return None
     by_row = [values for values in told.values() if len(values) == rows]  # others are an encoder's
@@ -300,7 +302,7 @@ def adapters_by_row(model: nn.Module, rows: int) -> list[int] | None:
     return [numbers.setdefault(each, len(numbers)) for each in zip(*by_row, strict=True)]
 
 
-def _adapter_keywords(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+def adapter_keywords(model: nn.Module) -> Iterator[Hooked]:
     """The keywords of the hooks with which peft hands each layer what is of its rows, and their names."""
     for module in modules_of(model):
         for hook in module._forward_pre_hooks.values():

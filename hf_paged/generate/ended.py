@@ -12,6 +12,9 @@ from ..kv.static import download
 from ..kv.upload import upload
 from ..model.capture.step import bucket_of
 
+Hooked = tuple[dict[str, Any], str]
+"""The keywords of a hook with which peft hands a layer what is of its rows, and the name of one."""
+
 
 class ComputedRows(NamedTuple):
     """The rows of a call that a forward computes, fewer than the call has."""
@@ -50,6 +53,8 @@ class EndedRows(StoppingCriteriaList):
         super().__init__(criteria)
         self.computed: ComputedRows | None = None
         """The rows that steps compute; None for all."""
+        self.hooked: list[Hooked] = []
+        """The hooks that hand adapters to the rows, found among all modules when rows leave."""
         self._ended = [False] * rows
         self._latest: Callable[[], Sequence[torch.Tensor]] | None = None
         """The last answer of the criteria, on its way to the host."""

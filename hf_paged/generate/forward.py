@@ -30,6 +30,7 @@ from ..model.switch import setting_of
 from .cache import Mark, PagedCache, paged_parts
 from .dedupe import (
     PromptRows,
+    adapter_keywords,
     may_be_prompt,
     narrow_adapter_names,
     read_prompt,
@@ -221,7 +222,7 @@ def _unique(
         take_back_draws(states, device)
         _drop_unique_rows(parts, before, arguments.get(CACHE), drawn)
     elif asked not in layouts and parts[0].sequences.columns == 0:
-        with narrow_adapter_names(model, len(index), first):
+        with narrow_adapter_names(adapter_keywords(model), len(index), first):
             few = _without_cache(original, select_rows(arguments, distinct))
         if has_drawn(states, device):
             take_back_draws(states, device)
@@ -246,7 +247,9 @@ def _few(
 ) -> Any:
     """The answer of a forward of some of the call's rows, for these."""
     few, all_rows = len(computed.rows), len(computed.sources)
-    with narrow_adapter_names(model, all_rows, computed.rows):
+    ended = parts[0].ended
+    hooked = ended.hooked if ended is not None and ended.begun else adapter_keywords(model)
+    with narrow_adapter_names(hooked, all_rows, computed.rows):
         answer = _paged(model, original, select_rows(arguments, computed), parts, masks_known, padding)
     parts[0].sequences.memory.rows["left_out"] += all_rows - few
     return answer

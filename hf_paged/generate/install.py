@@ -28,7 +28,7 @@ from ..model.thread_state import restoring
 from ..model.training import why_random
 from .cache import PagedCache, paged_parts
 from .call import Call, current_call, settle_models
-from .leaving import watched
+from .leaving import LOOP, watched
 from .ranks import begin_on_ranks, check_ranks
 
 WORD = "paged"
@@ -213,6 +213,7 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
         if given is not None:
             model_kwargs[CACHE] = cache  # stock takes the tokens that this one holds off the input
         parts = paged_parts(cache)
+        parts[0].sequences.memory.rows_stay = LOOP  # unless that of _sample says another thing
         _prepare(cache, parts, generation_config, max_cache_length)
         if generation_config.is_assistant:
             cache.activate_past_recording()
@@ -236,7 +237,13 @@ def _wrap_sample(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any]:
         call = current_call.get()
         if patch.active and call is not None and call.model is self:
             stopping_criteria = watched(
-                call.model, call.made, generation_config, input_ids, logits_processor, stopping_criteria
+                call.model,
+                call.used,
+                bool(call.made),
+                generation_config,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
             )
         return stock(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)
 

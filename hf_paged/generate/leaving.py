@@ -15,13 +15,15 @@ from torch import nn
 from ..model.outputs import asked_fields
 from ..model.routers import routers_of
 from .cache import PagedCache
-from .dedupe import has_axes, has_rows_only, keeps_another_cache
+from .dedupe import adapter_keywords, has_axes, has_rows_only, keeps_another_cache
 from .ended import ComputedRows, EndedRows
 from .padding import new_of, rows_of
 from .states import follow_rows
 
 OWN = ("transformers.generation.logits_process", "transformers.generation.stopping_criteria")
 """The modules of processors and criteria that know each row by itself."""
+LOOP = "the loop is neither greedy decoding nor sampling"
+STEP = "a step asks for more than logits, or holds what does not follow its rows"
 DEVICES = ("cpu", "cuda")
 """Devices on which stock's loop waits for its criteria in every step."""
 
@@ -29,18 +31,18 @@ DEVICES = ("cpu", "cuda")
 def watched(
     model: nn.Module,
     parts: Sequence[PagedCache],
+    made: bool,
     generation_config: Any,
     ids: torch.Tensor,
     processors: Sequence[Any],
     criteria: Any,
 ) -> Any:
-    """The criteria of a sampling or greedy loop, which note ended rows if these may leave its steps.
-
-    parts: those of the cache that the call has made; none if the user gave it one.
+    """The criteria of a sampling or greedy loop, which note ended rows if these may leave its steps. made:
+    whether the call has made its cache, of these parts, or was given it.
     """
-    if not parts:
-        return criteria
-    reason = _why_rows_stay(model, parts, generation_config, ids, processors, criteria)
+    reason: str | None = "the cache was handed in"
+    if made:
+        reason = _why_rows_stay(model, parts, generation_config, ids, processors, criteria)
     parts[0].sequences.memory.rows_stay = reason
     if reason is not None:
         return criteria
@@ -83,15 +85,19 @@ def rows_of_step(
 ) -> ComputedRows | None:
     """The rows that a step computes, because the others have ended; None for all."""
     ended = parts[0].ended
-    computed = ended.rows_of_step() if ended is not None and ended.begun else None
-    if computed is None:
+    computed = None if ended is None else ended.rows_of_step()
+    if ended is None or computed is None:
         return None
-    moves = parts[0].sequences.sources is not computed.sources
+    sequences = parts[0].sequences
+    moves = sequences.sources is not computed.sources
     if not _takes_rows(model, arguments, len(computed.sources)) or (
-        moves and not follow_rows(model, list(parts), parts[0].sequences.count)
+        moves and not follow_rows(model, list(parts), sequences.count)
     ):
-        parts[0].ended = None  # ended rows get the place of another, and are computed as that
+        sequences.memory.rows_stay = STEP
+        parts[0].ended = None  # rows that have left get the place of another, and are computed as that
         return None
+    if moves:
+        ended.hooked = list(adapter_keywords(model))
     return computed
 
 

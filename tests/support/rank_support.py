@@ -45,7 +45,13 @@ GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 MODES: list[dict[str, Any]] = [
     {"do_sample": False},
     {"num_beams": 3, "num_return_sequences": 2, "do_sample": False},
-    {"do_sample": True, "top_k": 30, "num_return_sequences": 2},
+    {
+        "do_sample": True,
+        "top_k": 30,
+        "num_return_sequences": 4,
+        "eos_token_id": [*range(5, 20)],
+        "pad_token_id": 0,
+    },
 ]
 meshes = functools.cache(dist.init_device_mesh)
 """One mesh for all models that are divided alike: transformers makes one for each, with groups whose threads
