@@ -39,6 +39,8 @@ class BlockNames:
         self._block_of: dict[bytes, int] = {}
         self.partial = PartialBlockIndex()
         """Named blocks by prefix and tokens: for prompts that continue with a part of a block."""
+        self.lasting: set[int] = set()
+        """Blocks that are evicted behind all others."""
         self.logs: list[NameLog] = []
         """Filled for those that draw a map of the blocks; empty while there are none."""
 
@@ -125,6 +127,7 @@ class BlockNames:
     def remove(self, block: int) -> BlockName | None:
         """Take the name of `block` away, if it has one: that name."""
         name = self.of.pop(block, None)
+        self.lasting.discard(block)
         if name:
             del self._block_of[name.digest]
             for log in self.logs:
@@ -137,6 +140,7 @@ class BlockNames:
         """Take all names away."""
         for log in self.logs:
             log.renamed.update(self.of)
+        self.lasting.clear()
         self.of.clear()
         self._block_of.clear()
         self.partial.clear()

@@ -20,6 +20,8 @@ MAX_BLOCK_SIZE = 256
 NEVER_FULL = 1 << 62
 """The block size of kinds that keep one block for a sequence of any length: what its tokens have come to."""
 NOWHERE = -1
+LATE = 1 << 62
+"""Added to the last access of blocks that are evicted behind all others."""
 
 
 class OutOfBlocks(RuntimeError):
@@ -246,7 +248,8 @@ class BlockPool:
             tenant = self.owners.get(block, "")
             self._state[block] = CACHED
             saves = 0 if self.fills else self.names.saves(block)
-            self._evictor.add(block, self._last_access[block], name.covered, tenant, saves)
+            last_access = self._last_access[block] + (LATE if block in self.names.lasting else 0)
+            self._evictor.add(block, last_access, name.covered, tenant, saves)
             if self._tenants:
                 self._tenants.change(tenant, 0, -1)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from ..model.adapters.virtual import GivenPast
 from ..model.servable import longest, longest_source
 from ..scheduling import Request, why_infeasible
 from .multimodal.cross import CrossMedia, longest_picture
@@ -68,6 +69,8 @@ class RequestBounds:
     def require_computable(self, params: RequestParams) -> None:
         """Raise if a request has embeddings or media that the model does not take."""
         media = params.media
+        if params.past is not None:
+            self._require_past(params.past)
         if params.embeds is None and media is None:
             return
         if self._runner.why_no_embeddings is not None:
@@ -76,3 +79,23 @@ class RequestBounds:
             raise ValueError(f"{self._runner.why_not_cross}; use generate()")
         if media is not None:
             self._runner.merger.require(media)
+
+    def _require_past(self, past: GivenPast) -> None:
+        """Raise if keys and values are not those of the model's layers."""
+        if self._pools.own.keys() != self._pools.paged.keys() or len(past.layers) != len(self._pools.slots):
+            raise ValueError(
+                f"{self._name} keeps more than keys and values, and the adapter's virtual tokens are nothing "
+                "else; use generate()"
+            )
+        for number, (pair, slot) in enumerate(zip(past.layers, self._pools.slots, strict=True)):
+            (kind,) = slot.kinds
+            store, _ = self._pools.groups[kind].store(number)
+            expected = [
+                (store.layout.heads, width) for width in (store.layout.key_dim, store.layout.value_dim)
+            ]
+            found = [(each.shape[0], each.shape[2]) for each in pair]
+            if found != expected:
+                raise ValueError(
+                    f"the adapter's keys and values in layer {number} have the heads and widths {found}, and "
+                    f"{self._name} has {expected}; it is for another model"
+                )

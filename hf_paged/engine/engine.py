@@ -279,6 +279,7 @@ class Engine:
         chosen = chosen_adapters(self._adapters, adapter, params, task_ids)
         params = params.behind(chosen.virtual)
         self._bounds.require_computable(params)
+        self._executor.require_media(params.past)
         job = Job(params, None, self.tokenizer, chosen)
         job.active = self._adapters.active
         extra = extra_key(None if salt is None else check_salt(salt))

@@ -426,7 +426,7 @@ class StepLoop:
             row = inputs_of(params.prompt_inputs, start, count, sequence.begun)
             scores = self.jobs[sequence.group].prompt_scores
             if scores is not None:
-                row = row._replace(scored=scores.wanted(start, count))
+                row = row._replace(scored=None if row.past is not None else scores.wanted(start, count))
             media = params.media
             if row.source is not None or row.cross is not None:
                 row = row._replace(across=sequence.tables[-1])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+from .cache_name import CACHE, OLDER
+
 EMBEDDINGS = ("PROMPT_TUNING", "P_TUNING", "CPT", "MULTITASK_PROMPT_TUNING")
 """Methods of peft whose virtual tokens are embeddings."""
+PASTS = ("PREFIX_TUNING", "CARTRIDGE")
+"""Methods of peft whose virtual tokens are keys and values of all layers."""
 BY_TASK = "MULTITASK_PROMPT_TUNING"
 """The one whose embeddings depend on the request's task."""
 
@@ -33,5 +38,16 @@ def why_no_virtual_tokens(outer: Any) -> str | None:
         return None
     if outer.config.is_encoder_decoder:
         return "the engine has no virtual tokens of encoders"
-    kinds = {kind_of(each) for each in outer.peft_config.values()} - set(EMBEDDINGS)
+    kinds = {kind_of(each) for each in outer.peft_config.values()} - {*EMBEDDINGS, *PASTS}
     return f"the engine does not support {min(kinds)}" if kinds else None
+
+
+@functools.cache
+def pasts_are_ignored() -> bool:
+    """True if peft hands its keys and values over under a name that the installed transformers does not read:
+    generate() computes without them then.
+    """
+    from peft import PeftModelForCausalLM
+
+    known = PeftModelForCausalLM.prepare_inputs_for_generation.__code__.co_consts
+    return CACHE != OLDER and OLDER in known and CACHE not in known

@@ -169,6 +169,9 @@ class SharedPrefixes:
             request = sequence.group.request
             if commit(table, sequence.tokens, request.key, keep_tokens=True, until=end):
                 deduped = min(deduped, named)
+            if named < request.given:
+                given = min(len(table.digests), request.given // table.pool.block_size)
+                table.pool.names.lasting.update(table.blocks[: max(0, given - table.released)])
         for kv_group, table in zip(self.kv_groups, sequence.tables, strict=True):
             table.seal(end if kv_group.kind.grows else table.length)
         return deduped // self._largest if deduped < end else None

@@ -39,6 +39,7 @@ class Request:
     without it no prefix is shared. batchable: whether its sequences may be in the table of rows. adapter:
     names, adapter_key: their content, adapter_start: the first token that they compute; those before it have
     the blocks of the model alone. scored: numbers for each token of its prompt. tenant: for cache_shares.
+    given: its first tokens whose keys and values are given, and not computed.
     """
 
     number: int
@@ -55,6 +56,7 @@ class Request:
     scored: int = 0
     tenant: str = ""
     adapter_start: int = 0
+    given: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int):  # whatever cannot be put in order would break the order of all
@@ -303,8 +305,9 @@ class SequenceGroup:
 
     def _to_stop(self, sequence: TokenSequence, count: int) -> int:
         """`count` tokens of a sequence, or those up to the next stop."""
-        if sequence.computed < self.request.adapter_start:
-            count = min(count, self.request.adapter_start - sequence.computed)
+        border = max(self.request.adapter_start, self.request.given)  # what is given has no adapter
+        if sequence.computed < border:
+            count = min(count, border - sequence.computed)
         place = bisect_right(self.stops, sequence.computed)
         return min(count, self.stops[place] - sequence.computed) if place < len(self.stops) else count
 

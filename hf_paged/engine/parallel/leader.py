@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...blocks import OutOfBlocks
+from ...model.adapters.virtual import GivenPast
 from ...model.parts import Part, Parts
 from ...scheduling import AdapterNames, SequenceGroup, StepPlan
 from ..multimodal.cross import CrossMedia
@@ -238,10 +239,10 @@ class Leader(Ranked):
             self.ranks.broadcast_object(packed)
 
     def require_media(self, media: object) -> None:
-        if isinstance(media, CrossMedia):
-            raise ValueError(
-                "a tensor-parallel engine takes no images for cross-attention layers; use generate()"
-            )
+        refused = {CrossMedia: "images for cross-attention layers", GivenPast: "prefix tuning and Cartridge"}
+        what = refused.get(type(media))
+        if what is not None:
+            raise ValueError(f"a tensor-parallel engine takes no {what}; use generate()")
 
     def require_between_forwards(self, call: str) -> None:
         if self.ranks.meeting:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...model.adapters.virtual import GivenPast
 from ...scheduling import SequenceGroup
 from ..multimodal import PromptInputs
 from ..multimodal.encoder import EncoderInput
@@ -77,6 +78,7 @@ def on_host(given: PromptInputs) -> PromptInputs:
     cpu = torch.device("cpu")
     if isinstance(given, torch.Tensor):
         return given.to(cpu)
+    assert not isinstance(given, GivenPast), "require_media() refuses it"
     sent = copy.copy(given)
     sent.inputs = put_on(given.inputs, cpu)
     sent.made = None

@@ -90,6 +90,7 @@ class Job:
             scored=0 if self.prompt_scores is None else self.prompt_scores.width,
             tenant=tenant,
             adapter_start=self.adapters.start,
+            given=0 if params.past is None else params.virtual,
         )
 
     # ---- a step

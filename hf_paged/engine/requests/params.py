@@ -15,7 +15,7 @@ from transformers.generation.logits_process import InfNanRemoveLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from ...blocks.options import is_number
-from ...model.adapters.virtual import VirtualTokens
+from ...model.adapters.virtual import GivenPast, VirtualTokens
 from ...model.offloaded import input_device
 from ...model.servable import longest
 from ...model.slots import cross_layers
@@ -80,6 +80,7 @@ class RequestParams(SamplingParams):
     slow: the names of the processors that run for this request alone.
     stop: the strings that end its answers, and are no part of their texts.
     virtual: tokens in front of its prompt that an adapter has put there, and that its caller does not see.
+    past: their keys and values, if no forward computes them.
     """
 
     embeds: torch.Tensor | None
@@ -94,6 +95,7 @@ class RequestParams(SamplingParams):
     slow: tuple[str, ...]
     stop: Stop | None
     virtual: int = 0
+    past: GivenPast | None = None
 
     @property
     def width(self) -> int:
@@ -131,7 +133,8 @@ class RequestParams(SamplingParams):
     @property
     def prompt_inputs(self) -> PromptInputs | None:
         """The prompt's inputs beside token ids."""
-        return next((each for each in (self.media, self.embeds, self.source) if each is not None), None)
+        given = self.media, self.embeds, self.source, self.past
+        return next((each for each in given if each is not None), None)
 
     def behind(self, virtual: VirtualTokens | None) -> RequestParams:
         """The same behind virtual tokens, if there are any."""
@@ -143,13 +146,23 @@ class RequestParams(SamplingParams):
                 f"adapter={virtual.adapter!r}: virtual tokens stand in front of ids or embeddings, and the "
                 f"prompt has {what}; use generate()"
             )
-        embeds = virtual.embeds
+        content, count = virtual.content, len(virtual.names)
+        past = content if isinstance(content, GivenPast) else None
+        if past is not None and self.embeds is not None:
+            raise ValueError(
+                f"adapter={virtual.adapter!r}: its keys and values stand in front of ids, and the prompt has "
+                "embeddings; use generate()"
+            )
+        embeds = self.embeds
+        if isinstance(content, torch.Tensor):
+            embeds = content[:] if embeds is None else torch.cat([content, embeds])
         return replace(
             self,
             prompt=(*virtual.names, *self.prompt),
-            embeds=embeds[:] if self.embeds is None else torch.cat([embeds, self.embeds]),
-            max_length=self.max_length + len(embeds),
-            virtual=len(embeds),
+            embeds=embeds,
+            past=past,
+            max_length=self.max_length + count,
+            virtual=count,
         )
 
     def renamed(self) -> RequestParams:

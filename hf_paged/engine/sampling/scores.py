@@ -140,8 +140,9 @@ class PromptLogprobs:
 
     def forget(self) -> None:
         """Nothing is known."""
-        self._rows = [None] * len(self._prompt)
-        self._rows[0] = array("d", bytes(8 * self.width))
+        none = array("d", bytes(8 * self.width))
+        unscored = self._first + 1
+        self._rows = [*[none] * unscored, *[None] * (len(self._prompt) - unscored)]
 
     def wanted(self, start: int, count: int) -> Scored | None:
         """The scored tokens in a row of so many from `start` on."""

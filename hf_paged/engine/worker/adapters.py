@@ -222,7 +222,7 @@ class EngineAdapters:
 
     def remove(self, name: str) -> None:
         """Forget an adapter of the engine's own, which no request has."""
-        if self.contents.virtual.own.pop(name, None) is not None:
+        if self.contents.virtual.remove(name):
             self.leaving.discard(name)
             return
         del self.contents.own[name]

@@ -135,6 +135,25 @@ class EagerModel:
         ends = list(accumulate(counts))
         return self._forward(batch, self._inputs(batch), [ends[i] - 1 for i in batch.wanted], flat=True)
 
+    def write(self, batch: ForwardBatch) -> None:
+        """Write to pages the keys and values that rows bring along."""
+        rows = batch.rows
+        self.cache.begin(
+            {
+                kind: FlatBatch(self._tables(rows, i, kind), rows.counts, self._plans_of(kind))
+                for i, kind in enumerate(self.pools.paged)
+            }
+        )
+        pasts = [batch.inputs[i].past for i in range(len(rows))]
+        layer: Any
+        for number, layer in enumerate(self.cache.layers):
+            keys, values = [], []
+            for past, start, count in zip(pasts, rows.starts, rows.counts, strict=True):
+                assert past is not None
+                keys.append(past.layers[number][0][:, start : start + count])
+                values.append(past.layers[number][1][:, start : start + count])
+            layer.update(torch.cat(keys, 1)[None], torch.cat(values, 1)[None])
+
     def _tables(self, rows: ForwardRows, number: int, kind: LayerKind) -> list[TableView]:
         """The tables of rows in the group of layers of that number and kind, as far as their tokens read
         them.

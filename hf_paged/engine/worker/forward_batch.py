@@ -17,6 +17,7 @@ from ...blocks import ADAPTER_SLOT, NO_NUMBERS, ROPE_DELTA, SCORED, WANTED, Numb
 from ...blocks.columns import by_token, selected, with_numbers
 from ...kv.ordinary import ordinary_tensors
 from ...kv.upload import upload
+from ...model.adapters.virtual import GivenPast
 from ...scheduling import ForwardRows, ScheduledBatch, ScheduledRow, TokenSequence
 from ..multimodal import PromptInputs
 from ..multimodal.cross import CrossInputs, CrossMedia
@@ -96,11 +97,14 @@ class RowInputs(NamedTuple):
     """The part of its prompt to be scored; the column SCORED has how many tokens that are."""
     prompt: PromptInputs | None = None
     """The source of its embeddings, states or encoder output."""
+    past: GivenPast | None = None
+    """Keys and values of its tokens, which are written instead of computed."""
 
     @property
     def of_ids(self) -> bool:
         """True if a captured step can take it: ids only, at consecutive positions."""
-        return self.embeds is None and self.source is None and self.cross is None and self.positions is None
+        given = self.embeds, self.source, self.cross, self.positions, self.past
+        return all(each is None for each in given)
 
 
 PLAIN = RowInputs()
@@ -112,6 +116,8 @@ def inputs_of(given: PromptInputs | None, start: int, count: int, begun: bool) -
     """
     if isinstance(given, EncoderInput):
         return RowInputs(source=given, prompt=given)
+    if isinstance(given, GivenPast):
+        return RowInputs(past=given, prompt=given) if start < given.length else PLAIN
     if isinstance(given, CrossMedia):
         assert given.cross is not None
         return RowInputs(cross=given.cross.part(start, count, begun), prompt=given)

@@ -139,6 +139,10 @@ class Runner:
 
     def _parts(self, batch: ForwardBatch) -> list[tuple[list[int], Callable[[ForwardBatch], Answer]]]:
         """Rows that must be run apart from each other, and how; none if all go together."""
+        given = [i for i, row in batch.inputs.items() if row.past is not None]
+        if given:
+            others = [i for i in range(len(batch.rows)) if i not in given]
+            return [(given, self._write), (others, self.run)]
         if self.why_rows is not None:
             return []
         cross = [i for i, row in batch.inputs.items() if row.cross is not None]
@@ -152,6 +156,12 @@ class Runner:
         return [
             ([i for i, each in enumerate(slots) if each == slot], self.run) for slot in sorted(set(slots))
         ]
+
+    def _write(self, batch: ForwardBatch) -> Answer:
+        """Write the keys and values that rows bring along."""
+        with self.eager.pools.memory.lock, torch.no_grad():
+            self.eager.write(batch)
+        return Answer(torch.empty(0, 0, dtype=torch.float32, device=self.eager.device))
 
     def _one_by_one(self, batch: ForwardBatch) -> Answer:
         with self.eager.pools.memory.lock, torch.no_grad():

@@ -10,23 +10,35 @@ from typing import Any, NamedTuple
 import torch
 
 from ..offloaded import input_device
-from ..prompt_learning import BY_TASK, EMBEDDINGS, kind_of, learns_prompts
+from ..prompt_learning import BY_TASK, EMBEDDINGS, PASTS, kind_of, learns_prompts, pasts_are_ignored
 from ..weights_digest import version_of
 
 
+class GivenPast(NamedTuple):
+    """Keys and values of virtual tokens."""
+
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """Keys [heads, tokens, key_dim] and values of each layer."""
+
+    @property
+    def length(self) -> int:
+        """The virtual tokens."""
+        return self.layers[0][0].shape[1]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[tokens, numbers]: all that there is of each token."""
+        parts = [part.transpose(0, 1).flatten(1) for pair in self.layers for part in pair]
+        return torch.cat([part.to(parts[0].device) for part in parts], 1)
+
+
 class VirtualTokens(NamedTuple):
-    """The virtual tokens in front of a request's prompt."""
+    """The virtual tokens in front of a request's prompt: embeddings [tokens, hidden], or keys and values."""
 
     adapter: str
     names: tuple[int, ...]
     """Their names in blocks, made of their content."""
-    embeds: torch.Tensor
-    """[tokens, hidden]"""
-
-    @property
-    def bytes(self) -> int:
-        """The memory of them."""
-        return self.embeds.nbytes
+    content: torch.Tensor | GivenPast
 
 
 class ChosenAdapters(NamedTuple):
@@ -61,8 +73,8 @@ class VirtualPrompts:
         self._outer = outer if learns_prompts(outer) else None
         self._model = model
         self._naming = naming
-        self._read: dict[tuple[str, int | None], tuple[Any, VirtualTokens]] = {}
-        """By name and task what was read, and the versions of the weights then."""
+        self._read: dict[tuple[str, int | None], tuple[Any, list[torch.Tensor], VirtualTokens]] = {}
+        """By name and task the versions of the weights when they were read, these, and what was read."""
         self.own: dict[str, Any] = {}
         """Stand-ins of peft's model for those that the engine was given."""
 
@@ -88,23 +100,30 @@ class VirtualPrompts:
         """An optimizer has taken a step, on this model or another."""
         self.forget()
 
-    def of(self, name: str, task: Any = None) -> VirtualTokens:
-        """The virtual tokens of an adapter now. task: of a multitask prompt."""
+    def of(self, name: str, task: Any = None) -> VirtualTokens | None:
+        """The virtual tokens of an adapter now; None where stock's generate() ignores them. task: of a
+        multitask prompt.
+        """
         acting = self.own[name] if name in self.own else _acting(self._outer, name)
         place = _task_of(acting.active_peft_config, name, task)
-        versions = [
-            (id(each), each.data_ptr(), version_of(each)) for each in acting.prompt_encoder[name].parameters()
-        ]
+        weights = list(acting.prompt_encoder[name].parameters())
+        versions = [(id(each), each.data_ptr(), version_of(each)) for each in weights]
         known = self._read.get((name, place))
         if known is not None and known[0] == versions:
-            return known[1]
-        embeds = self._embeds(acting, place)
-        found = VirtualTokens(name, self._naming(embeds), embeds)
-        self._read[name, place] = versions, found
+            return known[2]
+        if kind_of(acting.active_peft_config) in PASTS:
+            if pasts_are_ignored():
+                return None
+            past = self._past(acting)
+            found = VirtualTokens(name, self._naming(past.rows), past)
+        else:
+            embeds = self._embeds(acting, place)
+            found = VirtualTokens(name, self._naming(embeds), embeds)
+        self._read[name, place] = versions, weights, found
         return found
 
     def _embeds(self, acting: Any, task: int | None) -> torch.Tensor:
-        """Virtual tokens as peft's own code makes them for one row."""
+        """Embeddings as peft's own code makes them for one row."""
         from peft import PeftModel
 
         encoder = acting.prompt_encoder[acting.active_adapter]
@@ -114,10 +133,28 @@ class VirtualPrompts:
         embeds: torch.Tensor = made[0].detach().to(input_device(self._model), self._model.dtype, copy=True)
         return embeds
 
+    def _past(self, acting: Any) -> GivenPast:
+        """Keys and values as peft's own code makes them for one row."""
+        from peft import PeftModel
+
+        with torch.no_grad():
+            made: Any = PeftModel.get_prompt(acting, 1, max_cache_len=-1)
+        layers = [(layer.keys, layer.values) for layer in made.layers]
+        count = self._model.config.get_text_config(decoder=True).num_hidden_layers
+        if len(layers) != count or any(keys is None for keys, _ in layers):
+            raise ValueError(
+                f"adapter={acting.active_adapter!r} has keys and values for {len(layers)} layers and "
+                f"{type(self._model).__name__} has {count}; use generate()"
+            )
+        dtype = self._model.dtype
+        return GivenPast(
+            tuple((keys[0].to(dtype, copy=True), values[0].to(dtype, copy=True)) for keys, values in layers)
+        )
+
     def add(self, name: str, state: Mapping[str, torch.Tensor], config: Any) -> None:
         """Take an adapter as peft saves it; raises ValueError if it is not for this model."""
         kind = kind_of(config)
-        if kind not in EMBEDDINGS or self._model.config.is_encoder_decoder:
+        if kind not in (*EMBEDDINGS, *PASTS) or self._model.config.is_encoder_decoder:
             raise ValueError(
                 f"the engine cannot add an adapter of {kind} to {type(self._model).__name__}; put it into a "
                 "peft model and use generate()"
@@ -126,16 +163,25 @@ class VirtualPrompts:
         config.inference_mode = True
         self.own[name] = _saved(self._model, name, state, config)
         try:
-            tokens = self.of(name, 0 if kind == BY_TASK else None)
-            hidden = self._model.get_input_embeddings().weight.shape[1]
-            if tokens.embeds.shape != (config.num_virtual_tokens, hidden):
-                raise ValueError(
-                    f"the adapter's virtual tokens are {list(tokens.embeds.shape)}, expected "
-                    f"{[config.num_virtual_tokens, hidden]}; it is for another model"
-                )
+            self._check(self.of(name, 0 if kind == BY_TASK else None), config)
         except BaseException:
             del self.own[name]
             raise
+
+    def remove(self, name: str) -> bool:
+        """Forget one that the engine was given: False if there is none of this name."""
+        self.forget()
+        return self.own.pop(name, None) is not None
+
+    def _check(self, tokens: VirtualTokens | None, config: Any) -> None:
+        """Raise if embeddings are not as wide as the model's own."""
+        content = None if tokens is None else tokens.content
+        hidden = self._model.get_input_embeddings().weight.shape[1]
+        if isinstance(content, torch.Tensor) and content.shape != (config.num_virtual_tokens, hidden):
+            raise ValueError(
+                f"the adapter's virtual tokens are {list(content.shape)}, expected "
+                f"{[config.num_virtual_tokens, hidden]}; it is for another model"
+            )
 
     def bytes_of(self, name: str) -> int:
         """The memory of an adapter's weights."""
