@@ -23,7 +23,6 @@ from tiny import config_class
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_paged import Engine
-from hf_paged.engine import Unservable
 from hf_paged.engine.worker.check_policy import WeightsChanged
 from hf_paged.model.adapters import LoraLayers
 
@@ -337,16 +336,6 @@ def test_without_peft_an_adapter_says_what_to_install(
         engine.add_adapter("further", "a/folder")
 
 
-def test_models_whose_adapters_are_more_serve_what_is_active() -> None:
-    """MiCA is computed by peft's own code; a request cannot choose, and is told why."""
-    model = adapted(lora(init_lora_weights="mica"), lora())
-    with Engine(model, block_size=4) as engine:
-        assert ask(engine, prompt(1)) == alone(model, prompt(1), "one")
-        for wanted in ("two", None):
-            with pytest.raises(ValueError, match=rf"adapter={wanted!r}: requests cannot choose.*since.*MiCA"):
-                engine.submit(prompt(1), adapter=wanted)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "t5", "gemma3", "qwen3"])
 def test_families(family: str) -> None:
     """Linear and conv1d layers, routers, an encoder-decoder, one by one or in one row."""
@@ -456,20 +445,26 @@ def test_adapters_that_come_to_an_idle_engine(model: Any) -> None:
         assert ask(engine, ids) == before
 
 
-def test_an_active_alora_beside_what_only_peft_computes_is_refused() -> None:
-    """peft's generate() tells its layers where the adapter begins, and the engine has no such call."""
-    made = adapted(lora(alora_invocation_tokens=[5, 6]), lora(init_lora_weights="mica"))
+def test_an_active_alora_beside_what_only_peft_computes() -> None:
+    """It begins at its invocation tokens, whoever computes the others."""
+    invoked = lora(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM")
+    made = adapted(invoked, lora(init_lora_weights="mica"))
+    ids = [*prompt(1), 5, 6, 7]
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    expected = made.generate(input_ids=torch.tensor([ids]), **options)[0, len(ids) :].tolist()
     with Engine(made, block_size=4) as engine:
-        with pytest.raises(ValueError, match=r"the active adapter 'one' is an aLoRA.*cannot tell where"):
-            engine.submit([5, 6, 7])
+        assert ask(engine, ids) == expected
         made.set_adapter("two")
-        assert ask(engine, [5, 6, 7]) == alone(made, [5, 6, 7], "two")
+        assert ask(engine, ids) == alone(made, ids, "two")
+        assert ask(engine, ids, adapter="one") == expected
 
 
 def test_experts_whose_weights_are_written_in_each_forward() -> None:
+    """A twin of the model has parameters of its own for them."""
     made = adapted(lora(target_modules=[], target_parameters=["experts.gate_up_proj"]), family="mixtral")
-    with pytest.raises(Unservable, match=r"writes to its own weights.*target_parameters"):
-        Engine(made, block_size=4)
+    with Engine(made, block_size=4, num_blocks=100) as engine:
+        for each in ("one", None):
+            assert ask(engine, prompt(1), adapter=each) == alone(made, prompt(1), each)
 
 
 def test_other_methods_compute_with_their_own_code() -> None:

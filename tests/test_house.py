@@ -90,7 +90,7 @@ MOST_UNTESTED = 24
 """Modules with a class that keeps state, and no test of their stem; to come down."""
 MOST_PUBLIC = 24
 """Names in `hf_paged.__all__`."""
-MOST_CLASSES = 359
+MOST_CLASSES = 362
 """Classes of the code, as `scripts/figures` counts them."""
 
 MOST_METHODS, MOST_ATTRIBUTES = 40, 20

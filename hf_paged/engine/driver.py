@@ -443,7 +443,7 @@ class Driver:
             if adapters.leaving:
                 self.books.remove_idle_adapters()
             admits = bool(scheduler.waiting or scheduler.preempted) and scheduler.may_admit
-            fresh = adapters.fresh and bool(adapters.layers)
+            fresh = adapters.fresh and adapters.present
             must_check = admits or fresh or not scheduler.running or self._training != self.model.training
             if not self.books.jobs and scheduler.prefixes.snapshots.idle:
                 loop.in_flight = None  # it has only tokens too many, and no state that others may go on from
@@ -541,9 +541,9 @@ class Driver:
             if loop.model_check.adapters_moved:
                 loop.model_check.adapters_moved = False
                 self.books.atomically(adapters.follow_model)
-            if adapters.layers:
+            if adapters.present:
                 self.undelivered += self.books.atomically(loop.end_changed_adapters)
-        if not running or adapters.layers:
+        if not running or adapters.present:
             self.undelivered += self.books.atomically(loop.end_lost)
             self.books.atomically(loop.renew_adapters)
 

@@ -12,6 +12,7 @@ import torch
 
 from ..blocks import check_salt, extra_key
 from ..kv import in_forked_process
+from ..model.adapters.apply import alone
 from ..model.adapters.invocation import invocation_in
 from ..model.adapters.loading import load_adapter
 from ..model.adapters.peft_changes import let_changes_wait
@@ -55,6 +56,7 @@ from .state import Phase, in_turn
 from .stats import EngineStats, stats_of
 from .weights import KeptBlocks, PauseMode
 from .worker.adapters import ACTIVE, AdapterInfo, EngineAdapters
+from .worker.apart import ForwardsApart
 from .worker.chosen_adapters import chosen_adapters
 from .worker.config import EngineConfig, EngineOptions, options_among
 from .worker.model_check import ModelCheck
@@ -164,24 +166,24 @@ class Engine:
         self._bounds = RequestBounds(self.runner)
         require_no_dropout(self.model)
         with self.pools.memory.lock:
-            before = ModelSnapshot(self.model)
+            before = ModelSnapshot(self.model, alone=True)
         with self._executor.trying(self.runner):
             written = versions(self.model)
-            with arithmetic():
+            with arithmetic(), alone(self.model):
                 restoring(Trial(self.runner).run)
             check_writes(self.model, written)
             self.pools.settle(*self._bounds.lengths, captures=self.runner.capture_bytes)
         self.preemption = Preemption(self.pools, self.config.preemption)
         device = self.runner.eager.device
         with arithmetic():  # it decides whether kernels add the adapters
-            self._adapters = EngineAdapters(
-                self.model, self.config.max_adapters, device, self.config.kernels, self.runner.fillers, outer
-            )
+            self._adapters = EngineAdapters(self.model, self.config, device, self.runner.fillers, outer)
+        self._adapters.apart = ForwardsApart(self.runner, self._adapters.contents)
         self.runner.eager.adapters = self._adapters
         self.scheduler = _scheduler_of(self.pools, self.preemption, self._adapters)
         self.checks = self.runner.eager.checks
         with self.pools.memory.lock:
-            note_self_written(self.model, ModelSnapshot(self.model).set_since(before))
+            after = ModelSnapshot(self.model, alone=True)
+            note_self_written(self.model, after.set_since(before))
             model_check = ModelCheck(self.model, self.checks)
         self._loop = StepLoop(
             self._executor, self.runner, model_check, self.scheduler, self.preemption, self._adapters

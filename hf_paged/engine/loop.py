@@ -325,7 +325,7 @@ class StepLoop:
 
     def _changed_adapters(self) -> set[str]:
         """The adapters of running and preempted requests that were written to meanwhile."""
-        if not self.adapters.layers:
+        if not self.adapters.present:
             return set()
         groups = self.scheduler.begun
         return self.adapters.contents.changed({name for group in groups for name in group.request.adapter})

@@ -54,6 +54,8 @@ class AdapterStats(TypedDict):
     on_device: int
     slots: int
     bytes: int
+    forwards_apart: int
+    """Forwards of adapters that peft's own modules compute, so far."""
 
 
 class SlotStats(TypedDict, total=False):

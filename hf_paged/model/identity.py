@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ..kv import fork_safe_lock
-from .snapshot import StateKey, torch_settings
+from .peft_layers import BASE
+from .snapshot import ModelSnapshot, StateKey, torch_settings
 from .weights_digest import Contents, tensor_facts
 
 Trust = Literal["masks", "trial", "none"]
@@ -138,3 +139,11 @@ def identity_of(model: nn.Module) -> Identity:
         if model not in _identities:
             _identities[model] = Identity()
         return _identities[model]
+
+
+def identity_in(snapshot: ModelSnapshot) -> Identity:
+    """The identity of what a snapshot is about: of a model that peft's own modules compute with, the model
+    alone has another one than all of it.
+    """
+    own = identity_of(snapshot.model)
+    return own.of_adapter(BASE) if snapshot.alone else own

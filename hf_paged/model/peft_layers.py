@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
@@ -15,7 +16,7 @@ from torch import nn
 
 from .lora import Adapter
 from .patches import own_forward
-from .peft_parts import LINEAR, base_of, is_invoked, kind_of, names_in, wraps_around
+from .peft_parts import LINEAR, base_of, inner_of, is_invoked, kind_of, names_in, wraps_around
 from .shards import is_divided
 from .switch import modules_of
 
@@ -77,6 +78,7 @@ class LoraLayers:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
         tuner_classes = _tuner_classes()
         tuners = [module for module in modules if isinstance(module, tuner_classes)] if tuner_classes else []
         self.tuners: list[Any] = tuners
@@ -91,7 +93,10 @@ class LoraLayers:
         """By the names of all adapters why peft's own modules must compute one."""
         self.why_whole = (_why_whole(tuners, self.layers) or _why_not_local(self.layers)) if tuners else None
         """Why no adapter can be chosen, and the model alone cannot either."""
-        self.why_not = self.why_whole or next(filter(None, self.reasons.values()), None)
+        first = next(filter(None, self.reasons.values()), None)
+        if self.why_whole is None and first is not None and _are_divided(modules):
+            self.why_whole = first  # ranks have no forwards apart
+        self.why_not = self.why_whole or first
         """Why generate() leaves all of them to peft's own modules."""
         others = [each for each in tuners if kind_of(each) is None]
         if self.why_not is None and others:  # whose adapters were deleted
@@ -104,6 +109,11 @@ class LoraLayers:
     def apart(self) -> bool:
         """True if there are adapters apart from the model."""
         return bool(self.layers) and self.why_not is None
+
+    @property
+    def beside(self) -> bool:
+        """True if the model can be computed without any adapter, though peft's own modules compute some."""
+        return bool(self.tuners) and self.why_whole is None and not self.apart
 
     @property
     def names(self) -> list[str]:
@@ -119,7 +129,7 @@ class LoraLayers:
         """The names of the adapters that the model computes with now."""
         if getattr(self._first, "disable_adapters", False):
             return ()
-        return tuple(getattr(self._first, "active_adapters", ()))
+        return tuple(name for name in getattr(self._first, "active_adapters", ()) if name in self.reasons)
 
     def merged_since(self) -> bool:
         """True if adapters were merged or unmerged since this was made; the first layer stands for all."""
@@ -159,6 +169,31 @@ class LoraLayers:
         return _why_whole(self.layers, self.layers) or next(
             filter(None, _reasons(self.layers).values()), None
         )
+
+    def why_whole_now(self) -> str | None:
+        """`why_whole` of modules that had no such reason, as they are now."""
+        return _why_whole(self.tuners, self.layers)
+
+    @property
+    def notes_of_merges(self) -> list[dict[str, Any]]:
+        """The attributes of modules that note in `merged_adapters` what is merged."""
+        return [each.__dict__ for each in self.tuners if "merged_adapters" in each.__dict__]
+
+    def without_tuners(self, model: nn.Module) -> list[nn.Module]:
+        """The modules of the model as it is without any adapter: in the place of peft's those that these are
+        wrapped around.
+        """
+        tuners = set(map(id, self.tuners))
+        found: dict[int, nn.Module] = {}
+        waiting = deque([model])
+        while waiting:
+            module = waiting.popleft()
+            if id(module) in tuners:
+                waiting.append(inner_of(module))
+            elif id(module) not in found:
+                found[id(module)] = module
+                waiting.extend(child for child in module._modules.values() if child is not None)
+        return list(found.values())
 
     def without_adapters(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         """The model's modules without those that belong to adapters."""
@@ -209,8 +244,8 @@ def _first_of(layers: Sequence[Any], tuners: Sequence[Any]) -> Any:
     """The module that says which adapters are active: one of a method's layers, since what is put around
     other modules knows its own adapters alone.
     """
-    own = [layer for layer in layers if hasattr(type(layer), "merged")]
-    found = filter(has_adapters, own)
+    own = [each for each in (*layers, *tuners) if hasattr(type(each), "merged")]
+    found = (each for each in own if _names(each))
     return next(found, next(filter(has_adapters, layers), tuners[0] if tuners else None))
 
 
@@ -322,6 +357,11 @@ def why_no_adapters_on_ranks(model: nn.Module) -> str | None:
                     "is divided from peft 0.21.1 on"
                 )
     return None
+
+
+def _are_divided(modules: Iterable[nn.Module]) -> bool:
+    """True if ranks divide weights of these modules."""
+    return any(_shards(each) for module in modules for each in module._parameters.values())
 
 
 def _why_not_local(layers: Sequence[Any]) -> str | None:

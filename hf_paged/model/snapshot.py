@@ -103,12 +103,18 @@ class ModelSnapshot:
     place, so that `unchanged` need not read anything again.
     """
 
-    def __init__(self, model: nn.Module, watch: bool = False) -> None:
+    def __init__(self, model: nn.Module, watch: bool = False, alone: bool = False) -> None:
+        """alone: the model without its adapters, whoever computes these, if that is possible."""
         self.model = model
         self.modules = modules_of(model)
         self.lora = LoraLayers(self.modules)
         """Adapters in the model. Where they are apart from it, nothing else of this is about them."""
-        if self.lora.apart:
+        self._wanted_alone = alone
+        self.alone = alone and self.lora.beside
+        """True if nothing but `lora` is about adapters, though peft's own modules compute some of them."""
+        if self.alone:
+            self.modules = self.lora.without_tuners(model)
+        elif self.lora.apart:
             self.modules = self.lora.without_adapters(self.modules)
         self.hooked: list[nn.Module] = []
         """The modules inside the model that have hooks."""
@@ -133,8 +139,8 @@ class ModelSnapshot:
     # ---- the walk
 
     def _walk(self) -> tuple[Any, ...]:
-        found: list[Any] = [self.lora.why_not]
-        apart = self.lora.apart
+        found: list[Any] = [None if self.alone else self.lora.why_not]
+        apart = self.lora.apart or self.alone
         for module in self.modules:
             own = module.__dict__
             names, values_of = _settings_of(
@@ -322,7 +328,7 @@ class ModelSnapshot:
 
     def current(self) -> ModelSnapshot:
         """This snapshot if the model is unchanged, else a new one that is watched."""
-        return self if self.unchanged() else ModelSnapshot(self.model, watch=True)
+        return self if self.unchanged() else ModelSnapshot(self.model, watch=True, alone=self._wanted_alone)
 
     @property
     def turns_with_length(self) -> bool:
@@ -359,6 +365,7 @@ class _Places:
         self._configs = list(snapshot._configs.values())
         self._attributes = snapshot._tensors
         self._lora = snapshot.lora
+        self._alone = snapshot.alone
         self._parts = list(map(_parts_of, self._owns))
         self._empty = [part for part in chain.from_iterable(self._parts) if not part]
         self._tensors = [own[part] for own in self._owns for part in TENSORS if own[part]]
@@ -383,6 +390,8 @@ class _Places:
             rest = [name for name in names if name not in watched]
             others.add_values([*rest, "config"] if has_config else rest, owns)
         settings.sized += self._owns
+        if self._alone:
+            settings.add_values(["merged_adapters"], snapshot.lora.notes_of_merges)
         settings.add([own["_modules"] for own in self._owns if own["_modules"]])
         others.add([own[part] for own in self._owns for part in HOOKS if own[part]])
         objects = [getattr(config, "__dict__", {}) for config in self._configs]
@@ -428,7 +437,7 @@ class _Places:
             _layouts(self._attributes),
             list(map(original_implementation, self._configs)),
             [id(patches.own_forward(module)) for module in self._forwards],
-            self._lora.apart and self._lora.why_not_now(),
+            self._lora.why_whole_now() if self._alone else self._lora.apart and self._lora.why_not_now(),
             torch_settings(),
             hooks_everywhere(),
         ]

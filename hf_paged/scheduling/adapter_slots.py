@@ -19,10 +19,20 @@ class AdapterSlots:
     """
 
     def __init__(
-        self, count: int, load: Callable[[AdapterNames, int], None], ready: Callable[[AdapterNames], bool]
+        self,
+        count: int,
+        load: Callable[[AdapterNames, int], None],
+        ready: Callable[[AdapterNames], bool],
+        apart: Callable[[AdapterNames], bool] = lambda adapter: False,
+        most_apart: int = 0,
     ) -> None:
-        """load: begins to bring an adapter into a slot. ready: whether it is there and can be used."""
+        """load: begins to bring an adapter into a slot. ready: whether it is there and can be used. apart:
+        whether its rows are computed in a forward of their own. most_apart: how many such ones running
+        requests may have at once.
+        """
         self.count = count
+        self._apart = apart
+        self._most_apart = most_apart
         self._load = load
         self._ready = ready
         self._slots: OrderedDict[AdapterNames, int] = OrderedDict()
@@ -42,6 +52,8 @@ class AdapterSlots:
         """True if a request can run with an adapter now. If it has no slot, it gets one that no `pinned`
         adapter has, and begins to be loaded.
         """
+        if not self._may_run(adapter, pinned):
+            return False
         if adapter not in self._slots:
             slot = self._take(pinned)
             if slot is None:
@@ -57,10 +69,18 @@ class AdapterSlots:
 
     def reserve(self, adapter: AdapterNames, pinned: set[AdapterNames]) -> bool:
         """The same for a request that waits, whose slot no later one gets."""
+        if not self._may_run(adapter, pinned):
+            return False
         there = self.acquire(adapter, pinned)
         if there or adapter in self:
             pinned.add(adapter)
         return there
+
+    def _may_run(self, adapter: AdapterNames, pinned: Collection[AdapterNames]) -> bool:
+        """True if the forwards of running requests leave one for an adapter that needs its own."""
+        if adapter in pinned or not self._apart(adapter):
+            return True
+        return sum(map(self._apart, pinned)) < self._most_apart
 
     def _take(self, pinned: Collection[AdapterNames]) -> int | None:
         taken = set(self._slots.values())

@@ -27,6 +27,7 @@ from ...model.peft_layers import BASE
 from ...scheduling import AdapterNames, AdapterSlots, Scheduler, SequenceGroup, TokenSequence
 from ..multimodal.embed import names_of
 from ..requests.params import KEY
+from .config import EngineConfig
 from .forward_batch import ForwardBatch
 from .model_check import when_stepped
 from .weakly import weakly
@@ -48,6 +49,8 @@ class AdapterInfo(NamedTuple):
     """Unfinished requests that have it."""
     digest: str | None = None
     """That of its content, of the engine's own, which never changes."""
+    computed: Literal["kernels", "apart"] = "kernels"
+    """By kernels beside other adapters, or by peft's own modules in a forward of its own."""
 
 
 class EngineAdapters:
@@ -63,9 +66,8 @@ class EngineAdapters:
     def __init__(
         self,
         model: nn.Module,
-        slots: int,
+        config: EngineConfig,
         device: torch.device,
-        kernels: str,
         fillers: ColumnFillers,
         outer: Any = None,
     ) -> None:
@@ -74,16 +76,21 @@ class EngineAdapters:
         self.model = model
         self.device = device
         # Tables lie on one device: layers on several get theirs from plain torch.
-        package = None if is_spread(model) else triton_package(kernels, device, parameter.dtype)
-        self.table = AdapterTable(slots, device, package)
+        package = None if is_spread(model) else triton_package(config.kernels, device, parameter.dtype)
+        self.table = AdapterTable(config.max_adapters, device, package)
         if self.table.kernels is not None:
             note_places(model)
-        self.slots = AdapterSlots(slots, weakly(self._load), weakly(self._is_ready))
+        self.contents = AdapterContents(model, VirtualPrompts(outer, model, partial(names_of, key=KEY)))
+        self.slots = AdapterSlots(
+            config.max_adapters, weakly(self._load), weakly(self._is_ready), self.contents.apart,
+            config.max_adapter_forwards,
+        )  # fmt: skip
+        self.apart: Any = None
+        """The forwards of adapters that peft's own modules compute: the engine's `ForwardsApart`."""
         self.failed: dict[AdapterNames, Exception] = {}
         """Why adapters could not be loaded."""
         self.leaving: set[str] = set()
         """Those that go when their last request has ended."""
-        self.contents = AdapterContents(model, VirtualPrompts(outer, model, partial(names_of, key=KEY)))
         when_stepped(self.contents)
         when_stepped(self.contents.virtual)
         self.numbers: dict[str, int] = {}
@@ -97,7 +104,7 @@ class EngineAdapters:
         self._kept: dict[bytes, bytes] = {}
         """The content of adapters that groups go on with, by the key that they began with."""
         self.layers: list[nn.Module] = []
-        """The layers whose forward is ours while a step runs; none if no adapter is known."""
+        """The layers that add what kernels compute; none if no adapter is known."""
         self._fillers = fillers
         self.changes = 0
         """How often a slot was given to another adapter, or an adapter came or went."""
@@ -105,7 +112,7 @@ class EngineAdapters:
         self._compiling: Warming | None = None
         """Compiles the kernels that steps with adapters need."""
         self._note_layers()
-        self._expect([self.contents.in_model.read(name) for name in self.contents.names])
+        self._expect(self.contents.by_kernels())
 
     def _expect(self, adapters: Iterable[Adapter]) -> None:
         """Adapters that requests may come to name: make room in the tables, and compile the kernels."""
@@ -117,7 +124,7 @@ class EngineAdapters:
     @property
     def why_not(self) -> str | None:
         """Why requests cannot choose among the peft model's adapters."""
-        return self.contents.in_model.why_not
+        return self.contents.in_model.why_whole
 
     @property
     def active(self) -> AdapterNames | None:
@@ -132,6 +139,9 @@ class EngineAdapters:
                 own.follow(self.model)
                 self._release(name)
         self._note_layers()
+        outdated = self.apart.outdated()
+        for names in [each for each in self.slots if self.slots.slot(each) in outdated]:
+            self._free(names)
 
     def follow_model(self) -> None:
         """Requests run, and adapters have come to layers of the peft model, or left them: look at it again.
@@ -145,11 +155,19 @@ class EngineAdapters:
         if layers != self.layers:
             self.table.renew_layout()  # a captured step adds to the layers that it was captured with
         self.layers = layers
-        self._fillers.fill(ADAPTER_SLOT.name, weakly(self._slots_of) if layers else None)
+        self.contents.note_others()
+        self._fillers.fill(ADAPTER_SLOT.name, weakly(self._slots_of) if self.present else None)
+
+    @property
+    def present(self) -> bool:
+        """True if there are adapters, or modules for them."""
+        return bool(self.layers or self.contents.others)
 
     def changes_layer(self, layer: nn.Module | None) -> bool:
         """True if adapters may add to a layer's outputs."""
-        return layer is not None and any(each in self.layers for each in layer.modules())
+        return layer is not None and any(
+            each in self.layers or each in self.contents.others for each in layer.modules()
+        )
 
     def stats(self) -> dict[str, int]:
         """How many there are on the device, how many it has room for, and the memory of those that the engine
@@ -159,7 +177,8 @@ class EngineAdapters:
         own = self.contents.own.keys()
         held = [self.table.slots[self.slots.slot(names)] for names in there if own & set(names)]
         total = sum(adapter.bytes for adapter in held if adapter is not None) + self.table.bytes
-        return {"on_device": len(there), "slots": self.slots.count, "bytes": total}
+        counts = {"on_device": len(there), "slots": self.slots.count, "bytes": total}
+        return {**counts, "forwards_apart": self.apart.count}
 
     def close(self) -> None:
         """Forget all that lies on the device."""
@@ -177,11 +196,15 @@ class EngineAdapters:
         there = {name for names in self.slots for name in names}
         found: dict[str, AdapterInfo] = {}
         for name in self.contents.names:
-            adapter = self.contents.in_model.read(name)
-            found[name] = AdapterInfo("model", adapter.rank, adapter.bytes, name in there, users(name))
+            adapter = self.contents.read(name)
+            facts = adapter.rank, adapter.bytes, name in there, users(name)
+            by = self.contents.computed(name)
+            found[name] = AdapterInfo("model", *facts, computed=by)
         for name, own in self.contents.own.items():
-            facts = own.rank, own.bytes, name in there, users(name), own.digest
-            found[name] = AdapterInfo("engine", *facts)
+            by = self.contents.computed(name)
+            found[name] = AdapterInfo(
+                "engine", own.rank, own.bytes, name in there, users(name), own.digest, by
+            )
         for name in (*self.contents.virtual.names, *self.contents.virtual.own):
             owner: Literal["model", "engine"] = "engine" if name in self.contents.virtual.own else "model"
             found[name] = AdapterInfo(owner, 0, self.contents.virtual.bytes_of(name), True, users(name))
@@ -242,6 +265,7 @@ class EngineAdapters:
         self._loading.pop(names, None)
         slot = self.slots.release(names)
         if slot is not None:
+            self.apart.leave(slot)
             self.table.clear(slot)
 
     def resolve(self, wanted: Any) -> AdapterNames:
@@ -249,7 +273,7 @@ class EngineAdapters:
         self.contents.look_if_moved()  # nothing has run since
         in_model = self.contents.in_model
         if isinstance(wanted, str) and wanted == ACTIVE:
-            if in_model.apart:
+            if in_model.why_whole is None:
                 return in_model.active
             if in_model.reads_prompts is not None:
                 raise ValueError(
@@ -273,7 +297,7 @@ class EngineAdapters:
                 raise ValueError(f"the adapter {name!r} is being removed")
         found = tuple(dict.fromkeys(names))
         if len(found) > 1:
-            self.contents.require_together(found)
+            (self.apart if self.contents.apart(found) else self.contents).require_together(found)
         return found
 
     def why_lost(self, names: AdapterNames, active: AdapterNames | None) -> str | None:
@@ -348,6 +372,7 @@ class EngineAdapters:
     def _load(self, names: AdapterNames, slot: int) -> None:
         """Begin to bring adapters into a slot."""
         self._note_change()
+        self.apart.leave(slot)
         try:
             if self._side is None or not any(name in self.contents.own for name in names):
                 self._enter(names, slot)
@@ -362,7 +387,12 @@ class EngineAdapters:
             self.failed[names] = error
 
     def _enter(self, names: AdapterNames, slot: int) -> None:
-        self.table.put(slot, self.contents.on_device(names, self.device))
+        self.apart.leave(slot)
+        if self.contents.apart(names):
+            self.table.clear(slot)
+            self.apart.enter(names, slot)
+        else:
+            self.table.put(slot, self.contents.on_device(names, self.device))
         self._entered[names] = self.contents.key(names)
 
     def _is_ready(self, names: AdapterNames) -> bool:
@@ -461,7 +491,7 @@ class EngineAdapters:
         if batch is not None and self._compiling is not None:
             self._compiling.wait()
             self._compiling = None
-        return applied(self.layers, batch)
+        return applied(self.layers, batch, self.contents.others)
 
     def of_batch(self, batch: ForwardBatch, last: torch.Tensor | None = None) -> AdapterBatch | None:
         """The adapters of a forward's tokens. last: the places of those that the head is given."""

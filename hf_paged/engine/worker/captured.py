@@ -299,7 +299,7 @@ class CapturedRunner:
     def _may_warm_up(self) -> int:
         """2 if sizes may be captured before a step has them; 1 if that is known with the next step."""
         adapters = self.eager.adapters
-        if runs_unknown_code(self.eager.model) or (adapters is not None and adapters.layers):
+        if runs_unknown_code(self.eager.model) or (adapters is not None and adapters.present):
             return 0
         groups = self._read
         if not all(group.stores for group in self.eager.pools.own.values()):
@@ -374,7 +374,10 @@ class CapturedRunner:
     def current(self) -> ModelSnapshot:
         """The model as it is now."""
         known = self._snapshot
-        self._snapshot = ModelSnapshot(self.eager.model, watch=True) if known is None else known.current()
+        alone = self.eager.adapters is not None
+        self._snapshot = (
+            ModelSnapshot(self.eager.model, watch=True, alone=alone) if known is None else known.current()
+        )
         return self._snapshot
 
     # ---- one step

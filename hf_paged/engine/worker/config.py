@@ -80,6 +80,8 @@ class EngineConfig:
         that has not ended is given up on all of them, because one of them hangs.
     max_adapters: adapters that the device holds at once; a request whose adapter finds no place waits, and
         those behind it do not.
+    max_adapter_forwards: adapters that peft's own modules compute, each in a forward of its own in every
+        step, that running requests may have at once; a request for one more waits as for a place.
     cache_shares: numbers by tenant: how the tenants divide the blocks. A tenant without an entry has 1. No
         tenant evicts what another has cached within its share.
     compile: whether the decoder layers of captured steps are compiled by torch.compile, into one code for all
@@ -120,6 +122,7 @@ class EngineConfig:
     run_ahead: bool | None = None
     rank_timeout: float = 300.0
     max_adapters: int = 16
+    max_adapter_forwards: int = 4
     cache_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     batch_invariant: bool = False
     lm_head_fp32: bool = False
@@ -146,9 +149,11 @@ class EngineConfig:
                 f"rank_timeout={self.rank_timeout} leaves a step no time; give more than 0 seconds"
             )
         self._check_states()
-        check_int("max_adapters", self.max_adapters)
-        if self.max_adapters < 1:
-            raise ValueError(f"max_adapters={self.max_adapters} is not a number of adapters; give 1 or more")
+        for name in ("max_adapters", "max_adapter_forwards"):
+            value = getattr(self, name)
+            check_int(name, value)
+            if value < 1:
+                raise ValueError(f"{name}={value} is not a number of adapters; give 1 or more")
         self._check_shares()
         if self.compile and not self.graphs:
             raise ValueError(
@@ -279,6 +284,7 @@ class EngineOptions(TypedDict, total=False):
     run_ahead: bool | None
     rank_timeout: float
     max_adapters: int
+    max_adapter_forwards: int
     cache_shares: Mapping[str, float]
     batch_invariant: bool
     lm_head_fp32: bool

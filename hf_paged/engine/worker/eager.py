@@ -373,7 +373,7 @@ class EagerModel:
     def _with_adapters(self, batch: ForwardBatch, last: torch.Tensor | None) -> AbstractContextManager[None]:
         """Let a forward add the adapters of its rows. last: the places of the tokens that the head gets."""
         adapters = self.adapters
-        if adapters is None or not adapters.layers:
+        if adapters is None or not adapters.present:
             return nullcontext()
         return adapters.applied(adapters.of_batch(batch, last))
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...kv import fork_safe_lock
 from ...model.dispatch import has_foreign_code, may_skip_autograd
-from ...model.identity import identity_of
+from ...model.identity import identity_in
 from ...model.patches import only_observes, self_written_of
 from ...model.peft_layers import settled
 from ...model.snapshot import HOOKS, ModelSnapshot
@@ -40,7 +40,7 @@ class ModelCheck:
         self.adapters_moved = False
         """Set when adapters have come to layers, or left them, since whoever reads this has cleared it."""
         when_stepped(self)
-        self._snapshot = ModelSnapshot(model, watch=True)
+        self._snapshot = ModelSnapshot(model, watch=True, alone=True)
         self._parameters = self._snapshot.parameters()
         self._check()
 
@@ -59,6 +59,7 @@ class ModelCheck:
         if self._snapshot.parameters() != self._parameters:
             return True  # meanwhile
         self.adapters_moved |= now.modules != self._snapshot.modules
+        self.adapters_moved |= now.lora.tuners != self._snapshot.lora.tuners
         self._snapshot = now  # equal values in other objects, or adapters beside other layers
         self._parameters = parameters
         self._note_code()
@@ -67,7 +68,7 @@ class ModelCheck:
     def _look_anew(self) -> ModelSnapshot | None:
         """The model as it is, if it is the same one; None if it is another, or is being changed."""
         try:
-            now = ModelSnapshot(self._snapshot.model, watch=True)
+            now = ModelSnapshot(self._snapshot.model, watch=True, alone=True)
         except (KeyError, RuntimeError):  # another thread changes a setting at this moment
             return None
         differ = now.set_since(self._snapshot) - self_written_of(now.model)
@@ -122,7 +123,7 @@ class ModelCheck:
         """True if weights were written to since the last full check, in a way that torch counts or not."""
         if self.touched():
             return True
-        identity = identity_of(self._snapshot.model)
+        identity = identity_in(self._snapshot)
         try:
             identity.prefix_key(self._snapshot.current(), whole=True)
         except Unreadable:
@@ -152,12 +153,13 @@ class ModelCheck:
         try:
             if any(map(_remembers, numbers.values())):
                 raise Unreadable("a hook may use values from outside its code")
-            self._state = identity_of(snapshot.model).prefix_key(snapshot, whole), list(numbers)
+            key = identity_in(snapshot).prefix_key(snapshot, whole)
+            self._state = key, snapshot.alone, list(numbers)
         except Unreadable as reason:
             if not self._unreadable:
                 logger.info("prefixes are not reused from before the engine was idle: %s", reason)
             self._unreadable = True
-        self._changes = identity_of(snapshot.model).changes
+        self._changes = identity_in(snapshot).changes
 
 
 def _remembers(hook: object) -> bool:

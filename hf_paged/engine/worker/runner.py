@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -68,6 +69,12 @@ class Runner:
         elif self.states is not None:
             self.captures_rows = True
 
+    def take_verdicts(self, tried: Runner) -> None:
+        """Know what a trial of this model over other pools has found."""
+        self.why_rows, self.captures_rows = tried.why_rows, tried.captures_rows
+        self.why_no_embeddings, self.why_not_cross = tried.why_no_embeddings, tried.why_not_cross
+        self.eager.beside = tried.eager.beside
+
     @property
     def form(self) -> Form:
         """How the model takes the rows of a step. Layers show what their states are like in rows: at first,
@@ -124,7 +131,8 @@ class Runner:
         """The logits behind the rows that are sampled from, from a captured step if there is one."""
         parts = self._parts(batch) if batch.inputs or batch.columns else []
         if parts:
-            return self._join(batch, parts)
+            rows, act = parts[0]
+            return act(batch) if len(rows) == len(batch.rows) else self._join(batch, parts)
         try:
             with self.eager.pools.memory.lock, torch.no_grad():
                 captured = self.captured if self.why_rows is None or self.captures_rows else None
@@ -143,14 +151,19 @@ class Runner:
         if given:
             others = [i for i in range(len(batch.rows)) if i not in given]
             return [(given, self._write), (others, self.run)]
+        slots = batch.columns.get(ADAPTER_SLOT.name)
+        adapters = self.eager.adapters
+        apart = [] if slots is None or adapters is None else adapters.apart.among(slots)
+        if slots is not None and adapters is not None and apart:
+            rows = {slot: [i for i, each in enumerate(slots) if each == slot] for slot in apart}
+            rest = [i for i, each in enumerate(slots) if each not in rows]
+            return [*((rows[slot], partial(adapters.apart.run, slot)) for slot in apart), (rest, self.run)]
         if self.why_rows is not None:
             return []
         cross = [i for i, row in batch.inputs.items() if row.cross is not None]
         if cross:
             texts = [i for i in range(len(batch.rows)) if i not in cross]
             return [(cross, self._one_by_one), (texts, self.run)]
-        slots = batch.columns.get(ADAPTER_SLOT.name)
-        adapters = self.eager.adapters
         if slots is None or adapters is None or adapters.table.why_not is None or len(set(slots)) == 1:
             return []
         return [
@@ -205,9 +218,13 @@ class Runner:
         """Encode a prompt's pictures or recordings, with the adapters of its request. The model's attention
         is its own here.
         """
-        self.eager.device = input_device(self.eager.model)
         self.eager.checks.mark_dirty()
         adapters = self.eager.adapters
+        slot = -1 if adapters is None else adapters.slots.slot(names)
+        if adapters is not None and slot in adapters.apart:
+            adapters.apart.by_slot[slot].runner.encode_media(media)
+            return
+        self.eager.device = input_device(self.eager.model)
         with nullcontext() if adapters is None else adapters.applied(adapters.of_request(names)):
             self.merger.run(media)
 

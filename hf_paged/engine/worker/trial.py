@@ -52,6 +52,11 @@ def with_single(cuts: list[list[int]]) -> list[list[int]]:
     return cuts if end - begun == 1 else [cuts[0], [end - 1, (other + last) // 2], cuts[1]]
 
 
+def _sequences(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
+    """Sequences of these lengths, of tokens of all kinds."""
+    return [[(7 * i + 3 * row + 1) % vocabulary for i in range(length)] for row, length in enumerate(lengths)]
+
+
 class Trial:
     """Computes two short sequences in every way that steps will, and notes in a runner what it may do."""
 
@@ -78,6 +83,22 @@ class Trial:
             self._eager.unplug()
         if self.runner.captured is not None:
             self.runner.captured.forget()
+
+    def compare(self) -> None:
+        """The same for a model whose kernels are compiled."""
+        try:
+            with without_plans(self._eager.device):
+                self._compare()
+        finally:
+            self._eager.unplug()
+
+    def answers(self) -> torch.Tensor:
+        """The logits [rows, vocabulary] after two short sequences, by the model as it is."""
+        encoder = self._eager.encoder
+        config: Any = self._eager.model.config
+        vocabulary = int(config.get_text_config(decoder=True).vocab_size)
+        self._source = None if encoder is None else encoder.trial(vocabulary)
+        return self._without_cache(_sequences(TRIAL, vocabulary))
 
     def outline(self) -> None:
         """Compute a short sequence on pages and compare nothing: for a model without weights, whose layers
@@ -128,9 +149,7 @@ class Trial:
         longer = LONGER.get(self._eager.device.type, 1) if long else 1
         lengths = [longer * length for length in TRIAL]
         cuts = [[longer * length for length in CUT], lengths]
-        rows = [
-            [(7 * i + 3 * row + 1) % vocabulary for i in range(length)] for row, length in enumerate(lengths)
-        ]
+        rows = _sequences(lengths, vocabulary)
         name = type(self._eager.model).__name__
         with tried(f"{name} fails without any cache; fix its forward"):
             self._fit(vocabulary, max(lengths))

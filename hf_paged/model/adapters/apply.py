@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from ...kv.upload import upload
 from ..lora import Adapter, add_parts
 from ..patches import ReplacedForward, mark_wrapper
+from ..peft_layers import LoraLayers
 from ..peft_parts import inner_of
 from ..ranks.tensor_parallel import SUMS
 from ..streams import side_stream
@@ -253,20 +254,23 @@ _inside: ContextVar[bool] = ContextVar("hf_paged_inside_adapters", default=False
 
 
 @contextmanager
-def applied(modules: Collection[nn.Module], batch: AdapterBatch | None) -> Iterator[None]:
+def applied(
+    modules: Collection[nn.Module], batch: AdapterBatch | None, others: Collection[nn.Module] = ()
+) -> Iterator[None]:
     """Let layers add what the adapters of a batch add, in this thread, instead of the adapters that are
-    active in peft's; None adds nothing.
+    active in peft's; None adds nothing. others: modules of peft's that compute what they are wrapped around.
 
     The caller holds the lock of the model's memory: no other forward of ours runs meanwhile.
     """
     replaced: list[ReplacedForward] = []
     outer = _applied.get(), _inside.get()
     try:
-        for module in modules:
-            own = module.__dict__.get("forward")
-            if not hasattr(own, OURS):
-                replaced.append(ReplacedForward(module, own, _replacement(module, own)))
-                replaced[-1].replace()
+        for made, several in ((_replacement, modules), (_passing, others)):
+            for module in several:
+                own = module.__dict__.get("forward")
+                if not hasattr(own, OURS):
+                    replaced.append(ReplacedForward(module, own, made(module, own)))
+                    replaced[-1].replace()
         _applied.set(batch)
         _inside.set(True)
         yield
@@ -277,6 +281,13 @@ def applied(modules: Collection[nn.Module], batch: AdapterBatch | None) -> Itera
         finally:
             # Again, if an interrupt has broken it off; else there is nothing left to do.
             _put_back(replaced, outer)
+
+
+def alone(model: nn.Module) -> AbstractContextManager[None]:
+    """Let a model compute without the adapters that only peft's own modules compute, where it can."""
+    lora = LoraLayers.of(model)
+    others = [each for each in lora.tuners if each not in lora.layers] if lora.beside else []
+    return applied(lora.layers if lora.beside else (), None, others)
 
 
 def _put_back(replaced: Sequence[ReplacedForward], outer: tuple[AdapterBatch | None, bool]) -> None:
@@ -310,6 +321,26 @@ def _replacement(module: nn.Module, own: Any) -> Callable[..., Any]:
         y = base(x, *args, **kwargs)
         return y if batch is None else batch.add(module, x, y)
 
+    return _marked(forward)
+
+
+def _passing(module: nn.Module, own: Any) -> Callable[..., Any]:
+    """A forward of one of peft's modules that computes without it."""
+    stock = own or type(module).forward.__get__(module)
+    base = inner_of(module)
+
+    @functools.wraps(stock)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not _inside.get():
+            return stock(*args, **kwargs)
+        for name in PEFT_KEYWORDS:
+            kwargs.pop(name, None)
+        return base(*args, **kwargs)
+
+    return _marked(forward)
+
+
+def _marked(forward: Any) -> Callable[..., Any]:
     mark_wrapper(forward)
     setattr(forward, OURS, True)
-    return forward
+    return cast(Callable[..., Any], forward)

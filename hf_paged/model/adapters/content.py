@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ..shards import local_part
 from ..snapshot import StateKey
 from .invocation import Invocation, invocation_in
 from .loading import HostAdapter
+from .peft_content import PeftContent
 from .virtual import VirtualPrompts
 
 
@@ -46,6 +47,9 @@ class AdapterContents:
         self._seen: dict[str, _AdapterLook] = {}
         self._stale: set[str] = set()
         """Those to be read again, whatever torch has counted: fused optimizers write without that."""
+
+        self.others: list[nn.Module] = []
+        """Modules of peft's in the model that must add nothing while it computes alone, beside `layers`."""
 
     # ---- which there are
 
@@ -91,8 +95,25 @@ class AdapterContents:
 
     @property
     def names(self) -> list[str]:
-        """The names of those in the peft model, if they are apart from it."""
-        return self.in_model.names if self.in_model.apart else []
+        """The names of those in the peft model, if they can be taken apart from it."""
+        return self.in_model.names if self.in_model.why_whole is None else []
+
+    def why_apart(self, name: str) -> str | None:
+        """Why peft's own modules must compute an adapter, in a forward of its own."""
+        return None if name in self.own else self.in_model.reasons.get(name)
+
+    def computed(self, name: str) -> Literal["kernels", "apart"]:
+        """How an adapter is computed."""
+        return "kernels" if self.why_apart(name) is None else "apart"
+
+    def by_kernels(self) -> list[Adapter]:
+        """Those of the peft model that kernels compute."""
+        names = [name for name in self.names if self.why_apart(name) is None]
+        return [self.in_model.read(name) for name in names]
+
+    def apart(self, names: Iterable[str]) -> bool:
+        """True if peft's own modules must compute any of them."""
+        return any(self.why_apart(name) is not None for name in names)
 
     def invocation(self, name: str) -> Invocation:
         """The tokens with which an adapter begins; none if it computes all tokens."""
@@ -103,8 +124,19 @@ class AdapterContents:
     @property
     def layers(self) -> list[nn.Module]:
         """The layers that any of them adds to."""
-        found = dict.fromkeys(self.in_model.layers if self.in_model.apart else [])
+        found = dict.fromkeys(self.in_model.layers if self.in_model.why_whole is None else [])
         return list(found | dict.fromkeys(layer for own in self.own.values() for layer in own.host.layers))
+
+    def note_others(self) -> None:
+        """Note `others` as they are now."""
+        known = set(map(id, self.layers))
+        in_model = self.in_model
+        self.others = [each for each in in_model.tuners if id(each) not in known] if in_model.beside else []
+
+    def read(self, name: str) -> Adapter | PeftContent:
+        """One of the peft model, where its weights are."""
+        in_model = self.in_model
+        return PeftContent(in_model, name) if in_model.reasons.get(name) else in_model.read(name)
 
     def on_device(self, names: Iterable[str], device: torch.device) -> Adapter:
         """One adapter that adds what several add: copies of `own`, of the others the weights themselves."""
@@ -113,7 +145,8 @@ class AdapterContents:
 
     def require_together(self, names: Iterable[str]) -> None:
         """Raise ValueError for adapters of which one alone can be active."""
-        require_together([self._read(name) for name in names])
+        own, in_model = self.own, self.in_model
+        require_together([own[name].host if name in own else in_model.read(name) for name in names])
 
     # ---- what they are
 
@@ -133,8 +166,8 @@ class AdapterContents:
         """True for an adapter that never changes: one of the own, unless it reads the model's weights."""
         return name in self.own and not self.own[name].reads_base
 
-    def _read(self, name: str) -> Adapter:
-        return self.own[name].host if name in self.own else self.in_model.read(name)
+    def _read(self, name: str) -> Adapter | PeftContent:
+        return self.own[name].host if name in self.own else self.read(name)
 
     def _number(self, name: str, again: bool) -> int:
         """The number of the content of one in the peft model. Raises Unreadable."""

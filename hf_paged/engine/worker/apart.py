@@ -1,0 +1,181 @@
+"""Forwards apart: an adapter that peft's own modules compute has a twin of the model, and a runner for it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...blocks import ADAPTER_SLOT
+from ...kv import is_out_of_memory
+from ...model.adapters.content import AdapterContents
+from ...model.adapters.twins import NoTwin, activate, twin_of, why_not_together
+from ...model.dispatch import runs_unknown_code
+from ...model.servable import Unservable
+from ...model.snapshot import ModelSnapshot
+from ...model.state_slots import StatesAdvanced
+from ...scheduling import AdapterNames
+from .forward_batch import Answer, ForwardBatch
+from .pools import Pools
+from .probe import CLOSE, CLOSE_IN_HALF, distance
+from .runner import Runner
+from .trial import Trial
+
+logger = logging.getLogger("hf_paged")
+
+
+class ForwardApart(NamedTuple):
+    """The forward of one adapter, or of several together, over the engine's pools.
+
+    The runner of its twin takes the rows of a step that have the adapter, in the form in which the twin takes
+    them, from captured steps of its own where there are any.
+    """
+
+    title: str
+    """The names of its adapters."""
+    runner: Runner
+    unknown: bool
+    """True if it runs code of the user's."""
+
+    def run(self, batch: ForwardBatch, unseen: int) -> Answer:
+        """The answer to rows of this adapter. unseen: steps since the engine has checked its model."""
+        columns = {name: numbers for name, numbers in batch.columns.items() if name != ADAPTER_SLOT.name}
+        self.runner.eager.checks.unseen = unseen
+        try:
+            return self.runner.run(batch._replace(columns=columns))
+        except (StatesAdvanced, Unservable):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise RuntimeError(
+                f"the forward of the adapter {self.title} failed ({type(error).__name__}: {error})"
+            ) from error
+
+
+class ForwardsApart:
+    """The forwards apart of an engine, by the slots of their adapters. A twin is tried out first, as the
+    engine's model was: the form of its rows is its own.
+    """
+
+    def __init__(self, runner: Runner, contents: AdapterContents) -> None:
+        self._runner = weakref.ref(runner)
+        self._pools = runner.eager.pools
+        self._model: nn.Module = runner.eager.model
+        self._contents = contents
+        self.by_slot: dict[int, ForwardApart] = {}
+        self.count = 0
+        """How many were computed."""
+        self._base: ModelSnapshot | None = None
+        """The model alone, as it was when the first of the twins was made."""
+        self._tried: dict[str, Runner] = {}
+        """By the settings of adapters the runner of a trial, which has noted what came of it."""
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self.by_slot
+
+    def among(self, slots: Collection[int]) -> list[int]:
+        """Those of some slots whose rows are computed apart."""
+        return sorted(self.by_slot.keys() & set(slots)) if self.by_slot else []
+
+    def run(self, slot: int, batch: ForwardBatch) -> Answer:
+        """The answer to the rows of a slot."""
+        runner = self._runner()
+        assert runner is not None
+        forward = self.by_slot[slot]
+        self.count += 1
+        if forward.unknown:
+            runner.eager.checks.mark_dirty()
+        return forward.run(batch, runner.eager.checks.unseen)
+
+    def require_together(self, names: Sequence[str]) -> None:
+        """Raise if adapters cannot be active together, some of which peft's own modules compute."""
+        apart = [name for name in names if self._contents.why_apart(name) is not None]
+        own = next((name for name in names if name in self._contents.own), None)
+        why = why_not_together(self._model, names)
+        if own is not None:
+            why = f"peft's own modules compute {apart[0]!r}, and {own!r} is the engine's"
+        if why is not None:
+            raise ValueError(
+                f"adapter={names!r}: they cannot be active together, since {why}; name one of them"
+            )
+
+    # ---- twins
+
+    def outdated(self) -> list[int]:
+        """The slots whose twins are of the model as it was, while no request runs."""
+        if self._base is None or self._base.unchanged():
+            return []
+        self._base = None
+        self._tried.clear()
+        return list(self.by_slot)
+
+    def leave(self, slot: int) -> None:
+        """Let a slot have no forward of its own."""
+        forward = self.by_slot.pop(slot, None)
+        if forward is not None:
+            forward.runner.close()
+
+    def enter(self, names: AdapterNames, slot: int) -> None:
+        """Let a slot have the forward of adapters. Raises Unservable where a twin, without adapters, is not
+        the model, or cannot be computed over pages.
+        """
+        title = " and ".join(map(repr, names))
+        if self._base is None or not self._base.unchanged():
+            self._base = ModelSnapshot(self._model, watch=True, alone=True)
+        try:
+            twin = twin_of(self._model)
+            tried = self._verdicts(twin, names, title)
+        except (NoTwin, Unservable) as error:
+            raise Unservable(f"the adapter {title} cannot be chosen by request: {error}") from error
+        activate(twin, names)
+        runner = Runner(twin, self._pools)
+        runner.take_verdicts(tried)
+        self.by_slot[slot] = ForwardApart(title, runner, runs_unknown_code(twin))
+
+    def _verdicts(self, twin: nn.Module, names: AdapterNames, title: str) -> Runner:
+        """The runner of a trial of these adapters, or of some with the same settings."""
+        configs = self._model.__dict__.get("peft_config") or {}
+        settings = repr([configs[name].to_dict() if name in configs else name for name in names])
+        if settings not in self._tried:
+            activate(twin, ())
+            self._require_same(twin)
+            activate(twin, names)
+            self._tried[settings] = self._try(twin)
+            logger.info(
+                "requests of the adapter %s run in forwards of their own: peft's modules compute it", title
+            )
+        return self._tried[settings]
+
+    def _try(self, twin: nn.Module) -> Runner:
+        """Compute two short sequences on pages of the twin's own: the runner in which the trial has noted
+        what it has found.
+        """
+        pools = Pools(twin, self._pools.config)
+        try:
+            runner = Runner(twin, pools)
+            Trial(runner).compare()
+            runner.close()
+            return runner
+        finally:
+            pools.free()
+
+    def _require_same(self, twin: nn.Module) -> None:
+        """Raise unless a twin without adapters answers as the model does without any."""
+        runner = self._runner()
+        assert runner is not None
+        assert runner.eager.adapters is not None
+        with self._pools.memory.lock, torch.no_grad():
+            with runner.eager.adapters.applied(None):
+                right = Trial(runner).answers()
+            found = Trial(Runner(twin, self._pools)).answers()
+        dtype: Any = runner.eager.dtype
+        if not torch.equal(right, found) and distance(right, found) > CLOSE.get(dtype, CLOSE_IN_HALF):
+            raise Unservable(
+                f"a copy of {type(twin).__name__}'s modules, without adapters, gives other logits than the "
+                "model; use generate()"
+            )

@@ -1,0 +1,123 @@
+"""Twins of a model: the same tensors in modules of our own, in which peft's modules compute one adapter.
+
+Which adapter of a peft model computes is a flag on each of its modules. A twin has flags of its own: nothing
+of the user's model is switched, whoever computes with it meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..patches import own_forward
+from ..peft_layers import LoraLayers
+from ..peft_parts import inner_of
+from ..snapshot import INTERNAL
+from ..switch import modules_of
+
+TENSORS = ("_parameters", "_buffers")
+
+
+class NoTwin(ValueError):
+    """A model, or an adapter, of which no twin can be made."""
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A copy of a model's modules, in eval mode, with the model's own tensors and configs."""
+    modules = modules_of(model)
+    for module in modules:
+        forward = own_forward(module) if "forward" in module.__dict__ else None
+        if forward is not None and not _is_bound(forward):
+            raise NoTwin(
+                f"the forward of {type(module).__name__} was replaced by a function, which a copy of the "
+                "model would share; use generate()"
+            )
+    memo: dict[int, Any] = {}
+    with _SharedTensors():
+        for each in _shared(model, modules):
+            memo[id(each)] = each
+        twin: nn.Module = copy.deepcopy(model, memo)
+    for module in modules_of(twin):
+        if type(module).__name__ == "ParamWrapper":
+            _let_write(module)
+    # Modules keep what they have computed of weights in eval mode until they leave it.
+    return twin.train().eval()
+
+
+class _SharedTensors(TorchFunctionMode):
+    """Copies have the same tensors, wherever these are found."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _shared(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[object]:
+    """All that a twin has in common with its model."""
+    for name, value in model.__dict__.items():
+        if name in INTERNAL and not isinstance(value, (dict, set, bool)):
+            yield value
+    for module in modules:
+        for part in TENSORS:
+            yield from (each for each in module.__dict__[part].values() if each is not None)
+        yield from (each for each in module.__dict__.values() if isinstance(each, torch.Tensor))
+        if "config" in module.__dict__:
+            yield module.__dict__["config"]
+
+
+def _is_bound(forward: Any) -> bool:
+    """True if a copy of a forward is that of the copied module."""
+    return isinstance(forward, partial) or getattr(forward, "__self__", None) is not None
+
+
+def _let_write(wrapper: Any) -> None:
+    """Give a module that exchanges the weight of its base in each forward a parameter of its own there, over
+    the same memory.
+    """
+    base = wrapper.get_base_layer()
+    known = base._parameters[wrapper.parameter_name]
+    base._parameters[wrapper.parameter_name] = nn.Parameter(known.data, requires_grad=False)
+
+
+def activate(twin: nn.Module, names: Sequence[str]) -> None:
+    """Let adapters compute in a twin, together, or none. As peft's set_adapter() does, which would also say
+    which of the model's parameters are trained.
+    """
+    for tuner in LoraLayers(modules_of(twin)).tuners:
+        if hasattr(tuner, "check_set_adapter"):
+            own = [name for name in names if name in tuner._adapters]
+            tuner._active_adapter = own
+        else:
+            own = list(names)
+            tuner._active_adapter = own
+        tuner._disable_adapters = not own
+
+
+def why_not_together(model: nn.Module, names: Sequence[str]) -> str | None:
+    """Why adapters of a peft model cannot be active together."""
+    for tuner in LoraLayers(modules_of(model)).tuners:
+        if hasattr(tuner, "check_set_adapter"):
+            both = [name for name in names if name in tuner._adapters]
+            if len(both) > 1:
+                kind = type(tuner).__name__.removesuffix("Wrapper")
+                return f"{both[0]!r} and {both[1]!r} have parts of the kind {kind} in one place"
+    return None
+
+
+def without_tuners(twin: nn.Module) -> nn.Module:
+    """Take peft's modules out of a twin: it is the plain model then."""
+    tuners = set(map(id, LoraLayers(modules_of(twin)).tuners))
+    for module in modules_of(twin):
+        for name, child in module._modules.items():
+            while child is not None and id(child) in tuners:
+                child = module._modules[name] = inner_of(child)
+    for name in ("peft_config", "_hf_peft_config_loaded", "active_adapter", "_weight_conversions"):
+        twin.__dict__.pop(name, None)
+    return twin

@@ -1,0 +1,303 @@
+"""Adapters that peft's own modules compute, chosen by request: the tokens of peft alone on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from adapter_answers import NEW, alone, ask, first, prompt, tokens
+from adapters import adapted, lora
+from other_methods import other_method, tiny_llama
+
+from hf_paged import Engine
+from hf_paged.engine.worker.check_policy import WeightsChanged
+
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+KINDS = [
+    "BOFT",
+    "C3A",
+    "GLORA",
+    "HIRA",
+    "IA3",
+    "LN_TUNING",
+    "LOHA",
+    "OFT",
+    "ROAD",
+    "SHIRA",
+    "VERA",
+]
+
+
+def flags_of(model: Any) -> list[Any]:
+    """All that says which adapters a model computes with and trains, and where its forwards are."""
+    modules = [
+        (
+            id(module),
+            str(vars(module).get("_active_adapter")),
+            vars(module).get("_disable_adapters"),
+            module.training,
+            "forward" in vars(module),
+        )
+        for module in model.modules()
+    ]
+    return [modules, [(name, id(each), each.requires_grad) for name, each in model.named_parameters()]]
+
+
+def answers(engine: Engine, wanted: list[Any], **options: Any) -> list[list[int]]:
+    """The tokens of a prompt for each adapter, all in one batch."""
+    handles = [
+        engine.submit(prompt(i), **{**GREEDY, **options}, adapter=each) for i, each in enumerate(wanted)
+    ]
+    found = [tokens(handle) for handle in handles]
+    engine.check()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_request_has_its_own(kind: str) -> None:
+    """Two adapters of a method, the model alone and what is active in one batch; the model stays as it is."""
+    model = other_method(kind)
+    wanted = ["one", None, "two", "one"]
+    expected = [alone(model, prompt(i), each) for i, each in enumerate(wanted)]
+    before = flags_of(model)
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        assert answers(engine, wanted) == expected
+        assert ask(engine, prompt(0)) == expected[0]
+        assert flags_of(model) == before
+        assert {name: info.computed for name, info in engine.adapters().items()} == {
+            "one": "apart",
+            "two": "apart",
+        }
+        assert engine.stats()["adapters"]["forwards_apart"] > 0
+    assert flags_of(model) == before
+
+
+VELORA = {"velora_config": {"num_groups": 4}}
+BLOCKS = {
+    "use_bdlora": peft.tuners.lora.config.BdLoraConfig(
+        target_modules_bd_a=["o_proj", "down_proj"],
+        target_modules_bd_b=["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"],
+        nblocks=2,
+    )
+}
+"""Options of LoRA that peft's own modules compute."""
+
+
+def mixed() -> Any:
+    """Adapters of which kernels compute two and peft the others."""
+    return adapted(lora(), lora(**BLOCKS), lora(r=3), lora(**VELORA))
+
+
+def test_beside_those_of_kernels() -> None:
+    """Kernels' rows, the model alone and two kinds of peft's in one batch, whatever is active."""
+    model = mixed()
+    wanted = ["one", "two", None, "three", "four", "two", ("one", "three"), ("one", "two")]
+    expected = [alone(model, prompt(i), each) for i, each in enumerate(wanted)]
+    own = [alone(model, prompt(0), each) for each in (None, "one", "two", "three", "four")]
+    assert len(set(map(tuple, own))) == len(own)
+    with Engine(model, block_size=4, num_blocks=200) as engine:
+        assert answers(engine, wanted) == expected
+        for name in ("two", "four"):
+            model.set_adapter(name)
+            assert answers(engine, ["active", "three"]) == [
+                alone(model, prompt(0), name),
+                alone(model, prompt(1), "three"),
+            ]
+        with model.disable_adapter():
+            assert ask(engine, prompt(2)) == expected[2]
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preempted_requests_come_back_with_theirs(mode: Any) -> None:
+    model = mixed()
+    wanted = ["two", "one", None, "four", "two", "four"]
+    expected = [alone(model, prompt(i, 12), each, max_new_tokens=14) for i, each in enumerate(wanted)]
+    with Engine(model, block_size=4, num_blocks=17, preemption=mode, watermark=0.0) as engine:
+        handles = [
+            engine.submit(prompt(i, 12), max_new_tokens=14, do_sample=False, adapter=each)
+            for i, each in enumerate(wanted)
+        ]
+        assert [tokens(handle) for handle in handles] == expected
+        assert engine.stats()["preemptions"] > 0
+        engine.check()
+
+
+def test_beams_samples_and_prefixes() -> None:
+    """In every mode; a prefix is shared under one adapter and never across two (C24)."""
+    model = other_method("IA3")
+    ids = prompt(4, 21)
+    both: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2}
+    with Engine(model, block_size=4, num_blocks=200) as engine:
+        for each in ("one", "two", None):
+            found = engine.generate([ids], **GREEDY, adapter=each, **both)[0]
+            assert first(found) == alone(model, ids, each, **both)
+        again = engine.generate([ids], **GREEDY, adapter="one")[0]
+        assert again.cached_tokens >= 20
+        assert first(again) == alone(model, ids, "one")
+        drawn = [
+            engine.generate([ids], max_new_tokens=NEW, do_sample=True, seed=3, adapter="two", top_k=20)[0]
+            for _ in range(2)
+        ]
+        assert first(drawn[0]) == first(drawn[1])
+        engine.check()
+
+
+def test_so_many_at_once() -> None:
+    """Requests of one kind more wait and delay no other, and each has its turn (C33)."""
+    model = other_method("IA3", 3)
+    wanted = ["one", "two", "three", "one", None]
+    expected = [alone(model, prompt(i), each) for i, each in enumerate(wanted)]
+    with Engine(model, block_size=4, num_blocks=200, max_adapter_forwards=1) as engine:
+        handles = [engine.submit(prompt(i), **GREEDY, adapter=each) for i, each in enumerate(wanted)]
+        engine.step()
+        assert engine.stats()["running"] == 3
+        assert engine.stats()["waiting"] == 2
+        assert [tokens(handle) for handle in handles] == expected
+        engine.check()
+    with pytest.raises(ValueError, match="max_adapter_forwards=0 is not a number of adapters"):
+        Engine(model, max_adapter_forwards=0)
+
+
+def step_of_optimizer(model: Any, name: str) -> None:
+    parameters = [each for path, each in model.named_parameters() if f".{name}" in path]
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    torch.optim.AdamW(parameters, lr=0.3, fused=True).step()
+
+
+def in_place(model: Any, name: str) -> None:
+    with torch.no_grad():
+        for path, each in model.named_parameters():
+            if f".{name}" in path:
+                each.mul_(-2.0)
+
+
+@pytest.mark.parametrize("change", [step_of_optimizer, in_place])
+@pytest.mark.parametrize("kind", ["IA3", "blocks"])
+def test_training_ends_only_its_own(kind: str, change: Callable[[Any, str], None]) -> None:
+    """Others go on; later requests have the new weights, and no block of the old ones is found (C24)."""
+    model = adapted(lora(**BLOCKS), lora(**BLOCKS)) if kind == "blocks" else other_method(kind)
+    ids = prompt(5, 17)
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        one, two = [engine.submit(ids, **GREEDY, adapter=each) for each in ("one", "two")]
+        engine.step()
+        engine.step()
+        expected = alone(model, ids, "one")
+        change(model, "two")
+        model.train()
+        model.eval()
+        assert tokens(one) == expected
+        error = two.result().error
+        assert isinstance(error, WeightsChanged)
+        assert "adapter 'two' have changed" in str(error)
+        new = engine.generate([ids], **GREEDY, adapter="two")[0]
+        assert first(new) == alone(model, ids, "two")
+        assert new.cached_tokens == 0
+        kept = engine.generate([ids], **GREEDY, adapter="one")[0]
+        assert kept.cached_tokens >= 16
+
+
+def test_weights_written_through_data_while_idle() -> None:
+    """torch counts no such write: the content is compared (C24)."""
+    model = other_method("LOHA")
+    ids = prompt(6, 17)
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        ask(engine, ids, adapter="two")
+        ask(engine, ids, adapter="one")
+        model.base_model.model.model.layers[0].self_attn.v_proj.hada_w1_a["two"].data.add_(0.5)
+        assert ask(engine, ids, adapter="two") == alone(model, ids, "two")
+        assert engine.generate([ids], **GREEDY, adapter="one")[0].cached_tokens >= 16
+
+
+def test_adapters_that_come_and_go() -> None:
+    """A name that is deleted and added again is another adapter; a new kind leaves the others as they are."""
+    model = adapted(lora(), lora(**BLOCKS))
+    ids = prompt(7, 17)
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        before = ask(engine, ids, adapter="two")
+        running = engine.submit(ids, **GREEDY, adapter="one")
+        engine.step()
+        model.add_adapter("new", lora(**VELORA))
+        model.eval()
+        assert ask(engine, ids, adapter="new") == alone(model, ids, "new")
+        assert tokens(running) == alone(model, ids, "one")
+        model.delete_adapter("two")
+        with pytest.raises(ValueError, match="there is no adapter 'two'"):
+            engine.submit(ids, adapter="two")
+        model.add_adapter("two", lora(**BLOCKS, r=4))
+        model.eval()
+        assert ask(engine, ids, adapter="two") == alone(model, ids, "two") != before
+
+
+def test_those_that_cannot_be_active_together_are_refused_by_name() -> None:
+    saved = lora(**VELORA, modules_to_save=["lm_head"])
+    model = adapted(saved, saved, lora())
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        with pytest.raises(
+            ValueError, match="'one' and 'two' have parts of the kind ModulesToSave in one place"
+        ):
+            engine.submit(prompt(1), adapter=["one", "two"])
+        assert ask(engine, prompt(1), adapter=["three", "two"]) == alone_together(model, ["three", "two"])
+
+
+def alone_together(model: Any, names: list[str]) -> list[int]:
+    """The answer of peft with several active, of which one has a module saved."""
+    model.base_model.set_adapter(names)
+    out = model.generate(input_ids=torch.tensor([prompt(1)]), **GREEDY)
+    model.base_model.set_adapter(["one"])
+    return list(out[0, len(prompt(1)) :].tolist())
+
+
+def test_a_forward_that_raises_ends_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = other_method("IA3")
+    before = flags_of(model)
+    layer = type(model.base_model.model.model.layers[0].self_attn.k_proj)
+    forward = layer.forward
+
+    def fails(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if "two" in self.active_adapters and not self.disable_adapters:
+            raise ArithmeticError("no numbers today")
+        return forward(self, x, *args, **kwargs)
+
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        expected = answers(engine, ["one", "two", None])
+        two = engine.submit(prompt(1), **GREEDY, adapter="two")
+        others = [engine.submit(prompt(i), **GREEDY, adapter=each) for i, each in ((0, "one"), (2, None))]
+        engine.step()
+        monkeypatch.setattr(layer, "forward", fails)
+        assert [tokens(handle) for handle in others] == [expected[0], expected[2]]
+        error = two.result().error
+        assert "the forward of the adapter 'two' failed (ArithmeticError: no numbers today)" in str(error)
+        assert flags_of(model) == before
+        monkeypatch.undo()
+        assert answers(engine, ["one", "two", None]) == expected
+
+
+def test_what_cannot_be_computed_over_pages_is_refused_by_name() -> None:
+    """An adapter whose answers depend on how its prompt is cut ends its own requests."""
+    model = other_method("LILY")
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        assert ask(engine, prompt(1), adapter=None) == alone(model, prompt(1), None)
+        error = engine.submit(prompt(1), **GREEDY, adapter="one").result().error
+        assert "the adapter 'one' cannot be chosen" in str(error)
+        assert "computed in chunks" in str(error)
+
+
+def test_a_mixed_model_of_peft() -> None:
+    """LoRA around LoHa: each alone, both and none."""
+    base = tiny_llama()
+    model: Any = peft.get_peft_model(base, lora(), "one", mixed=True)
+    model.add_adapter("two", peft.LoHaConfig(target_modules=["q_proj", "v_proj"], r=4, init_weights=False))
+    model.set_adapter(["one", "two"])
+    model.eval()
+    expected = {}
+    for names in (("one",), ("two",), ("one", "two")):
+        model.set_adapter(list(names))
+        out = model.generate(input_ids=torch.tensor([prompt(1)]), **GREEDY)
+        expected[names] = out[0, len(prompt(1)) :].tolist()
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        handles = {names: engine.submit(prompt(1), **GREEDY, adapter=list(names)) for names in expected}
+        assert {names: tokens(handle) for names, handle in handles.items()} == expected
