@@ -208,3 +208,57 @@ def test_a_captured_mix_is_right_for_every_other(captured: list[int]) -> None:
         index.copy_(ints(mix))
         graph.replay()
         torch.testing.assert_close(out.double(), adapters.expected(x, y, mix), rtol=3e-2, atol=0.24)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_factors_and_shifts(dtype: torch.dtype) -> None:
+    """DoRA and biases: outputs of some slots times a factor, plus a shift; of plain ones the same bits as
+    without.
+    """
+    outs, index = [136, 40], [2, 0, -1, 2, 1, 0, 3]
+    adapters = Adapters(4, 96, outs, 32, dtype)
+    plain, scaled = adapters.table, kernels.LoraWeights(2, 4, 32, dtype, DEVICE, scaled=True)
+    kept: dict[tuple[int, int], list[torch.Tensor | None]] = {}
+    for (layer, slot), (a, b, scale) in adapters.weights.items():
+        factor = noise(outs[layer], seed=slot) if slot in (0, 2) else None
+        shift = noise(outs[layer], seed=slot + 9) if slot in (0, 1) else None
+        kept[layer, slot] = [factor, shift]
+        scaled.put(layer, slot, a, b, scale, factor, shift)
+        if factor is not None:
+            with pytest.raises(ValueError, match="made without"):
+                plain.put(layer, slot, a, b, scale, factor)
+    scaled.upload()
+    x = noise(len(index), 96, dtype=dtype, seed=2)
+    before = [noise(len(index), out, dtype=dtype, seed=3) for out in outs]
+    plan = kernels.AdapterPlan(len(index), 4, DEVICE)
+    plan.update(ints(index))
+    found = [[y.clone() for y in before] for _ in range(2)]
+    for ys, table in zip(found, (plain, scaled), strict=True):
+        adapters.table = table
+        adapters.compute(x, ys, plan)
+    for layer, (y, without, got) in enumerate(zip(before, *found, strict=True)):
+        expected = adapters.expected(x, y, index, layer)
+        for token, slot in enumerate(index):
+            factor, shift = kept.get((layer, slot), [None, None])
+            if factor is None and shift is None:
+                assert torch.equal(got[token], without[token])
+                continue
+            wanted = expected[token] * (1 if factor is None else factor.double())
+            wanted = wanted if shift is None else wanted + shift.double()
+            torch.testing.assert_close(got[token].double(), wanted, rtol=CLOSE[dtype], atol=CLOSE[dtype] * 40)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("rank", [8, 40])
+def test_columns_by_id(dtype: torch.dtype, rank: int) -> None:
+    """LoRA on embeddings: the first product is a column of A, that of a token's id."""
+    adapters = Adapters(3, 50, [40], rank, dtype)
+    index, ids = [2, 0, -1, 2, 1, 0], torch.tensor([49, 0, 3, 7, 7, 48], device=DEVICE)
+    plan = kernels.AdapterPlan(len(index), 3, DEVICE)
+    plan.update(ints(index))
+    y = noise(len(index), 40, dtype=dtype, seed=3)
+    got = y.clone()
+    kernels.lora_expand([got], kernels.lora_gather(ids, adapters.table, plan, 50), adapters.table, plan)
+    one_hot = torch.nn.functional.one_hot(ids, 50)
+    expected = adapters.expected(one_hot, y, index)
+    torch.testing.assert_close(got.double(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype] * 8)

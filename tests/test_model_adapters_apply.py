@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from adapter_tables import kernels, snapshot, table_of
-from adapters import adapted, lora
+from adapters import adapted, lora, trained, with_a_tied_head
 from captures import counts, policy, reasons
 from families import BY_NAME, build
 from kernel_cases import DEVICE
@@ -151,6 +151,96 @@ def test_a_sum_is_rounded_once(way: str) -> None:
         5 + 1 / 32,
         5 + 1 / 32 if way == "one" else 1 + 1 / 64,
     ]
+
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tokens": ({"trainable_token_indices": [5, 7, 30]}, {"trainable_token_indices": list(range(3, 60))}),
+    "embeddings": (
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["q_proj", "embed_tokens"], "r": 3},
+    ),
+    "modules": ({"modules_to_save": ["lm_head", "embed_tokens"]}, {"modules_to_save": ["lm_head", "norm"]}),
+    "dora": ({"use_dora": True}, {"use_dora": True, "target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
+    "biases": ({"lora_bias": True}, {"lora_bias": True, "r": 3}),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_compute_parts_of_every_kind(kind: str, tied: bool) -> None:
+    """Rows of one batch have logits of peft alone on their adapters, with others in the slots than when the
+    tables were made.
+    """
+    model = trained(*[lora(**each) for each in KINDS[kind]], model=with_a_tied_head() if tied else None)
+    model = model.to(DEVICE)
+    names = ["one", "two", "three"]
+    table, layers = table_of(model, names, True)
+    ids = torch.randint(3, 90, (5, 7), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    rows = ["two", None, "one", "three", "two"]
+    expected = [alone_logits(model, each, row) for each, row in zip(ids, rows, strict=True)]
+    slots = [-1 if row is None else names.index(row) for row in rows]
+    base = model.get_base_model()
+    with torch.no_grad(), applied(layers, AdapterBatch(table, slots)):
+        found = base(input_ids=ids).logits
+    torch.testing.assert_close(found, torch.cat(expected), atol=2e-5, rtol=1e-4)
+    layout = table.layout
+    assert (table.why_eager is None) == (kind != "modules")  # of its norms plain torch computes
+    table.clear(0)
+    table.put(1, snapshot(model).lora.read("one"))
+    assert table.layout == layout
+    with torch.no_grad(), applied(layers, AdapterBatch(table, [1, 0, 2, -1, -1])):
+        found = base(input_ids=ids).logits
+    for row, name in enumerate(["one", None, "three", None, None]):
+        wanted = alone_logits(model, ids[row], name)
+        torch.testing.assert_close(found[row : row + 1], wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_launches_the_same_for_any_mix(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that was captured without any adapter, or with one, is right for all others of the layout."""
+    model = trained(*[lora(**each) for each in KINDS[kind]]).to(DEVICE)
+    table, layers = table_of(model, ["one", "two", "three"], True)
+    launched: list[str] = []
+
+    def noted(name: str) -> Any:
+        kernel = getattr(kernels, name)
+
+        def launch(*arguments: Any, **options: Any) -> Any:
+            launched.append(name)
+            return kernel(*arguments, **options)
+
+        return launch
+
+    for name in ("lora_shrink", "lora_gather", "lora_expand", "slot_embed", "slot_product"):
+        monkeypatch.setattr(kernels, name, noted(name))
+
+    def launches(slots: list[int]) -> list[str]:
+        launched.clear()
+        index = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+        batch = AdapterBatch(table, index)
+        with torch.no_grad(), applied(layers, batch):
+            model.get_base_model()(input_ids=torch.tensor([[5], [6], [30]], device=DEVICE))
+        return list(launched)
+
+    table.in_torch = [{} for _ in table.in_torch]  # such slots are never captured
+    launches([0, 1, -1])  # which learns what layers share an input
+    full = launches([0, 1, -1])
+    layout = table.layout
+    for slot in range(3):
+        table.clear(slot)
+    assert launches([-1, -1, -1]) == launches([0, 0, 1]) == full
+    table.put(1, snapshot(model).lora.read("three"))
+    assert launches([1, -1, 1]) == full
+    assert table.layout == layout
+
+
+def alone_logits(model: Any, ids: torch.Tensor, adapter: str | None) -> torch.Tensor:
+    with torch.no_grad():
+        if adapter is None:
+            with model.disable_adapter():
+                return model(input_ids=ids[None]).logits
+        model.set_adapter(adapter)
+        return model(input_ids=ids[None]).logits
 
 
 # ---- prefixes of generate()

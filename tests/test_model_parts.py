@@ -11,20 +11,16 @@ import peft
 import pytest
 import torch
 from adapter_answers import NEW, alone, ask, first, prompt, tokens
-from adapters import adapted, lora
+from adapters import lora, trained, with_a_tied_head
+from captures import counts, policy, reasons
 from families import BY_NAME, build
+from kernel_cases import load
+from tape import rerun
 
 from hf_paged import Engine
+from hf_paged.model.rehearsal import RECORDERS
 
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
-TRAINED = (
-    "trainable_tokens_delta",
-    "modules_to_save",
-    "lora_magnitude_vector",
-    "lora_B.one.bias",
-    "lora_B.two.bias",
-)
-"""Weights that begin as the model's own, or as zeros."""
 TOKENS = list(range(3, 60))
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tokens": ({"trainable_token_indices": [5, 7, 30]}, {"trainable_token_indices": TOKENS, "r": 4}),
@@ -42,17 +38,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "biases": ({"lora_bias": True}, {"lora_bias": True, "r": 3}),
 }
-
-
-def trained(*configs: Any, third: dict[str, Any] | None = None, **options: Any) -> Any:
-    """A peft model whose adapters have trained weights of every kind."""
-    model = adapted(*configs, lora(r=4, **(third or {})), **options)
-    noise = torch.Generator().manual_seed(7)
-    for name, each in model.named_parameters():
-        if any(part in name for part in TRAINED):
-            spread = each.data.std() if each.numel() > 1 else 0
-            each.data += torch.randn(each.shape, generator=noise) * (0.3 * spread if spread > 0 else 0.3)
-    return model
 
 
 def check_mixed(model: Any, engine: Engine, wanted: list[Any]) -> None:
@@ -146,14 +131,6 @@ def test_families(family: str, one: dict[str, Any], two: dict[str, Any]) -> None
         engine.check()
 
 
-def tied() -> Any:
-    torch.manual_seed(0)
-    made = build(BY_NAME["llama"])
-    made.config.tie_word_embeddings = True
-    made.lm_head.weight = made.model.embed_tokens.weight
-    return made.eval()
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -165,10 +142,10 @@ def tied() -> Any:
 )
 def test_a_tied_head(options: dict[str, Any]) -> None:
     """It has what the embeddings have, or not, as peft says."""
-    model = trained(lora(**options), lora(**options), model=tied())
+    model = trained(lora(**options), lora(**options), model=with_a_tied_head())
     with Engine(model, block_size=4, num_blocks=200) as engine:
         check_mixed(model, engine, ["one", None, "two", "three"])
-    with Engine(tied(), block_size=4, num_blocks=200) as engine:
+    with Engine(with_a_tied_head(), block_size=4, num_blocks=200) as engine:
         for name in ("one", "two"):
             engine.add_adapter(name, model)
         check_mixed(model, engine, ["one", None, "two"])
@@ -255,3 +232,25 @@ def test_own_biases_of_layers_are_an_adapters(tmp_path: Path) -> None:
         ids = prompt(2, 12)
         assert ask(engine, ids, adapter="one") == alone(model, ids, "one")
         assert ask(engine, ids, adapter=None) == alone(base, ids, None)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_captured_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that were captured with another adapter, or beside the model alone, serve these; adapters with
+    parts that no kernel computes are served beside captured steps.
+    """
+    monkeypatch.setattr("hf_paged.engine.worker.adapters.triton_package", lambda *_: load())
+    monkeypatch.setitem(RECORDERS, "cpu", rerun)
+    policy(monkeypatch, pairs=0)
+    model = trained(*[lora(**options) for options in CASES[kind]])
+    options = {"block_size": 4, "num_blocks": 200, "max_batch_tokens": 12, "max_batch_sequences": 2}
+    with Engine(model, **options) as engine:
+        for names in (["three", None], ["one", "two"], ["two", "three"], [None, None]):
+            prompts = [prompt(i, 9) for i in range(2)]
+            handles = [
+                engine.submit(ids, **GREEDY, adapter=name) for ids, name in zip(prompts, names, strict=True)
+            ]
+            expected = [alone(model, ids, name) for ids, name in zip(prompts, names, strict=True)]
+            assert [tokens(handle) for handle in handles] == expected
+        assert counts(engine)["replayed"] > (2 if kind == "modules" else 4), reasons(engine)
+        engine.check()

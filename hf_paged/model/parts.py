@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,33 @@ Parts = Mapping[str, tuple["Part", ...]]
 """The parts of an adapter, by the names of modules in a model."""
 NORM_ROWS = 4096
 """Output rows of a weight whose norms are taken at once."""
+
+
+class Product(NamedTuple):
+    """An output as kernels compute it: factor * (y + scale * (x a^T) b^T) + shift."""
+
+    a: torch.Tensor
+    """[rank, inputs]"""
+    b: torch.Tensor
+    """[outputs, rank]"""
+    scale: float
+    factor: torch.Tensor | None = None
+    """[outputs]"""
+    shift: torch.Tensor | None = None
+    """[outputs]"""
+
+
+class Rows(NamedTuple):
+    """Rows of a weight in the place of a module's own, as kernels read them."""
+
+    rows: torch.Tensor
+    """[count, width]"""
+    ids: torch.Tensor | None
+    """[count] int64; None for all."""
+    bias: torch.Tensor | None
+    """[count]"""
+    scale: float
+    """A factor of the rows of an embedding."""
 
 
 class Part(Protocol):
@@ -52,9 +79,23 @@ class Part(Protocol):
         return False
 
     @property
-    def by_kernels(self) -> bool:
-        """True if the kernels of adapters compute it on a device; plain torch computes others."""
-        return False
+    def kernel(self) -> str:
+        """The kernels that compute it on a device: "products", alone or with others, "scaled products",
+        "shift" behind one of these, or "rows"; "" for plain torch.
+        """
+        return ""
+
+    def as_product(self, base: nn.Module) -> Product | None:
+        """It as the kernels of products read it."""
+        return None
+
+    def as_rows(self, base: nn.Module) -> Rows | None:
+        """It as the kernels of rows read it."""
+        return None
+
+    def as_shift(self, base: nn.Module) -> torch.Tensor | None:
+        """The numbers that it adds to outputs, as the kernels of products read them."""
+        return None
 
     @property
     def alone(self) -> bool:
@@ -118,8 +159,17 @@ class LowRank(Part):
         return self.magnitude is not None
 
     @property
-    def by_kernels(self) -> bool:
-        return self.bias is None and self.magnitude is None
+    def kernel(self) -> str:
+        return "products" if self.bias is None and self.magnitude is None else "scaled products"
+
+    def as_product(self, base: nn.Module) -> Product:
+        shift = None if self.bias is None else self.bias.detach().float() * self.scale
+        if self.magnitude is None:
+            return Product(self.a, self.b, self.scale, None, shift)
+        factor = self.factor(base).float()
+        own: Any = base.bias
+        shift = None if own is None else own.detach().float() * (1 - factor)
+        return Product(self.a, self.b, self.scale, factor, shift)
 
     def mapped(self, change: Change) -> LowRank:
         bias = None if self.bias is None else change(self.bias)
@@ -189,6 +239,14 @@ class LowRankEmbedding(Part):
     def padded(self) -> LowRankEmbedding:
         return replace(self, a=_padded_rows(self.a), b=_padded_rows(self.b.T).T.contiguous(), _factors=[])
 
+    @property
+    def kernel(self) -> str:
+        return "products" if self.magnitude is None else "scaled products"
+
+    def as_product(self, base: nn.Module) -> Product:
+        scale = self.scale * _embed_scale(base)
+        return Product(self.a, self.b, scale, None if self.magnitude is None else self.factor(base).float())
+
     def apply(self, base: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         a, b = self.a.to(x.device), self.b.to(x.device)
         product = nn.functional.embedding(x, a.T) @ b.T
@@ -226,6 +284,15 @@ class OwnBias(Part):
     def reads_base(self) -> bool:
         return True
 
+    @property
+    def kernel(self) -> str:
+        return "shift"
+
+    def as_shift(self, base: nn.Module) -> torch.Tensor:
+        own: Any = base.bias
+        found: torch.Tensor = self.bias.detach().float() - own.detach().float()
+        return found
+
     def mapped(self, change: Change) -> OwnBias:
         return OwnBias(change(self.bias))
 
@@ -259,6 +326,14 @@ class TrainedTokens(Part):
 
     def mapped(self, change: Change) -> TrainedTokens:
         return replace(self, rows=change(self.rows), _index=[])
+
+    @property
+    def kernel(self) -> str:
+        return "rows"
+
+    def as_rows(self, base: nn.Module) -> Rows:
+        rows = self.rows.to(weight_of(base).dtype)
+        return Rows(rows, self.index(rows.device), None, _embed_scale(base))
 
     def index(self, device: torch.device) -> torch.Tensor:
         """The ids on a device."""
@@ -294,6 +369,15 @@ class SavedModule(Part):
     @property
     def alone(self) -> bool:
         return True
+
+    @property
+    def kernel(self) -> str:
+        return "rows" if isinstance(self.module, (nn.Linear, nn.Embedding)) else ""
+
+    def as_rows(self, base: nn.Module) -> Rows:
+        own: Any = self.module
+        bias = getattr(own, "bias", None)
+        return Rows(own.weight, None, None if bias is None else bias.detach().float(), _embed_scale(own))
 
     def mapped(self, change: Change) -> SavedModule:
         return SavedModule(with_tensors(self.module, [change(each) for each in self.tensors]))
@@ -336,6 +420,14 @@ def weight_of(base: nn.Module) -> torch.Tensor:
     return found
 
 
+def _embed_scale(base: nn.Module) -> float:
+    """The factor by which a module multiplies the rows of its weight."""
+    scale: Any = getattr(base, "embed_scale", 1.0)
+    if isinstance(scale, torch.Tensor):
+        scale = scale.item() if scale.numel() == 1 else 1.0
+    return float(torch.tensor(scale, dtype=weight_of(base).dtype, device="cpu"))
+
+
 def _embed_scaled(base: nn.Module, found: torch.Tensor) -> torch.Tensor:
     """Rows of an embedding, multiplied as the module multiplies its own."""
     scale: Any = getattr(base, "embed_scale", None)
@@ -358,11 +450,28 @@ def _norms(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float)
     return torch.cat(found)
 
 
-def merged(parts: Sequence[LowRank]) -> LowRank:
-    """One product that adds what several add, up to rounding: the same memory if there is only one."""
-    if len(parts) == 1:
-        return parts[0]
-    dtype = reduce(torch.promote_types, [part.a.dtype for part in parts])
-    a = torch.cat([part.a.detach().to(dtype) for part in parts])
-    b = torch.cat([part.b.detach().to(dtype) * part.scale for part in parts], dim=1)
-    return LowRank(a, b, 1.0)
+def by_kernels(parts: Sequence[Part]) -> bool:
+    """True if kernels compute a module's parts together."""
+    kinds = [part.kernel for part in parts]
+    if all(kind == "products" for kind in kinds):
+        return True
+    first, *others = kinds
+    return (first == "rows" and not others) or (
+        first in ("products", "scaled products") and all(kind == "shift" for kind in others)
+    )
+
+
+def merged(parts: Sequence[Part], base: nn.Module) -> Product:
+    """A module's products and shifts as one, up to rounding: the same memory if there is only one."""
+    products = [found for part in parts if (found := part.as_product(base)) is not None]
+    first = products[0]
+    shifts = [first.shift, *[part.as_shift(base) for part in parts]]
+    added = [shift for shift in shifts if shift is not None]
+    if added:
+        first = first._replace(shift=reduce(torch.add, added))
+    if len(products) == 1:
+        return first
+    dtype = reduce(torch.promote_types, [each.a.dtype for each in products])
+    a = torch.cat([each.a.detach().to(dtype) for each in products])
+    b = torch.cat([each.b.detach().to(dtype) * each.scale for each in products], dim=1)
+    return Product(a, b, 1.0)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .lora import Adapter
+from .parts import by_kernels
 from .patches import own_forward
 from .peft_parts import LINEAR, base_of, inner_of, is_invoked, kind_of, names_in, wraps_around
 from .shards import is_divided
@@ -220,7 +221,7 @@ class LoraLayers:
         """True if the kernels of adapters compute all parts of one."""
         known = self._by_kernels.get(name)
         if known is None:
-            known = self._by_kernels[name] = all(part.by_kernels for part in self.read(name).parts)
+            known = self._by_kernels[name] = all(map(by_kernels, self.read(name).layers.values()))
         return known
 
 

@@ -18,7 +18,7 @@ from .experts import Routes, expert_product, expert_sum, route
 from .gather import gather
 from .invariant import Invariant, NoFixedOrder
 from .launching import find_driver, know_kernels, know_triton
-from .lora import AdapterPlan, LoraWeights, fits, lora_expand, lora_shrink
+from .lora import AdapterPlan, LoraWeights, fits, lora_expand, lora_gather, lora_shrink
 from .norm import add_rms_norm, rms_norm
 from .prefill import Spans, prefill
 from .product import product
@@ -28,6 +28,7 @@ from .rows import mapped, rows
 from .sampling import draw, logsumexp
 from .scan_spans import scan_spans
 from .scan_step import scan_step
+from .slot_rows import SlotRows, slot_embed, slot_product
 from .ssm_spans import ssm_spans
 from .ssm_step import ssm_step
 from .swiglu import swiglu
@@ -47,6 +48,7 @@ __all__ = [
     "Operation",
     "Plan",
     "Routes",
+    "SlotRows",
     "Spans",
     "add_rms_norm",
     "advance",
@@ -67,6 +69,7 @@ __all__ = [
     "know_triton",
     "logsumexp",
     "lora_expand",
+    "lora_gather",
     "lora_shrink",
     "mapped",
     "prefill",
@@ -79,6 +82,8 @@ __all__ = [
     "rows",
     "scan_spans",
     "scan_step",
+    "slot_embed",
+    "slot_product",
     "ssm_spans",
     "ssm_step",
     "swiglu",

@@ -73,25 +73,46 @@ class LoraWeights:
     """
 
     def __init__(
-        self, layers: int, slots: int, rank: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        layers: int,
+        slots: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        scaled: bool = False,
     ) -> None:
-        """rank: the largest of all, rounded up to a multiple of 16."""
+        """rank: the largest of all, rounded up to 16. scaled: whether any has a factor or shift."""
         if rank < 16 or rank % 16:
             raise ValueError(f"Invalid rank: expected the largest of all, rounded up to 16, got {rank}")
         self.layers = layers
         self.slots = slots
         self.rank = rank
         self.dtype = dtype
-        self.where = torch.zeros(2, layers, slots, dtype=torch.int64, device=device)
-        """The addresses of A and of B."""
+        self.where = torch.zeros(4, layers, slots, dtype=torch.int64, device=device)
+        """The addresses of A and of B, and of float32 factors and shifts of the layer's outputs (0: none)."""
+        self.scaled = scaled
+        """True if there may be factors and shifts: an expand without is one that does not read them."""
         self.ranks = torch.zeros(layers, slots, dtype=torch.int32, device=device)
         """0 for a slot whose adapter leaves the layer as it is."""
         self.scales = torch.zeros(layers, slots, dtype=torch.float32, device=device)
         self._host = [torch.zeros_like(each, device="cpu") for each in (self.where, self.ranks, self.scales)]
 
-    def put(self, layer: int, slot: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-        """Let a slot of a layer be a [r, n] and b [outputs, r], which the caller keeps where they are."""
+    def put(
+        self,
+        layer: int,
+        slot: int,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale: float,
+        factor: torch.Tensor | None = None,
+        shift: torch.Tensor | None = None,
+    ) -> None:
+        """Let a slot of a layer be a [r, n] and b [outputs, r], factor and shift float32 [outputs], which the
+        caller keeps where they are: y becomes factor * (y + scale * x a^T b^T) + shift.
+        """
         rank = a.shape[0]
+        if not self.scaled and (factor is not None or shift is not None):
+            raise ValueError("Invalid factor or shift: these tables were made without (scaled=False)")
         if a.dtype != self.dtype or b.dtype != self.dtype or b.shape[1] != rank or rank > self.rank:
             raise ValueError(
                 f"Invalid weights: expected [r, n] and [outputs, r] of {self.dtype} with r up to "
@@ -104,6 +125,8 @@ class LoraWeights:
         where, ranks, scales = self._host
         where[0, layer, slot] = a.data_ptr()
         where[1, layer, slot] = b.data_ptr()
+        where[2, layer, slot] = 0 if factor is None else factor.data_ptr()
+        where[3, layer, slot] = 0 if shift is None else shift.data_ptr()
         ranks[layer, slot] = rank
         scales[layer, slot] = scale
 
@@ -167,12 +190,30 @@ def lora_shrink(x: torch.Tensor, weights: LoraWeights, plan: AdapterPlan) -> tor
     return out
 
 
+def lora_gather(ids: torch.Tensor, weights: LoraWeights, plan: AdapterPlan, n: int) -> torch.Tensor:
+    """The columns A[:, id] of each token's adapter, as a shrink of one layer: fp32 [1, tokens, 1, rank].
+
+    ids [tokens] int64, below n: A is [rank, n]. Tokens of the base are not written.
+    """
+    if ids.shape != (plan.tokens,) or weights.layers != 1:
+        raise ValueError(
+            f"Invalid ids: expected [{plan.tokens}] for one layer, got {list(ids.shape)} for {weights.layers}"
+        )
+    out = torch.empty(1, plan.tokens, 1, weights.rank, dtype=torch.float32, device=ids.device)
+    launch(
+        _gather, (plan.tiles, weights.rank // 16),
+        out, ids, weights.where[0], weights.ranks, plan.slot, plan.token, n, weights.rank,
+        TILE=plan.tile, TYPE=TYPES[weights.dtype], num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 def lora_expand(
     outs: Sequence[torch.Tensor], shrunk: torch.Tensor, weights: LoraWeights, plan: AdapterPlan,
     *, first: int = 0,
 ) -> None:  # fmt: skip
-    """outs[i] += scale * h B^T of each token's adapter for layer `first` + i, in place; tokens of the base
-    stay as they are.
+    """outs[i] += scale * h B^T of each token's adapter for layer `first` + i, in place, then times its factor
+    and plus its shift; tokens of the base stay as they are.
 
     outs: up to 3 of [tokens, n] with the last stride 1, the base's answers of layers in a row; shrunk as
     `lora_shrink` answers it for all of `weights`.
@@ -194,10 +235,11 @@ def lora_expand(
     more = [outs[min(i, len(outs) - 1)] for i in range(MOST_OUTPUTS)]
     launch(
         _expand, grid,
-        *more, shrunk, weights.where[1, first:], weights.ranks[first:], weights.scales[first:],
-        plan.slot, plan.token, tokens, weights.slots, *[out.stride(0) for out in more],
+        *more, shrunk, *[each[first:] for each in weights.where[1:]], weights.ranks[first:],
+        weights.scales[first:], plan.slot, plan.token, tokens, weights.slots,
+        *[out.stride(0) for out in more],
         *[out.shape[1] for out in more], first * rank, weights.layers * rank, loop,
-        LAYERS=len(outs), PARTS=parts, RANK=rank, TILE=plan.tile, WIDE=WIDE,
+        SCALED=weights.scaled, LAYERS=len(outs), PARTS=parts, RANK=rank, TILE=plan.tile, WIDE=WIDE,
         BLOCK=min(64, rank & -rank), TYPE=TYPES[weights.dtype], STAGES=2 if plan.tile == 16 else 3,
         PRECISION=_precision(outs[0].dtype, weights.dtype), UP=outs[0].device.type == "cpu", num_warps=4,
     )  # fmt: skip
@@ -292,20 +334,43 @@ def _shrink(
     tl.store(to + layer * wides * WIDE + row[None, :], sums, mask=there[:, None])
 
 
+@triton.jit(do_not_specialize_on_alignment=["A", "RANKS", "SLOT", "TOKEN"])
+def _gather(OUT, IDS, A, RANKS, SLOT, TOKEN, n, width, TILE: tl.constexpr, TYPE: tl.constexpr):
+    """OUT[token] = A[16 of its rows, IDS[token]], A that of the tile's slot.
+
+    A, RANKS [slots]: the address of A [rank, n] of TYPE.
+    """
+    tile = tl.program_id(0)
+    slot = tl.load(SLOT + tile)
+    token = tl.load(TOKEN + tile * TILE + tl.arange(0, TILE))
+    if slot < 0:
+        return
+    there = token >= 0
+    token = tl.where(there, token, 0).to(tl.int64)
+    row = tl.program_id(1) * 16 + tl.arange(0, 16)
+    inside = there[:, None] & (row[None, :] < tl.load(RANKS + slot))
+    weights = tl.multiple_of(tl.load(A + slot).to(tl.pointer_type(TYPE)), 16)
+    column = tl.load(IDS + token, mask=there, other=0)
+    found = tl.load(weights + row[None, :].to(tl.int64) * n + column[:, None], mask=inside, other=0.0)
+    tl.store(OUT + token[:, None] * width + row[None, :], found.to(tl.float32), mask=inside)
+
+
 @triton.jit(
     do_not_specialize=["tokens", "slots", "offset", "stacked", "loop"],
-    do_not_specialize_on_alignment=["B", "RANKS", "SCALES", "SLOT", "TOKEN"],
+    do_not_specialize_on_alignment=["B", "FACTORS", "SHIFTS", "RANKS", "SCALES", "SLOT", "TOKEN"],
 )
 def _expand(
-    OUT0, OUT1, OUT2, SHRUNK, B, RANKS, SCALES, SLOT, TOKEN, tokens, slots, stride0, stride1, stride2,
-    n0, n1, n2, offset, stacked, loop,
-    LAYERS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr, STAGES: tl.constexpr,
+    OUT0, OUT1, OUT2, SHRUNK, B, FACTORS, SHIFTS, RANKS, SCALES, SLOT, TOKEN, tokens, slots, stride0, stride1,
+    stride2, n0, n1, n2, offset, stacked, loop,
+    SCALED: tl.constexpr, LAYERS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """OUT[token] += SCALES[slot] * H[token] B^T for `loop` * WIDE columns of one of the layers, H the sum of
-    the parts of SHRUNK.
+    the parts of SHRUNK. SCALED: then times a factor and plus a shift by column.
 
-    B, RANKS, SCALES [layers, slots]: the address of B [n, rank] of TYPE.
+    B, FACTORS, SHIFTS, RANKS, SCALES [layers, slots]: the address of B [n, rank] of TYPE, and of factors and
+    shifts.
     """
     tile = tl.program_id(0)
     slot = tl.load(SLOT + tile)
@@ -317,35 +382,38 @@ def _expand(
     second = first + tl.cdiv(n1, WIDE * loop)
     if LAYERS == 1 or part < first:
         _expand_layer(
-            OUT0, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride0, n0, offset, stacked, loop, 0,
-            part,
-            PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP, STAGES,
+            OUT0, SHRUNK, B, FACTORS, SHIFTS, RANKS, SCALES, slot, token, tokens, slots, stride0, n0, offset,
+            stacked, loop, 0, part,
+            SCALED, PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP, STAGES,
         )  # fmt: skip
     elif LAYERS == 2 or part < second:
         _expand_layer(
-            OUT1, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride1, n1, offset, stacked, loop, 1,
-            part - first,
-            PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP, STAGES,
+            OUT1, SHRUNK, B, FACTORS, SHIFTS, RANKS, SCALES, slot, token, tokens, slots, stride1, n1, offset,
+            stacked, loop, 1, part - first,
+            SCALED, PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP, STAGES,
         )  # fmt: skip
     else:
         _expand_layer(
-            OUT2, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, stride2, n2, offset, stacked, loop, 2,
-            part - second,
-            PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP, STAGES,
+            OUT2, SHRUNK, B, FACTORS, SHIFTS, RANKS, SCALES, slot, token, tokens, slots, stride2, n2, offset,
+            stacked, loop, 2, part - second,
+            SCALED, PARTS, RANK, TILE, WIDE, BLOCK, TYPE, PRECISION, UP, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
 def _expand_layer(
-    OUT, SHRUNK, B, RANKS, SCALES, slot, token, tokens, slots, out_token, n, offset, stacked, loop, layer,
-    part,
-    PARTS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr, STAGES: tl.constexpr,
+    OUT, SHRUNK, B, FACTORS, SHIFTS, RANKS, SCALES, slot, token, tokens, slots, out_token, n, offset, stacked,
+    loop, layer, part,
+    SCALED: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, UP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The same for one layer."""
     ranks = tl.multiple_of(tl.load(RANKS + layer * slots + slot), 8)
     scale = tl.load(SCALES + layer * slots + slot)
     weights = tl.multiple_of(tl.load(B + layer * slots + slot).to(tl.pointer_type(TYPE)), 16)
+    if SCALED:
+        factors = tl.load(FACTORS + layer * slots + slot)
+        shifts = tl.load(SHIFTS + layer * slots + slot)
     there = token >= 0
     token = tl.where(there, token, 0).to(tl.int64)
     stacked = tl.multiple_of(stacked, 16)
@@ -371,7 +439,14 @@ def _expand_layer(
                 h = tl.where(rank[None, :] < ranks, h, 0.0)
                 b = _load_b(weights, column, rank, n, ranks, UP)
                 sums = tl.dot(h.to(b.dtype), b, sums, input_precision=PRECISION)
-        tl.store(at, (y.to(tl.float32) + scale * sums).to(OUT.dtype.element_ty), mask=inside)
+        y = y.to(tl.float32) + scale * sums
+        if SCALED:
+            known = (column < n) & (ranks > 0)
+            factor = factors.to(tl.pointer_type(tl.float32)) + column
+            shift = shifts.to(tl.pointer_type(tl.float32)) + column
+            y = y * tl.load(factor, mask=known & (factors != 0), other=1.0)[None, :]
+            y = y + tl.load(shift, mask=known & (shifts != 0), other=0.0)[None, :]
+        tl.store(at, y.to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -482,7 +482,7 @@ class CapturedRunner:
                 self._answer = logits, torch.empty(2, self._most, dtype=torch.long, device=device)
         logits, tokens = self._answer
         wanted = rows if size.form == "single" else self._most
-        tables = self.eager.adapters.table.weights.tensors if size.adapters and self.eager.adapters else ()
+        tables = self.eager.adapters.table.tensors if size.adapters and self.eager.adapters else ()
         columns = StaticColumns(COLUMNS.values(), wanted, rows, device)
         return _DecodeStep(size, ids, columns, batches, logits[:wanted], tokens[:, :wanted], tables)
 

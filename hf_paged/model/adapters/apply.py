@@ -15,7 +15,7 @@ from ...kv.upload import upload
 from ..lora import Adapter, add_parts
 from ..patches import ReplacedForward, mark_wrapper
 from ..peft_layers import LoraLayers
-from ..peft_parts import inner_of
+from ..peft_parts import base_of, inner_of
 from ..ranks.tensor_parallel import SUMS
 from ..streams import side_stream
 from .table import AdapterTable
@@ -85,7 +85,9 @@ class AdapterBatch:
             return
         number = self.table.layers.get(module)
         known = self._shrunk
-        if number is None or (known is not None and known[0] is x and number < known[1] + known[3].layers):
+        if number is None or not x.is_floating_point():
+            return
+        if known is not None and known[0] is x and number < known[1] + known[3].layers:
             return
         plan = self._plan(self._form(x.shape))
         self._beside.wait_stream(torch.cuda.current_stream(x.device))
@@ -99,9 +101,8 @@ class AdapterBatch:
             return add_parts(module, y, x, self.only.layers.get(module, ()))
         flat = y.reshape(-1, y.shape[-1])  # a part of a wider product, of which rows lie apart
         y = (flat if flat.stride(1) == 1 else flat.contiguous()).view(y.shape)
-        number = self.table.layers.get(module)
-        if self.table.kernels is not None and number is not None:
-            y = self._add_in_kernels(module, number, x, y)
+        if self.table.kernels is not None:
+            y = self._add_in_kernels(module, x, y)
         return self._add_in_torch(module, x, y)
 
     def add_at_once(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -148,11 +149,31 @@ class AdapterBatch:
 
     # ---- kernels
 
-    def _add_in_kernels(
-        self, module: nn.Module, number: int, x: torch.Tensor, y: torch.Tensor
-    ) -> torch.Tensor:
-        plan = self._plan(self._form(x.shape))
-        first, shrunk, weights = self._shrink(number, x, plan)
+    def _add_in_kernels(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        number = self.table.layers.get(module)
+        if number is not None:
+            y = self._add_products(module, number, x, y)
+        number = self.table.replaced.get(module)
+        if number is not None:
+            self._replace_rows(number, x, y)
+        return y
+
+    def _replace_rows(self, number: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Let tokens have rows of their own of a module's weight: embeddings, or logits."""
+        form = self._form(y.shape)
+        out = y.view(-1, y.shape[-1])
+        kernels, table = self.table.kernels, self.table.rows
+        if x.is_floating_point():
+            kernels.slot_product(out, x.reshape(-1, x.shape[-1]), self._plan(form), table, number)
+        else:
+            kernels.slot_embed(out, x.reshape(-1), self._index_of(form), table, number)
+
+    def _add_products(self, module: nn.Module, number: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        plan = self._plan(self._form(y.shape))
+        if x.is_floating_point():
+            first, shrunk, weights = self._shrink(number, x, plan)
+        else:
+            first, shrunk, weights = self._gather(module, number, x, plan)
         last = max(self.table.joint.get(number, number), self._together)
         if module._forward_hooks:
             last = number  # they see the output before any other layer runs
@@ -185,6 +206,14 @@ class AdapterBatch:
         shrunk = self.table.kernels.lora_shrink(flat, weights, plan)
         self._shrunk = x, number, shrunk, weights
         return number, shrunk, weights
+
+    def _gather(
+        self, module: nn.Module, number: int, ids: torch.Tensor, plan: Any
+    ) -> tuple[int, torch.Tensor, Any]:
+        """The first products of an embedding: columns by id."""
+        weights = self.table.weights.part(number, 1)
+        count = base_of(module).num_embeddings
+        return number, self.table.kernels.lora_gather(ids.reshape(-1), weights, plan, count), weights
 
     def _meet(self, number: int, x: torch.Tensor) -> None:
         """Note which layers share an input, for the next forward."""

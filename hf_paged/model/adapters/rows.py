@@ -84,6 +84,8 @@ class RowAdapters:
             self._refresh(snapshot.model, lora, names, kernels, device)
             self._checked = weakref.ref(snapshot)
         assert self.table is not None
+        if self.table.why_eager is not None:
+            return self._in_peft(lora, names)
         form = "slots", self.table.layout
         return StepAdapters(form, lora.layers, self.table, [self._slots.get(each, -1) for each in names])
 

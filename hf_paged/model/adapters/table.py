@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..lora import Adapter, Part
-from ..parts import LowRank, merged
-from ..peft_parts import takes_products
+from ..parts import Product, Rows, by_kernels, merged
+from ..peft_parts import base_of, takes_products
 from .joint import in_order, joint_layers
 
 SMALLEST_RANK = 16
 _layouts = itertools.count(1)
+
+
+Chosen = Mapping[nn.Module, tuple[Part, ...]]
+"""Some of an adapter's parts, by module."""
+
+
+class _Split(NamedTuple):
+    """The parts of an adapter by what computes them."""
+
+    products: Chosen
+    rows: Chosen
+    in_torch: Chosen
+
+    @property
+    def scaled(self) -> bool:
+        """True if outputs of products are scaled or shifted."""
+        return any(part.kernel != "products" for parts in self.products.values() for part in parts)
 
 
 class AdapterTable:
@@ -37,6 +54,10 @@ class AdapterTable:
         """The layers that adapters may add products to, numbered: those with one input stand side by side."""
         self.weights: Any = None
         """The tables of all layers; others as soon as an adapter comes that they have no room for."""
+        self.replaced: dict[nn.Module, int] = {}
+        """The modules of whose weights adapters replace rows, numbered."""
+        self.rows: Any = None
+        """The tables of these."""
         self.layout = 0
         """The number of these tables, which no other tables have had: captured steps name them."""
         self.why_not: str | None = None
@@ -45,7 +66,7 @@ class AdapterTable:
         """How many layers with the same input begin with a layer, as far as a forward has shown it."""
         self.joint: dict[int, int] = {}
         """For a layer the last one of those whose outputs are read together with its own."""
-        self.in_torch: list[Mapping[nn.Module, tuple[Part, ...]]] = [{} for _ in range(slots)]
+        self.in_torch: list[Chosen] = [{} for _ in range(slots)]
         """By slot the parts of its adapter that plain torch computes."""
         self._memory: list[list[torch.UntypedStorage]] = [[] for _ in range(slots)]
         """Named memory: a parameter may be given other memory while kernels still read this."""
@@ -72,22 +93,26 @@ class AdapterTable:
     def put(self, slot: int, adapter: Adapter) -> None:
         """Let a slot hold an adapter, whose weights are on the device."""
         self.slots[slot] = adapter
-        self.in_torch[slot] = self._split(adapter)[1]
+        self.in_torch[slot] = self._split(adapter).in_torch
         if self.kernels is not None:
             self._make_room(adapter)
             self._enter(slot)
-            self.weights.upload()
+            self._upload()
         else:
             self.layout = self.layout or next(_layouts)
 
-    def _split(self, adapter: Adapter) -> tuple[dict[nn.Module, Any], dict[nn.Module, tuple[Part, ...]]]:
-        """The parts of an adapter that kernels compute, and those that plain torch does, by module."""
-        kernels: dict[nn.Module, Any] = {}
-        others: dict[nn.Module, tuple[Part, ...]] = {}
+    def _upload(self) -> None:
+        for each in filter(None, (self.weights, self.rows)):
+            each.upload()
+
+    def _split(self, adapter: Adapter) -> _Split:
+        split = _Split({}, {}, {})
         for module, parts in adapter.layers.items():
-            by_kernels = self.kernels is not None and all(part.by_kernels for part in parts)
-            (kernels if by_kernels else others)[module] = parts
-        return kernels, others
+            served = self.kernels is not None and by_kernels(parts)
+            by_rows = served and parts[0].kernel == "rows"
+            chosen: Any = split.rows if by_rows else split.products if served else split.in_torch
+            chosen[module] = parts
+        return split
 
     @property
     def why_eager(self) -> str | None:
@@ -106,57 +131,104 @@ class AdapterTable:
         self.in_torch[slot] = {}
         self._memory[slot] = []
         self._copied[slot] = 0
-        if self.weights is not None:
-            self.weights.clear(slot)
-            self.weights.upload()
+        for each in filter(None, (self.weights, self.rows)):
+            each.clear(slot)
+        self._upload()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tables, which kernels read in every launch."""
+        return [tensor for each in (self.weights, self.rows) if each is not None for tensor in each.tensors]
 
     @property
     def bytes(self) -> int:
         """Memory of the tables and of copied weights."""
-        if self.weights is None:
-            return 0
-        tables: list[torch.Tensor] = self.weights.tensors
-        return sum(tensor.nbytes for tensor in tables) + sum(self._copied)
+        return sum(tensor.nbytes for tensor in self.tensors) + sum(self._copied)
 
     def _make_room(self, adapter: Adapter) -> None:
-        """Make larger tables if an adapter changes other layers, or has a larger rank or type."""
-        known = self.weights
-        needed = [adapter] if known is not None else [adapter, *filter(None, self.slots)]
-        needed = [Adapter(self._split(each)[0]) for each in needed]
-        adapter = needed[0]
-        types = {tensor.dtype for each in needed for tensor in each.tensors}
-        types |= set() if known is None else {known.dtype}
-        dtype = reduce(torch.promote_types, types) if types else torch.float32
-        least = SMALLEST_RANK if known is None else known.rank
-        rank = max([least, *[1 << (each.rank - 1).bit_length() for each in needed if each.rank]])
-        same = known is not None and (dtype, rank) == (known.dtype, known.rank)
-        if same and adapter.layers.keys() <= self.layers.keys():
+        """Make larger tables if an adapter changes other modules, or has a larger rank or type."""
+        splits = [self._split(each) for each in (adapter, *filter(None, self.slots))]
+        made = [self._room_for_products(splits), self._room_for_rows(splits)]
+        if not any(made):
             return
-        layers = in_order({**self.layers, **adapter.layers})
-        self.layers = {module: i for i, module in enumerate(layers)}
-        self.groups = {}
-        self.joint = joint_layers(self.layers)
         self.layout = next(_layouts)
-        self.weights = self.kernels.LoraWeights(len(self.layers), len(self.slots), rank, dtype, self.device)
         for slot, held in enumerate(self.slots):
             if held is not None:
                 self._enter(slot)
 
+    def _room_for_products(self, splits: Sequence[_Split]) -> bool:
+        """Make tables of products if these have no room for all of them."""
+        known = self.weights
+        needed = [Adapter(split.products) for split in (splits if known is None else splits[:1])]
+        types = {part.tensors[0].dtype for each in needed for part in each.parts}
+        types |= set() if known is None else {known.dtype}
+        dtype = reduce(torch.promote_types, types) if types else torch.float32
+        least = SMALLEST_RANK if known is None else known.rank
+        rank = max([least, *[1 << (each.rank - 1).bit_length() for each in needed if each.rank]])
+        scaled = any(split.scaled for split in splits) or (known is not None and known.scaled)
+        same = known is not None and (dtype, rank, scaled) == (known.dtype, known.rank, known.scaled)
+        layers = {module for each in needed for module in each.layers}
+        if same and layers <= self.layers.keys():
+            return False
+        ordered = in_order({**self.layers, **dict.fromkeys(layers)})
+        self.layers = {module: i for i, module in enumerate(ordered)}
+        self.groups = {}
+        self.joint = joint_layers(self.layers)
+        counts = len(self.layers), len(self.slots)
+        self.weights = self.kernels.LoraWeights(*counts, rank, dtype, self.device, scaled=scaled)
+        return True
+
+    def _room_for_rows(self, splits: Sequence[_Split]) -> bool:
+        """Make tables of rows if these have no room for all of them."""
+        modules = {module: None for split in splits for module in split.rows}
+        known = self.rows
+        if not modules:
+            return False
+        found = [self._rows_of(*item) for split in splits for item in split.rows.items()]
+        types = [each.rows.dtype for each in found] + ([] if known is None else [known.dtype])
+        dtype = reduce(torch.promote_types, types)
+        if known is not None and modules.keys() <= self.replaced.keys() and dtype == known.dtype:
+            return False
+        self.replaced = {module: i for i, module in enumerate({**self.replaced, **modules})}
+        self.rows = self.kernels.SlotRows(len(self.replaced), len(self.slots), dtype, self.device)
+        return True
+
+    def _rows_of(self, module: nn.Module, parts: tuple[Part, ...]) -> Rows:
+        found = parts[0].as_rows(base_of(module))
+        assert found is not None
+        return found
+
     def _enter(self, slot: int) -> None:
         held = self.slots[slot]
         assert held is not None
-        read, _ = self._split(held)
-        served = {module: self._readable(parts) for module, parts in read.items()}
+        split = self._split(held)
+        used: list[torch.Tensor | None] = []
         self.weights.clear(slot)
-        for module, part in served.items():
-            self.weights.put(self.layers[module], slot, part.a, part.b, part.scale)
-        self._memory[slot] = [each.untyped_storage() for part in served.values() for each in (part.a, part.b)]
-        copies = [part for module, part in served.items() if part is not read[module][0]]
-        self._copied[slot] = sum(part.a.nbytes + part.b.nbytes for part in copies)
+        for module, parts in split.products.items():
+            product = self._readable(merged(parts, base_of(module)))
+            self.weights.put(self.layers[module], slot, *product)
+            used += [product.a, product.b, product.factor, product.shift]
+        if self.rows is not None:
+            self.rows.clear(slot)
+        for module, parts in split.rows.items():
+            rows = self._readable_rows(self._rows_of(module, parts))
+            self.rows.put(self.replaced[module], slot, *rows)
+            used += [rows.rows, rows.bias, rows.ids]
+        read = [each for each in used if each is not None]
+        own = {each.untyped_storage().data_ptr() for each in held.tensors}
+        self._memory[slot] = [each.untyped_storage() for each in read]
+        copies = [each for each in read if each.is_floating_point()]
+        self._copied[slot] = sum(
+            each.nbytes for each in copies if each.untyped_storage().data_ptr() not in own
+        )
 
-    def _readable(self, parts: tuple[LowRank, ...]) -> LowRank:
+    def _readable_rows(self, found: Rows) -> Rows:
+        """Rows as kernels can read them: the same memory if possible."""
+        rows = found.rows.detach().to(self.rows.dtype).contiguous()
+        return found._replace(rows=rows.clone() if rows.data_ptr() % 16 else rows)
+
+    def _readable(self, part: Product) -> Product:
         """A layer's weights as kernels can read them: the same memory if possible."""
-        part = merged(parts)
         a = part.a.detach()
         b = part.b.detach()
         rank = a.shape[0]
@@ -168,4 +240,4 @@ class AdapterTable:
         wide_b = b.new_zeros(b.shape[0], padded, dtype=dtype)
         wide_a[:rank] = a
         wide_b[:, :rank] = b
-        return LowRank(wide_a, wide_b, part.scale)
+        return part._replace(a=wide_a, b=wide_b)

@@ -10,6 +10,7 @@ import torch
 
 from ...kv import TritonOps
 from ...kv.warmup import META, Job, Warming
+from ..peft_parts import base_of, takes_products
 from .joint import projection_name
 from .table import AdapterTable
 
@@ -40,7 +41,9 @@ def _groups(table: AdapterTable) -> Iterator[tuple[int, int, int]]:
     names = [projection_name(layer) for layer in layers]
     for number, layer in enumerate(layers):
         together = table.joint.get(number, number) - number + 1
-        base: Any = getattr(layer, "base_layer", layer)
+        base: Any = base_of(layer)
+        if not takes_products(layer):
+            continue  # an embedding: compiled with its first step
         inputs = getattr(base, "in_features", None) or base.weight.shape[0]
         outputs = getattr(base, "out_features", None) or base.weight.shape[1]
         yield together, inputs, outputs
@@ -58,7 +61,7 @@ def _call(
 ) -> None:
     known = table.weights
     plan = table.kernels.AdapterPlan(tokens, len(table.slots), META)
-    weights = table.kernels.LoraWeights(together, known.slots, known.rank, known.dtype, META)
+    weights = table.kernels.LoraWeights(together, known.slots, known.rank, known.dtype, META, known.scaled)
     x = torch.empty(tokens, inputs, dtype=dtype, device=META)
     outs = [torch.empty(tokens, outputs, dtype=dtype, device=META) for _ in range(together)]
     shrunk = table.kernels.lora_shrink(x, weights, plan)

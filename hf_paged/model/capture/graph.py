@@ -121,7 +121,7 @@ class Graph(CapturedStep):
         }
         table = None if step.adapters is None else step.adapters.table
         columns = StaticColumns(COLUMNS.values(), bucket, bucket, device)
-        return cls(bucket, inputs, batches, columns, () if table is None else table.weights.tensors)
+        return cls(bucket, inputs, batches, columns, () if table is None else table.tensors)
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
