@@ -26,6 +26,7 @@ from ..model.support import warn, why_left
 from ..model.switch import decoder_configs, modules_of, restore, switch
 from .cache import PagedCache, paged_parts
 from .forward import wrap
+from .given_past import prepared
 from .ranks import any_rank
 
 
@@ -112,6 +113,7 @@ class Call:
     """True once the end of the call has begun."""
     outer: Call | None = field(default_factory=lambda: current_call.get())
     outer_snapshots: CallSnapshots | None = field(default_factory=call_snapshots.get)
+    outer_prepared: PagedCache | None = field(default_factory=prepared.get)
 
     def open(self, snapshots: CallSnapshots) -> None:
         """The call of generate() begins."""
@@ -121,11 +123,14 @@ class Call:
         _running.add(self)
         current_call.set(self)
         call_snapshots.set(snapshots)
+        prepared.set(None)
 
     def plug(self, model: nn.Module, caches: list[PagedCache], made: bool) -> None:
         """Begin to run `model` on `caches`, which this call made or was given."""
         self.made += caches if made else []
         self.used += caches
+        if made and len(caches) == 1:
+            prepared.set(caches[0])
         for cache in caches:
             cache.mask_read = False
         if self.model is not None:
@@ -145,6 +150,7 @@ class Call:
         _running.discard(self)
         current_call.set(self.outer)
         call_snapshots.set(self.outer_snapshots)
+        prepared.set(self.outer_prepared)
         if self.configured_class and not self.decided and answer is not None:
             self.decided = True
             warn(f"{self.configured_class} prepares its caches itself")

@@ -38,6 +38,7 @@ from .dedupe import (
     select_rows,
 )
 from .ended import ComputedRows
+from .given_past import with_given_past
 from .leaving import rows_of_step
 from .padding import INPUTS, Padding, mask_name, new_of, note_padding, rows_of
 from .states import follow_rows
@@ -78,7 +79,11 @@ def wrap(
         if step is not None and step.cache is cache:
             return original(*args, **kwargs)  # the maker of this cache has set up the forward already
         if not parts:
-            return _without_pages(original, args, kwargs)
+            own = with_given_past(model, arguments, cache)
+            if own is None:
+                return _without_pages(original, args, kwargs)
+            cache, parts = own, paged_parts(own)
+            arguments = {**arguments, CACHE: own}
         memory = parts[0].sequences.memory
         run = compute if parts[0].own_layers else _of_states_alone(compute, name)
         with memory.lock:
