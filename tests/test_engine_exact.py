@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
+import state_spans_in_torch
 import torch
+from captures import policy
 from cases import examples
 from engine_answers import KINDS, PROMPTS, _model, alone, answers, right
 from families import BY_NAME, FAMILIES, build
@@ -20,9 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from poison import poison_free_slots
 from releases import FLAT_STATES
+from tape import record
 
 from hf_paged.engine import Engine, Output
 from hf_paged.kv.state_spans import StateSpans
+from hf_paged.kv.state_store import StateStore
+from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.model.state_layers import StoredStates
 from hf_paged.model.state_spans import FlatStates
 
@@ -207,17 +212,22 @@ def broken_off(after: int) -> Iterator[None]:
     snapshots=st.integers(0, 3),
     every=st.sampled_from([4, 16, 512]),
     fault=st.sampled_from([0, 0, 3, 17, 40, 90]),
+    captured=st.booleans(),
 )
 def test_nothing_changes_a_token_of_a_hybrid(
     name: str, options: dict[str, Any], params: list[Ask], share: float, slots: int, snapshots: int, every: int,
-    fault: int,
+    fault: int, captured: bool,
 ) -> None:  # fmt: skip
-    """The same over recurrent states: few slots, snapshots that give way, a step that breaks off in any layer. Slots
-    that nothing names have no numbers.
+    """The same over recurrent states: few slots, snapshots that give way, a step that breaks off in any layer, and
+    steps that are captured, over kernels in plain torch. Slots that nothing names have no numbers.
     """
     states = {"state_slots": slots, "state_snapshots": snapshots, "state_every": every}
     with pytest.MonkeyPatch.context() as patch:
         poison_free_slots(patch)
+        if captured:
+            policy(patch, after=1, agree=1)
+            patch.setitem(RECORDERS, "cpu", record)
+            patch.setattr(StateStore, "steps", state_spans_in_torch)
         with Engine(
             _model(name), num_blocks=blocks_for(params, options, share), **options, **states
         ) as engine, broken_off(fault):  # fmt: skip

@@ -75,8 +75,8 @@ def ssm_step(
     """As there; spans: the rows of one token alone, at its place in the others and out."""
     if spans is None:
         return state_steps.ssm_step(*given, softplus=softplus, **options)
-    begin_prompts = spans[0][given[8] < 0, None] == torch.arange(len(out), device=out.device)
-    x = _timed(given[:7], softplus, limit, begin_prompts.any(0))
+    first = spans[0][:, None] == torch.arange(len(out), device=out.device)
+    x = _timed(given[:7], softplus, limit, (first & (given[8] < 0)[:, None]).any(0))
     return through(_tokens_of(state_steps.ssm_step, x), given[7:], *spans, out, least=1, most=1)
 
 
