@@ -22,6 +22,18 @@ def test_torchs_answer(lines: int, n: int, count: int, dtype: torch.dtype) -> No
     assert all(len(set(line)) == count for line in places.tolist())
 
 
+@pytest.mark.parametrize("dtype", [FP32, FP16, *([BF16] if GPU else [])])
+def test_the_largest_of_a_softmax(dtype: torch.dtype) -> None:
+    """In fp32, also of lines with infinities."""
+    x = torch.randn(5, 60, generator=torch.Generator().manual_seed(3)).mul(3).to(DEVICE, dtype)
+    x[1, 7] = -torch.inf
+    values, places = kernels.top(x, 6, softmax=True)
+    expected = x.softmax(-1, dtype=torch.float32).topk(6)
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values, expected.values, rtol=1e-6, atol=1e-7)
+    assert torch.equal(places, expected.indices)
+
+
 def test_equal_numbers_come_by_their_places() -> None:
     x = torch.tensor([[1.0, 3.0, 3.0, -1.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0]], device=DEVICE)
     assert kernels.top(x, 4)[1].tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]

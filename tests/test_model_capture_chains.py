@@ -151,6 +151,77 @@ def test_a_noted_answer_may_be_changed_in_place() -> None:
         assert torch.equal(computed(later), torch.sigmoid(x).mul(x).exp().add(1))
 
 
+def test_operations_in_place_join_a_chain() -> None:
+    """What was noted of the tensor before keeps its numbers."""
+    x, kernels = noise(4), Kernels()
+    product = x.sigmoid() * x
+    with Chains(kernels):
+        found = x.sigmoid() * x
+        before = found + 1.0
+        found /= before
+        found *= 2.0
+        assert kernels.calls.total() == 0
+        got = computed(found)
+        assert kernels.calls == {"chain": 1}
+        sum_before = computed(before)
+    assert torch.equal(got, product / (product + 1) * 2)
+    assert torch.equal(sum_before, product + 1)
+
+
+def test_a_view_sees_what_is_written_later() -> None:
+    """Of a tensor whose content the forward has seen, and into a narrower type."""
+    x = noise(4)
+    with Chains(Kernels()):
+        found = x.sigmoid() * x
+        view = found.view(2, 2)
+        found *= 2.0
+        assert torch.equal(view.view(4), computed(found))
+        half = (x.sigmoid() * x).to(BF16)
+        half.mul_(x)
+        assert half.dtype == BF16
+        assert torch.equal(computed(half), (x.sigmoid() * x).to(BF16).mul_(x))
+
+
+ROUTERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a softmax": lambda x: x.softmax(-1, dtype=FP32).topk(3),
+    "logits": lambda x: x.topk(3),
+    "rows of rows": lambda x: x.view(2, 2, 8).topk(2, dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_the_largest_of_lines(name: str, dtype: torch.dtype) -> None:
+    """A softmax before it is computed in the same launch, and a division behind it with its sum in another."""
+    x, kernels = noise(4, 8, dtype=dtype), Kernels()
+    expected, expected_places = ROUTERS[name](x)
+    expected = (expected.float() / expected.float().sum(-1, keepdim=True)).to(dtype)
+    with Chains(kernels):
+        found, places = ROUTERS[name](x)
+        found = found.float()
+        found /= found.sum(-1, keepdim=True)
+        got = computed(found.to(dtype))
+    assert torch.equal(places, expected_places)
+    assert torch.equal(got, expected)
+    assert kernels.calls == {"top of softmax" if name == "a softmax" else "top": 1, "chain": 1}
+
+
+def test_a_softmax_that_is_read_is_torchs_own() -> None:
+    x, kernels = noise(4, 8), Kernels()
+    expected = x.softmax(-1)
+    with Chains(kernels):
+        probabilities = x.softmax(-1)
+        places = probabilities.topk(2).indices
+        read = computed(probabilities)
+        least = x.topk(2, largest=False).indices
+        of_columns = x.topk(2, dim=0).indices
+    assert torch.equal(read, expected)
+    assert torch.equal(places, expected.topk(2).indices)
+    assert torch.equal(least, x.sort().indices[:, :2])
+    assert torch.equal(of_columns, x.sort(dim=0, descending=True).indices[:2])
+    assert kernels.calls == {"top of softmax": 1}
+
+
 NOT_NOTED: dict[str, Callable[[torch.Tensor], Any]] = {
     "whole numbers": lambda x: x.long() + 1,
     "fp64": lambda x: x.double() * 2.0,

@@ -116,9 +116,9 @@ class Kernels:
     Routes = kernels.Routes
 
     @_as_a_kernel
-    def top(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self._note("top")
-        values, places = x.topk(count)
+    def top(self, x: torch.Tensor, count: int, *, softmax: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        self._note("top of softmax" if softmax else "top")
+        values, places = (x.softmax(-1, dtype=torch.float32) if softmax else x).topk(count)
         return values, places
 
     @_as_a_kernel

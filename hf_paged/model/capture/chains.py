@@ -27,6 +27,8 @@ MOST = 48
 """Operations and tensors of one kernel."""
 WIDEST = 16384
 """The longest line that the kernel sums."""
+SOFTMAX = "softmax"
+"""The operation that only the kernel which finds the largest numbers computes along."""
 LONGEST, LARGEST = 1024, 32
 """The longest line, and the most numbers of it, of the kernel that finds the largest."""
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -57,6 +59,13 @@ class Note:
         """The answer in the forward, while something holds it."""
         self.stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
+    @classmethod
+    def of_value(cls, value: torch.Tensor) -> Note:
+        """An operation that is computed already."""
+        note = cls(lambda: value, Recipe("copy", (value,)), value)
+        note.settle(value)
+        return note
+
     def settle(self, value: torch.Tensor) -> None:
         """The answer is computed; nothing that it was computed from is needed any more."""
         self.value = value
@@ -79,6 +88,8 @@ class Note:
 
     def joins(self, later: Note) -> bool:
         """True if the kernel of a later operation can compute this one: a sum, along whole lines of it."""
+        if self.kind == SOFTMAX:
+            return False
         if not self.sums:
             return True
         (of,) = self.operands
@@ -108,6 +119,18 @@ class Noted(LazyTensor):
     def _make(self) -> torch.Tensor:
         return self.chains.compute(self.note)
 
+    @property
+    def is_read(self) -> bool:
+        """True if the forward may have views of the content."""
+        return self._dense is not None
+
+    def becomes(self, note: Note) -> Noted:
+        """The same tensor with the answer of an operation in place. What was noted of it stays as it was."""
+        self.note.tensor = None
+        self.note = note
+        note.tensor = weakref.ref(self)
+        return self
+
 
 class Chains(TorchDispatchMode):
     """Notes operations of the forward that runs under it, and computes them."""
@@ -124,11 +147,14 @@ class Chains(TorchDispatchMode):
             return func(*args, **named)
         if args and isinstance(args[0], Noted) and _changes_nothing(func, *args, **named):
             return args[0]
-        find = RECIPES.get(getattr(func, "overloadpacket", None))
+        packet: Any = getattr(func, "overloadpacket", None)
+        find = RECIPES.get(IN_PLACE.get(packet, packet))
         if find is not None:
             recipe = find(*args, **named)
             if recipe is not None and _fits(recipe):
-                return self._note(func, recipe, args, named)
+                noted = self._note(func, recipe, args, named)
+                if noted is not None:
+                    return noted
         if func is aten.topk.default:
             largest = self._largest(*args, **named)
             if largest is not None:
@@ -137,8 +163,19 @@ class Chains(TorchDispatchMode):
             self.compute_all()
         return func(*tree_map(computed, args), **tree_map(computed, named))
 
-    def _note(self, func: Any, recipe: Recipe, args: Any, named: Mapping[str, Any]) -> Noted:
+    def _note(self, func: Any, recipe: Recipe, args: Any, named: Mapping[str, Any]) -> Noted | None:
+        """The answer of an operation, noted. One in place is, of what nothing but a chain has read."""
+        target: Any = args[0]
+        in_place = IN_PLACE.get(func.overloadpacket)
+        if in_place is not None:
+            func = getattr(in_place, func._overloadname)
         answer = _answer(func, args, named)
+        if in_place is not None and not (
+            isinstance(target, Noted)
+            and not target.is_read
+            and (answer.shape, answer.stride(), answer.dtype) == (target.shape, target.stride(), target.dtype)
+        ):
+            return None
         given = tree_map(lambda x: x.note if isinstance(x, Noted) else x, (args, dict(named)))
 
         def run() -> torch.Tensor:
@@ -146,7 +183,10 @@ class Chains(TorchDispatchMode):
             made: torch.Tensor = func(*positional, **by_name)
             return made
 
-        noted = Noted.of(Note(run, recipe, answer), self)
+        note = Note(run, recipe, answer)
+        if in_place is not None:
+            return target.becomes(note)  # type: ignore[no-any-return]
+        noted = Noted.of(note, self)
         self._noted.append(weakref.ref(noted))
         return noted
 
@@ -158,12 +198,16 @@ class Chains(TorchDispatchMode):
         lines = known and x.dtype in FLOATS and x.ndim > 0 and x.numel() > 0 and dim in (-1, x.ndim - 1)
         if not lines or not largest or x.shape[-1] > LONGEST or not 0 < count <= min(LARGEST, x.shape[-1]):
             return None
-        given = computed(x)
+        of_softmax = isinstance(x, Noted) and x.note.waits and x.note.kind == SOFTMAX
+        given = x.note.operands[0] if isinstance(x, Noted) and of_softmax else computed(x)
+        given = self.compute(given) if isinstance(given, Note) else given
         with self.paused(), on(given.device):
             aten.alias(given)  # lets a mode that watches the forward see what is read
-            values, places = self.kernels.top(given.reshape(-1, x.shape[-1]), count)
-        shape = (*x.shape[:-1], count)
-        return values.view(shape), places.view(shape)
+            values, places = self.kernels.top(given.reshape(-1, x.shape[-1]), count, softmax=of_softmax)
+            values, places = (each.view(*x.shape[:-1], count) for each in (values, places))
+        noted = Noted.of(Note.of_value(values), self)
+        self._noted.append(weakref.ref(noted))
+        return noted, places
 
     def compute_all(self) -> None:
         """Compute all that the forward may still ask for."""
@@ -257,7 +301,7 @@ class Chains(TorchDispatchMode):
                     met.add(id(x))
             found[id(each)] = each
 
-        if note.sums:
+        if note.sums or note.kind == SOFTMAX:
             found[id(note)] = note
         else:
             visit(note)
@@ -378,6 +422,11 @@ def _along(kind: str) -> Callable[..., Recipe | None]:
     return find
 
 
+def _softmax(x: Any, dim: int, half_to_float: bool) -> Recipe | None:
+    last = dim in (-1, x.ndim - 1) and x.ndim > 0
+    return Recipe(SOFTMAX, (x,)) if last and (half_to_float or x.dtype == torch.float32) else None
+
+
 def _cast(x: Any, *rest: Any, **named: Any) -> Recipe | None:
     dtype = _type_alone(x, *rest, **named)
     return Recipe("copy", (x,)) if dtype is not None and dtype != x.dtype else None
@@ -422,6 +471,9 @@ RECIPES: dict[Any, Callable[..., Recipe | None]] = {
     aten.clamp: _clamped,
     aten.mean: _along("mean"),
     aten.sum: _along("sum"),
+    aten._softmax: _softmax,
     aten._to_copy: _cast,
     aten.to: _cast,
 }
+IN_PLACE = {aten.add_: aten.add, aten.sub_: aten.sub, aten.mul_: aten.mul, aten.div_: aten.div}
+"""Operations in place, and what they put there."""
