@@ -152,7 +152,7 @@ def test_a_noted_answer_may_be_changed_in_place() -> None:
 
 
 def test_operations_in_place_join_a_chain() -> None:
-    """What was noted of the tensor before keeps its numbers."""
+    """Notes of the tensor from before keep their numbers."""
     x, kernels = noise(4), Kernels()
     product = x.sigmoid() * x
     with Chains(kernels):
