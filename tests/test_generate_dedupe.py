@@ -465,6 +465,6 @@ def test_positions_of_another_form_keep_rows_apart() -> None:
     assert dedupe.rows_to_compare({"input_ids": ids, "position_ids": positions[:, :, None]}, 3) is None
     few = dedupe.select_rows(
         {"input_ids": ids, "position_ids": positions[None].repeat(3, 1, 1)},
-        ComputedRows([0, 2], [0, 0, 1], {}),
+        ComputedRows([0, 2], [0, 0, 1], {}, {}),
     )
     assert few["position_ids"].tolist() == [positions[[0, 2]].tolist()] * 3

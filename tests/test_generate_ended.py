@@ -17,8 +17,11 @@ from releases import NEEDS_SLOTS
 from tape import record
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 import hf_paged
+from hf_paged.generate.dedupe import answer_all, select_rows
+from hf_paged.generate.ended import ComputedRows
 from hf_paged.model.capture.step import bucket_of
 from hf_paged.model.rehearsal import RECORDERS
 
@@ -150,6 +153,45 @@ def test_what_else_a_row_holds_leaves_with_it(
     assert left_out > 6, "the prompt's rows alone were left out"
     assert bool(counts(model)["replayed"]) == captured
     assert_clean(model, setting)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5", "captured bart"])
+def test_an_encoder_s_rows_leave_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what the decoder has stored of them; one mask is padded."""
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    policy(monkeypatch, least_steps=2)
+    model = build(BY_NAME[name.split()[-1]])
+    setting = model.config._attn_implementation
+    ids = torch.randint(5, VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(6))
+    mask = torch.ones_like(ids)
+    mask[2, 5:] = 0
+    given = {"input_ids": ids * mask, "attention_mask": mask, "do_sample": True, "num_return_sequences": 2}
+    given |= {"eos_token_id": list(range(9)), "max_new_tokens": 20}
+    if name == "captured bart":
+        assert left_out_of(model, **given) > 4
+        assert counts(model)["replayed"]
+    else:
+        _, seen = compared(model, **given)
+        assert min(seen) < 8
+    assert_clean(model, setting)
+
+
+def test_an_encoder_s_answer_is_cut_once() -> None:
+    """Steps get the same rows of it, which captured steps then need not copy; their answer has all rows."""
+    encoded = BaseModelOutput(last_hidden_state=torch.randn(3, 5, 4))
+    computed = ComputedRows.of([0, 0, 2])
+    assert computed is not None
+    first, second = (
+        select_rows({"decoder_input_ids": torch.ones(3, 1).long(), "encoder_outputs": encoded}, computed)
+        for _ in range(2)
+    )
+    few = first["encoder_outputs"].last_hidden_state
+    assert torch.equal(few, encoded.last_hidden_state[[0, 2]])
+    assert second["encoder_outputs"].last_hidden_state is few
+    answer = Seq2SeqLMOutput(logits=torch.randn(2, 1, 7), encoder_last_hidden_state=few)
+    whole = answer_all(answer, computed, few.device)
+    assert whole.encoder_last_hidden_state is encoded.last_hidden_state
+    assert torch.equal(whole.logits, answer.logits[[0, 0, 1]])
 
 
 def test_a_captured_step_stands_in_for_the_rows_that_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,10 +240,18 @@ def select_rows(arguments: Mapping[str, Any], computed: ComputedRows) -> dict[st
     def picked(x: torch.Tensor, dimension: int = 0) -> torch.Tensor:
         return x.index_select(dimension, computed.on(x.device)[0])
 
-    return {
-        name: picked(value, 1) if has_axes(name, value) else _each(value, picked)
-        for name, value in arguments.items()
-    }
+    def some(name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return picked(value, 1 if has_axes(name, value) else 0)
+        if not isinstance(value, (ModelOutput, tuple, list)):
+            return value
+        last, few = computed.selected.get(name, (None, None))
+        if last is not value:
+            few = _each(value, picked)
+            computed.selected[name] = value, few
+        return few
+
+    return {name: some(name, value) for name, value in arguments.items()}
 
 
 def _each(value: Any, change: Any) -> Any:
@@ -254,6 +262,22 @@ def _each(value: Any, change: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_each(part, change) for part in value)
     return value
+
+
+def answer_all(answer: Any, computed: ComputedRows, device: torch.device) -> Any:
+    """The answer of a step over some of its call's rows as one over all. What came through from an argument
+    is the caller's own.
+    """
+    own = {
+        id(few): whole
+        for given, selected in computed.selected.values()
+        for whole, few in zip(_leaves(given) or (), _leaves(selected) or (), strict=True)
+    }
+    through = {name: own[id(part)] for name, part in answer.items() if id(part) in own} if own else {}
+    if through:
+        answer = type(answer)(**{name: part for name, part in answer.items() if name not in through})
+    whole = repeat_rows(answer, len(computed.rows), computed.on(device)[1])
+    return type(answer)(**{**whole, **through}) if through else whole
 
 
 def repeat_rows(value: Any, rows: int, index: torch.Tensor, layout: Any = ROWS_FIRST) -> Any:

@@ -25,6 +25,10 @@ class ComputedRows(NamedTuple):
     """Of every row of the call which of `rows` answers for it."""
     uploaded: dict[torch.device, tuple[torch.Tensor, torch.Tensor]]
     """Both on devices that have asked for them."""
+    selected: dict[str, tuple[Any, Any]]
+    """By name the last argument of several tensors, and these rows of it: an encoder's answer is the same in
+    every step.
+    """
 
     @classmethod
     def of(cls, representatives: Sequence[int]) -> ComputedRows | None:
@@ -33,7 +37,7 @@ class ComputedRows(NamedTuple):
         if len(rows) == len(representatives):
             return None
         place = {row: i for i, row in enumerate(rows)}
-        return cls(rows, [place[row] for row in representatives], {})
+        return cls(rows, [place[row] for row in representatives], {}, {})
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """`rows` and `sources` on a device."""

@@ -31,6 +31,7 @@ from .cache import Mark, PagedCache, paged_parts
 from .dedupe import (
     PromptRows,
     adapter_keywords,
+    answer_all,
     may_be_prompt,
     narrow_adapter_names,
     read_prompt,
@@ -93,7 +94,7 @@ def wrap(
             try:
                 if computed is not None:
                     answer = _few(model, run, arguments, parts, masks_known, computed)
-                    return repeat_rows(answer, len(computed.rows), computed.on(input_device(model))[1])
+                    return answer_all(answer, computed, input_device(model))
                 return _run(model, run, arguments, parts, masks_known)
             except BaseException:
                 try:

@@ -72,7 +72,7 @@ def _why_rows_stay(
         "prefix_caching keeps what all rows hold": config.prefix_caching,
         f"{foreign[0].__name__ if foreign else ''} is not transformers' own": bool(foreign),
         "an assistant drafts for another call": generation_config.is_assistant,
-        "an encoder's answer goes with the rows": model.config.is_encoder_decoder,
+        "its cross attention has stock's cache": model.config.is_encoder_decoder and len(parts) < 2,
         "the model keeps a second cache": keeps_another_cache(kind),
         "a router counts the tokens that are computed together": bool(routers_of(model, again=True).modules),
         f"the loop does not wait for {ids.device}": ids.device.type not in DEVICES,
@@ -90,7 +90,8 @@ def rows_of_step(
         return None
     sequences = parts[0].sequences
     moves = sequences.sources is not computed.sources
-    if not _takes_rows(model, arguments, len(computed.sources)) or (
+    held = sequences.count if sequences.sources is None else len(sequences.sources)
+    if not _takes_rows(model, arguments, len(computed.sources), held) or (
         moves and not follow_rows(model, list(parts), sequences.count)
     ):
         sequences.memory.rows_stay = STEP
@@ -101,10 +102,12 @@ def rows_of_step(
     return computed
 
 
-def _takes_rows(model: nn.Module, arguments: Mapping[str, Any], rows: int) -> bool:
-    """True if a forward is a step of the call's rows that can be computed for some of them."""
+def _takes_rows(model: nn.Module, arguments: Mapping[str, Any], rows: int, held: int) -> bool:
+    """True if a forward is a step of the call's rows that can be computed for some of them. held: the rows
+    for which the cache stands.
+    """
     return (
-        (rows_of(arguments), new_of(arguments)) == (rows, 1)
+        (rows_of(arguments), new_of(arguments), held) == (rows, 1, rows)
         and has_rows_only(arguments)
         and not any(has_axes(name, value) for name, value in arguments.items())
         and asked_fields(model, arguments) is None
