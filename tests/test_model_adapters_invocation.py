@@ -225,3 +225,15 @@ def test_a_plain_model_takes_one(model: Any, tmp_path: Path) -> None:
 def test_together_with_others_it_is_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match=r"'one' is an aLoRA.*cannot be active together with 'three'"):
         engine.submit(prompt(1), adapter=["one", "three"])
+
+
+def test_with_parts_that_begin_before_it_is_refused() -> None:
+    """peft's saved modules are active in the whole prompt, whatever an aLoRA's products are."""
+    made = adapted(
+        lora(alora_invocation_tokens=CALL, task_type="CAUSAL_LM", modules_to_save=["lm_head"]),
+    )
+    with Engine(made, block_size=SIZE, num_blocks=100) as engine:
+        with pytest.raises(ValueError, match=r"'one': an aLoRA with other parts.*use generate\(\)"):
+            engine.submit(prompt(1), adapter="one")
+        ask(engine, prompt(1), adapter=None)
+        engine.check()

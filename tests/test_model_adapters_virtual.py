@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from adapter_answers import NEW, ask, first, prompt, tokens
+from adapters import adapted, lora
 from families import BY_NAME, build
 from releases import prefixes_are_ignored
 
@@ -214,6 +215,37 @@ def test_a_plain_model_takes_them(model: Any, tmp_path: Path) -> None:
         engine.check()
     assert [name for name, _ in plain.named_modules()] == names
     assert all(parameter.requires_grad for parameter in plain.parameters())
+
+
+@pytest.mark.skipif(prefixes_are_ignored(), reason="stock's generate() computes without the prefix")
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+def test_mixed_with_adapters_of_layers_under_pressure(way: Any) -> None:
+    """LoRA, an aLoRA, both kinds of virtual tokens and the model alone, in one batch on too few blocks."""
+    call = [91, 92]
+    invoked = lora(alora_invocation_tokens=call, task_type="CAUSAL_LM")
+    sources = {"lora": adapted(lora(task_type="CAUSAL_LM")), "invoked": adapted(invoked)}
+    sources |= {"prompt": made("prompt tuning"), "prefix": made("prefix tuning")}
+    torch.manual_seed(0)
+    plain = build(BY_NAME["llama"]).eval()
+    wanted = [([*prompt(i, 6), *call, 7], [*sources, None][i % 5]) for i in range(10)]
+    expected = [
+        pefts(sources["prompt"], ids, None, max_new_tokens=9)
+        if name is None
+        else pefts(sources[name], ids, "one", max_new_tokens=9)
+        for ids, name in wanted
+    ]
+    options: Any = {"block_size": SIZE, "num_blocks": 20, "preemption": way, "watermark": 0.0}
+    with Engine(plain, **options, max_batch_tokens=16) as engine:
+        for name, source in sources.items():
+            state = peft.get_peft_model_state_dict(source, adapter_name="one")
+            engine.add_adapter(name, state, source.peft_config["one"])
+        for _ in range(2):
+            handles = [
+                engine.submit(ids, adapter=name, max_new_tokens=9, do_sample=False) for ids, name in wanted
+            ]
+            assert list(map(tokens, handles)) == expected
+        assert engine.stats()["preemptions"]
+        engine.check()
 
 
 @pytest.mark.skipif(prefixes_are_ignored(), reason="stock's generate() computes without the prefix")

@@ -76,6 +76,11 @@ class Request:
         return self.extra + adapter_key + self.source_key
 
     @property
+    def first_adapter(self) -> AdapterNames:
+        """The adapter of its first token, and of what is shown in its prompt."""
+        return () if self.adapter_start else self.adapter
+
+    @property
     def names(self) -> list[int]:
         """The names of its prompt's tokens in blocks: ids, but for the one with which its adapter begins
         behind others. Its name contains the adapter's content, and so do all blocks from there on.

@@ -148,7 +148,7 @@ class Leader(Ranked):
 
     def encode_media(self, media: Media, group: SequenceGroup) -> None:
         """Encode a request's pictures or recordings on all ranks, each of which keeps the embeddings."""
-        names = group.request.adapter
+        names = group.request.first_adapter
         packed = Packed(on_host(media))
         with self.ranks.together():
             message = array("i", [MessageKind.ENCODE, self._inputs.add(media)])

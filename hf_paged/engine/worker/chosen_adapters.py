@@ -55,5 +55,10 @@ def _begun(adapters: EngineAdapters, names: AdapterNames, ids: Sequence[int]) ->
             f"{late!r} is an aLoRA, which begins at its invocation tokens, and cannot be active together "
             f"with {others}; name one of them"
         )
+    if not adapters.contents.only_products(late):
+        raise ValueError(
+            f"adapter={late!r}: an aLoRA with other parts than low-rank products of linear layers, which are "
+            "active before its invocation tokens, too; use generate()"
+        )
     start = start_of(ids, adapters.contents.invocation(late))
     return ChosenAdapters() if start is None else ChosenAdapters(names, start)

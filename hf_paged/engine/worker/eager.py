@@ -152,7 +152,8 @@ class EagerModel:
                 assert past is not None
                 keys.append(past.layers[number][0][:, start : start + count])
                 values.append(past.layers[number][1][:, start : start + count])
-            layer.update(torch.cat(keys, 1)[None], torch.cat(values, 1)[None])
+            device = self.pools.groups[layer.kind].store(number)[0].layout.device
+            layer.update(torch.cat(keys, 1)[None].to(device), torch.cat(values, 1)[None].to(device))
 
     def _tables(self, rows: ForwardRows, number: int, kind: LayerKind) -> list[TableView]:
         """The tables of rows in the group of layers of that number and kind, as far as their tokens read

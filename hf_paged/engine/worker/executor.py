@@ -83,7 +83,7 @@ class Executor:
 
     def encode_media(self, media: Media, group: SequenceGroup) -> None:
         """Encode a request's pictures or recordings."""
-        self.runner.encode_media(media, group.request.adapter)
+        self.runner.encode_media(media, group.request.first_adapter)
 
     def capture_ahead(self, sequences: int) -> None:
         """Capture a step that is likely to come, while the device is busy."""

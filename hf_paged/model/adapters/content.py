@@ -12,6 +12,7 @@ from torch import nn
 from ...blocks import extra_key
 from ..identity import identity_of
 from ..lora import Adapter, combine, require_together
+from ..parts import LowRank
 from ..peft_layers import LoraLayers, unmerge_disabled
 from ..shards import local_part
 from ..snapshot import StateKey
@@ -120,6 +121,12 @@ class AdapterContents:
         if name in self.own:
             return self.own[name].invocation
         return invocation_in((self._model.__dict__.get("peft_config") or {}).get(name))
+
+    def only_products(self, name: str) -> bool:
+        """True if low-rank products of linear layers are all that an adapter is."""
+        adapter = None if self.why_apart(name) is not None else self._read(name)
+        parts = adapter.parts if isinstance(adapter, Adapter) else []
+        return bool(parts) and all(type(part) is LowRank and part.magnitude is None for part in parts)
 
     @property
     def layers(self) -> list[nn.Module]:

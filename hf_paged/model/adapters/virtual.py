@@ -146,10 +146,12 @@ class VirtualPrompts:
                 f"adapter={acting.active_adapter!r} has keys and values for {len(layers)} layers and "
                 f"{type(self._model).__name__} has {count}; use generate()"
             )
-        dtype = self._model.dtype
-        return GivenPast(
-            tuple((keys[0].to(dtype, copy=True), values[0].to(dtype, copy=True)) for keys, values in layers)
-        )
+        device, dtype = input_device(self._model), self._model.dtype
+
+        def held(given: torch.Tensor) -> torch.Tensor:
+            return given[0].to(device, dtype, copy=True)
+
+        return GivenPast(tuple((held(keys), held(values)) for keys, values in layers))
 
     def add(self, name: str, state: Mapping[str, torch.Tensor], config: Any) -> None:
         """Take an adapter as peft saves it; raises ValueError if it is not for this model."""
