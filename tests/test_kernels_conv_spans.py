@@ -59,6 +59,25 @@ def test_spans(
     slots.check(states, 1e-2 if held != dtype else 0)
 
 
+def test_few_longer_spans_among_many() -> None:
+    """They are found, wherever they are."""
+    counts = torch.ones(300, dtype=torch.int32, device=DEVICE)
+    counts[[5, 256, 299]] = torch.tensor([3, 2, 4], dtype=torch.int32, device=DEVICE)
+    counts[9] = 0
+    ends = counts.cumsum(0).int()
+    x, weight = noise(int(ends[-1]), 4), noise(4, 3, seed=1)
+    states = noise(301, 4, 3, seed=2)
+    found, wanted = states.clone(), states.clone()
+    slots = torch.arange(300, device=DEVICE)
+    out, expected = torch.zeros_like(x), torch.zeros_like(x)
+    for kernel, held, answers in ((kernels, found, out), (state_spans_in_torch, wanted, expected)):
+        borders = {"begins": ends - counts, "ends": ends, "least": 2, "out": answers}
+        kernel.conv_spans(x, weight, None, held, slots, slots, **borders)
+    assert expected.any(1).sum() == 9
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(found[:-1], wanted[:-1])
+
+
 def test_refuses_what_does_not_fit() -> None:
     slots = InSlots((8, 4), FP32)
     x, weight = noise(sum(COUNTS), 8), noise(8, 4)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .launching import launch
-from .scan_step import check_channels, scan_answer, time_of
+from .scan_step import advance, answer, check_channels, product, time_of
 from .slots import check_last, check_slots, read_state, write_state
 from .spans import AT_ONCE, nth_span
 from .tuning import state_tiling
@@ -50,7 +50,7 @@ def scan_spans(
     check_last(out=out)
     at_once = min(spans, AT_ONCE)
     dims = triton.next_power_of_2(dim)
-    tile, warps = state_tiling(at_once, dims, triton.next_power_of_2(channels))
+    tile, warps = state_tiling(1, dims, triton.next_power_of_2(channels))  # often there is one long span
     if spans and out.numel():
         launch(
             _scan_spans, (triton.cdiv(channels, tile), at_once),
@@ -71,28 +71,59 @@ def _scan_spans(
     CHANNELS: tl.constexpr, N: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, SKIP: tl.constexpr,
     BIAS: tl.constexpr, GATE: tl.constexpr, SOFTPLUS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A program takes TILE channels of spans, token by token."""
+    """A program takes TILE channels of spans, token by token. Four tokens are loaded at once, so that loads
+    do not wait for the answers before them.
+    """
     channel = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, DIMS)
+    two = tl.arange(0, 2)
     here = channel < CHANNELS
     real = column < N
     both = here[:, None] & real[None, :]
     inside = channel[:, None] * N + column[None, :]
     rate = tl.load(A + channel[:, None] * a_channel + column[None, :], mask=both, other=0.0).to(tl.float32)
+    bias = tl.load(DT_BIAS + channel * bias_channel, mask=here, other=0.0)[:, None, None]
+    skip = tl.load(D + channel * d_channel, mask=here, other=0.0)[:, None, None]
     number = tl.program_id(1)
     span = nth_span(BEGINS, ENDS, spans, least, number)
     while span >= 0:
+        end = tl.load(ENDS + span)
         state = read_state(STATES, SOURCE, span, state_stride, inside, both)
-        for token in range(tl.load(BEGINS + span), tl.load(ENDS + span)):
-            x = tl.load(X + token * x_token + channel, mask=here, other=0.0)
-            b = tl.load(B + token * b_token + column, mask=real, other=0.0).to(tl.float32)
-            c = tl.load(C + token * c_token + column, mask=real, other=0.0)
-            time = time_of(DT, DT_BIAS, token * dt_token, channel, bias_channel, here, BIAS, SOFTPLUS, EXACT)
-            added = time[:, None] * b[None, :] * x.to(tl.float32)[:, None]
-            state = state * tl.exp(time[:, None] * rate) + added
-            y = tl.sum(state.to(c.dtype).to(tl.float32) * c.to(tl.float32)[None, :], 1)
-            y = scan_answer(y, x, D, Z, token * z_token, channel, d_channel, here, c.dtype, SKIP, GATE, EXACT)
-            tl.store(OUT + token * out_token + channel, y.to(OUT.dtype.element_ty), mask=here)
+        for begin in range(tl.load(BEGINS + span), end, 4):
+            token = begin + 2 * two[None, :, None] + two[None, None, :]
+            wide = here[:, None, None] & (token < end)
+            deep = real[:, None, None] & (token < end)
+            x = tl.load(X + token * x_token + channel[:, None, None], mask=wide, other=0.0)
+            t = tl.load(DT + token * dt_token + channel[:, None, None], mask=wide, other=0.0)
+            z = tl.load(Z + token * z_token + channel[:, None, None], mask=wide, other=0.0)
+            b = tl.load(B + token * b_token + column[:, None, None], mask=deep, other=0.0)
+            c = tl.load(C + token * c_token + column[:, None, None], mask=deep, other=0.0)
+            time = tl.where(wide, time_of(t, bias, BIAS, SOFTPLUS, EXACT), 0.0)
+            x0, x1, x2, x3 = _four(x)
+            t0, t1, t2, t3 = _four(time)
+            b0, b1, b2, b3 = _four(b)
+            c0, c1, c2, c3 = _four(c)
+            state = advance(state, rate, t0, x0, b0)
+            y0 = product(state, c0)
+            state = advance(state, rate, t1, x1, b1)
+            y1 = product(state, c1)
+            state = advance(state, rate, t2, x2, b2)
+            y2 = product(state, c2)
+            state = advance(state, rate, t3, x3, b3)
+            y3 = product(state, c3)
+            y = tl.join(tl.join(y0, y2), tl.join(y1, y3))
+            y = answer(y, x, skip, z, c.dtype, SKIP, GATE, EXACT)
+            at = token * out_token + channel[:, None, None]
+            tl.store(OUT + at, y.to(OUT.dtype.element_ty), mask=wide)
         write_state(STATES, TARGET, span, state_stride, inside, both, state)
         number += tl.num_programs(1)
         span = nth_span(BEGINS, ENDS, spans, least, number)
+
+
+@triton.jit
+def _four(x):
+    """The parts [n] of x [n, 2, 2]."""
+    even, odd = tl.split(x)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth

@@ -93,39 +93,38 @@ def check_channels(
 
 
 @triton.jit
-def time_of(
-    DT,
-    DT_BIAS,
-    at,
-    channel,
-    bias_channel,
-    here,
-    BIAS: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    EXACT: tl.constexpr,
-):
+def time_of(t, bias, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, EXACT: tl.constexpr):
     """The time that channels take at a token, rounded to its dtype."""
-    t = tl.load(DT + at + channel, mask=here, other=0.0)
     time = t.to(tl.float32)
     if BIAS:
-        bias = tl.load(DT_BIAS + channel * bias_channel, mask=here, other=0.0).to(t.dtype)
-        time = (time + bias.to(tl.float32)).to(t.dtype).to(tl.float32)
+        time = (time + bias.to(t.dtype).to(tl.float32)).to(t.dtype).to(tl.float32)
     if SOFTPLUS:
         time = exact.softplus(time, EXACT).to(t.dtype).to(tl.float32)
     return time
 
 
 @triton.jit
-def scan_answer(
-    y, x, D, Z, z_at, channel, d_channel, here, DTYPE: tl.constexpr,
-    SKIP: tl.constexpr, GATE: tl.constexpr, EXACT: tl.constexpr,
+def advance(state, rate, time, x, b):
+    """The state [channels, N] behind a token."""
+    added = time[:, None] * b.to(tl.float32)[None, :] * x.to(tl.float32)[:, None]
+    return state * tl.exp(time[:, None] * rate) + added
+
+
+@triton.jit
+def product(state, c):
+    """The sums of states [channels, N] weighted by c, rounded to its dtype."""
+    y = tl.sum(state.to(c.dtype).to(tl.float32) * c.to(tl.float32)[None, :], 1)
+    return y.to(c.dtype).to(tl.float32)
+
+
+@triton.jit
+def answer(
+    y, x, skip, z, DTYPE: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
-    """The answer of channels at a token: what the state gives, what skips it, and the gate."""
-    y = y.to(DTYPE).to(tl.float32)
+    """The answer of channels: the state's, what skips it, and the gate."""
     if SKIP:
-        y += x.to(tl.float32) * tl.load(D + channel * d_channel, mask=here, other=0.0).to(tl.float32)
+        y += x.to(tl.float32) * skip.to(tl.float32)
     if GATE:
-        z = tl.load(Z + z_at + channel, mask=here, other=0.0)
         y = y.to(DTYPE).to(tl.float32) * exact.silu(z.to(tl.float32), EXACT).to(z.dtype).to(tl.float32)
     return y
 
@@ -157,10 +156,11 @@ def _scan_step(
     b = tl.load(B + token * b_row + column, mask=real, other=0.0)
     c = tl.load(C + token * c_row + column, mask=real, other=0.0)
     rate = tl.load(A + channel[:, None] * a_channel + column[None, :], mask=both, other=0.0).to(tl.float32)
-    time = time_of(DT, DT_BIAS, token * dt_row, channel, bias_channel, here, BIAS, SOFTPLUS, EXACT)
-    added = time[:, None] * b.to(tl.float32)[None, :] * x.to(tl.float32)[:, None]
-    state = state * tl.exp(time[:, None] * rate) + added
+    t = tl.load(DT + token * dt_row + channel, mask=here, other=0.0)
+    z = tl.load(Z + token * z_row + channel, mask=here, other=0.0)
+    bias = tl.load(DT_BIAS + channel * bias_channel, mask=here, other=0.0)
+    skip = tl.load(D + channel * d_channel, mask=here, other=0.0)
+    state = advance(state, rate, time_of(t, bias, BIAS, SOFTPLUS, EXACT), x, b)
     write_state(STATES, TARGET, row, state_stride, inside, both, state)
-    y = tl.sum(state.to(c.dtype).to(tl.float32) * c.to(tl.float32)[None, :], 1)
-    y = scan_answer(y, x, D, Z, token * z_row, channel, d_channel, here, c.dtype, SKIP, GATE, EXACT)
+    y = answer(product(state, c), x, skip, z, c.dtype, SKIP, GATE, EXACT)
     tl.store(OUT + token * CHANNELS + channel, y.to(OUT.dtype.element_ty), mask=here)
