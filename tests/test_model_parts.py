@@ -17,7 +17,9 @@ from families import BY_NAME, build
 from kernel_cases import load
 from tape import rerun
 
+import hf_paged
 from hf_paged import Engine
+from hf_paged.model.parts import LowRank, TrainedTokens
 from hf_paged.model.rehearsal import RECORDERS
 
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
@@ -254,3 +256,42 @@ def test_captured_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert [tokens(handle) for handle in handles] == expected
         assert counts(engine)["replayed"] > (2 if kind == "modules" else 4), reasons(engine)
         engine.check()
+
+
+def test_a_head_that_the_device_has_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = trained(lora(modules_to_save=["lm_head"]))
+    with Engine(build(BY_NAME["llama"]).eval(), block_size=4) as engine:
+        monkeypatch.setattr("hf_paged.engine.worker.adapters.free_bytes", lambda device: 1000)
+        with pytest.raises(
+            MemoryError, match=r"the adapter takes [\d,]+ bytes and cpu has 1,000 for adapters"
+        ):
+            engine.add_adapter("one", model)
+        assert engine.adapters() == {}
+        monkeypatch.undo()
+        engine.add_adapter("one", model)
+        assert engine.adapters()["one"].bytes > 96 * 32 * 4
+
+
+def test_ranks_are_told_what_they_cannot_divide() -> None:
+    """A part that is more than a product of a linear layer is refused by its kind and place."""
+    part = TrainedTokens((5,), torch.zeros(1, 32))
+    assert not part.divides
+    assert LowRank(torch.zeros(8, 4), torch.zeros(4, 8), 1.0).divides
+    assert not LowRank(torch.zeros(8, 4), torch.zeros(4, 8), 1.0, magnitude=torch.ones(4)).divides
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_in_batch_invariant_mode(kind: str) -> None:
+    """One, several and none in a batch have the bits of one alone."""
+    model = trained(*[lora(**options) for options in CASES[kind]])
+    ids = prompt(4, 12)
+    with hf_paged.batch_invariant(), Engine(model, block_size=4, num_blocks=200) as engine:
+        alone_in_it = engine.generate([ids], **GREEDY, logprobs=1, adapter="two")[0]
+        handles = [
+            engine.submit(each, **GREEDY, logprobs=1, adapter=name)
+            for each, name in ((prompt(1), "one"), (ids, "two"), (prompt(2), None), (prompt(3), "three"))
+        ]
+        found = [handle.result() for handle in handles][1]
+        assert [each.logprob for each in found.sequences[0].logprobs] == [
+            each.logprob for each in alone_in_it.sequences[0].logprobs
+        ]

@@ -171,10 +171,18 @@ class LowRank(Part):
         shift = None if own is None else own.detach().float() * (1 - factor)
         return Product(self.a, self.b, self.scale, factor, shift)
 
+    @property
+    def divides(self) -> bool:
+        return self.bias is None and self.magnitude is None
+
     def mapped(self, change: Change) -> LowRank:
+        a, b = change(self.a), change(self.b)
         bias = None if self.bias is None else change(self.bias)
         magnitude = None if self.magnitude is None else change(self.magnitude)
-        return replace(self, a=change(self.a), b=change(self.b), bias=bias, magnitude=magnitude, _factors=[])
+        return LowRank(a, b, self.scale, bias, magnitude)
+
+    def padded(self) -> LowRank:
+        return replace(self, a=_padded_rows(self.a), b=_padded_rows(self.b.T).T.contiguous(), _factors=[])
 
     def given(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.a.dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...blocks import ADAPTER_SLOT, ColumnFillers
+from ...kv.budget import free_bytes
 from ...kv.ops import triton_package
 from ...kv.warmup import Warming
 from ...model.adapters import Adapter, AdapterBatch, AdapterTable, applied
@@ -24,6 +25,7 @@ from ...model.adapters.warmup import compiling
 from ...model.device_map import is_spread
 from ...model.parts import Parts
 from ...model.peft_layers import BASE
+from ...model.ranks.tensor_parallel import mesh_of
 from ...scheduling import AdapterNames, AdapterSlots, Scheduler, SequenceGroup, TokenSequence
 from ..multimodal.embed import names_of
 from ..requests.params import KEY
@@ -218,7 +220,18 @@ class EngineAdapters:
         return read_source(source, config, name, lambda: self._over)
 
     def hold(self, layers: Parts, invocation: Invocation = ()) -> HostAdapter:
-        """An adapter on the host, on several ranks the part of this one."""
+        """An adapter on the host, on several ranks the part of this one. Raises MemoryError for one that the
+        device has no memory for, even without the others.
+        """
+        needed = sum(tensor.nbytes for parts in layers.values() for part in parts for tensor in part.tensors)
+        own = self.contents.own
+        there = {name for names in self.slots for name in names if name in own}
+        room = free_bytes(self.device) + sum(own[name].bytes for name in there)
+        if needed > room and mesh_of(self.model) is None:
+            raise MemoryError(
+                f"the adapter takes {needed:,} bytes and {self.device} has {room:,} for adapters; lower the "
+                "engine's memory_fraction, or train less of the model (modules_to_save are whole copies)"
+            )
         return HostAdapter(self.model, layers, self.device.type == "cuda", invocation)
 
     def add(self, name: str, loaded: HostAdapter, number: int | None = None) -> None:

@@ -158,7 +158,7 @@ def _products(path: str, base: Any, tensors: Mapping[str, torch.Tensor], config:
         raise ValueError(f"{path} is a {type(base).__name__}; expected a linear layer")
     a, b = tensors["lora_A"], tensors["lora_B"]
     _require_shapes(path, a, b, *widths_of(base))
-    bias, magnitude = tensors.get("lora_B.bias"), tensors.get("lora_magnitude_vector")
+    bias, magnitude = tensors.get("lora_B.bias"), _magnitude(path, tensors, config, len(b))
     return _as_precise(base, LowRank(a, b, _scale(config, path, len(a)), bias, magnitude))
 
 
@@ -170,8 +170,26 @@ def _embedding(path: str, base: Any, tensors: Mapping[str, torch.Tensor], config
         raise ValueError(f"{path} is a {type(base).__name__}; expected an embedding without max_norm")
     a, b = tensors["lora_embedding_A"], tensors["lora_embedding_B"]
     _require_shapes(path, a, b, base.num_embeddings, base.embedding_dim)
-    magnitude = tensors.get("lora_magnitude_vector")
+    magnitude = _magnitude(path, tensors, config, len(b))
     return _as_precise(base, LowRankEmbedding(a, b, _scale(config, path, len(a)), magnitude))
+
+
+def _magnitude(
+    path: str, tensors: Mapping[str, torch.Tensor], config: Any, outputs: int
+) -> torch.Tensor | None:
+    """DoRA's magnitude of each output, if the adapter has DoRA."""
+    found = tensors.get("lora_magnitude_vector")
+    if (found is None) == bool(getattr(config, "use_dora", False)):
+        raise ValueError(
+            f"the adapter has {'no' if found is None else 'a'} lora_magnitude_vector of {path}, and its "
+            f"config use_dora={config.use_dora} (DoRA); give the config that it was saved with"
+        )
+    if found is not None and found.shape != (outputs,):
+        raise ValueError(
+            f"{path} has {outputs} outputs, the adapter magnitudes {list(found.shape)}; it is for another "
+            "model"
+        )
+    return found
 
 
 def _tokens(path: str, base: Any, tensors: Mapping[str, torch.Tensor], config: Any) -> Part:
