@@ -209,6 +209,19 @@ def test_a_captured_step_stands_in_for_the_rows_that_run(monkeypatch: pytest.Mon
     assert_clean(model, "sdpa")
 
 
+def test_padded_rows_that_leave_cost_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that run on are no longer padded: their steps are still those that were captured."""
+    monkeypatch.setitem(RECORDERS, "cpu", record)
+    policy(monkeypatch, least_steps=2)
+    model = counting(build(BY_NAME["llama"]))
+    ids = prompt_of([9, 20, 8])
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[2, :1] = 0
+    given = {"input_ids": ids * mask, "attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
+    assert left_out_of(model, **given) == 3 * 20 - 9 - 20 - 8
+    assert counts(model)["captured"] == 1
+
+
 def test_samples_that_end_at_once_are_never_forked(llama: Any) -> None:
     """A prompt is computed once, and only rows that run behind its first token get tables of their own."""
     ids = torch.randint(5, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))

@@ -131,7 +131,7 @@ def test_a_training_loop_samples_what_stock_samples(
         assert paged.training
     memory_of(base).check()
     if captured:
-        assert counts(base)["captured"] == 1
+        assert counts(base)["captured"] <= 2  # the first of fewer rows, if one had ended by then
         assert counts(base)["replayed"] > (STEPS - 1) * (NEW - 1)
 
 

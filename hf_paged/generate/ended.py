@@ -59,6 +59,8 @@ class EndedRows(StoppingCriteriaList):
         """The rows that steps compute; None for all."""
         self.hooked: list[Hooked] = []
         """The hooks that hand adapters to the rows, found among all modules when rows leave."""
+        self.padded = False
+        """True if rows were padded when some left: steps stay those of padded rows, with no new capture."""
         self._ended = [False] * rows
         self._latest: Callable[[], Sequence[torch.Tensor]] | None = None
         """The last answer of the criteria, on its way to the host."""

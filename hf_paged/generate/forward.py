@@ -387,7 +387,8 @@ def _step(
     if differs or _asks_for(model, arguments, ("output_attentions",)):
         return None
     name = mask_name(model)
-    told = "none" if arguments.get(name) is None else "whole" if starts is None else "padded"
+    padded = starts is not None or (cache.ended is not None and cache.ended.padded)
+    told = "none" if arguments.get(name) is None else "padded" if padded else "whole"
     return ReplayableStep(
         arguments,
         {**arguments, name: None} if told != "none" else arguments,

@@ -99,6 +99,7 @@ def rows_of_step(
         return None
     if moves:
         ended.hooked = list(adapter_keywords(model))
+        ended.padded |= sequences.starts is not None
     return computed
 
 
