@@ -77,9 +77,15 @@ def task(model: Any) -> dict[str, Any]:
 
 
 def pefts(model: Any, ids: list[int], adapter: str | None, **options: Any) -> list[int]:
-    """The answer of peft's own generate() with this adapter active."""
+    """The answer of peft's own generate() with this adapter active.
+
+    Where peft looks for the cache under another name than transformers, it takes every step for the first one,
+    and puts embeddings in front of its token too: there they are in front of the prompt without a cache.
+    """
     call = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
     call |= {"max_new_tokens": NEW, "do_sample": False, **options}
+    if prefixes_are_ignored() and kind_of(model.peft_config["one"]) not in PASTS:
+        call["use_cache"] = False
     if adapter is None:
         return list(model.get_base_model().generate(**call)[0, len(ids) :].tolist())
     model.set_adapter(adapter)

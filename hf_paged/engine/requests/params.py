@@ -138,7 +138,7 @@ class RequestParams(SamplingParams):
 
     def behind(self, virtual: VirtualTokens | None) -> RequestParams:
         """The same behind virtual tokens, if there are any."""
-        if virtual is None:
+        if virtual is None or not virtual.names:
             return self
         if self.media is not None or self.source is not None:
             what = "media" if self.source is None else "an encoder's input"

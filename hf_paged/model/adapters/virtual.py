@@ -100,8 +100,8 @@ class VirtualPrompts:
         """An optimizer has taken a step, on this model or another."""
         self.forget()
 
-    def of(self, name: str, task: Any = None) -> VirtualTokens | None:
-        """The virtual tokens of an adapter now; None where stock's generate() ignores them. task: of a
+    def of(self, name: str, task: Any = None) -> VirtualTokens:
+        """The virtual tokens of an adapter now; none where stock's generate() ignores them. task: of a
         multitask prompt.
         """
         acting = self.own[name] if name in self.own else _acting(self._outer, name)
@@ -113,7 +113,7 @@ class VirtualPrompts:
             return known[2]
         if kind_of(acting.active_peft_config) in PASTS:
             if pasts_are_ignored():
-                return None
+                return VirtualTokens(name, (), torch.empty(0, 0, dtype=torch.float32, device="cpu"))
             past = self._past(acting)
             found = VirtualTokens(name, self._naming(past.rows), past)
         else:
@@ -175,14 +175,14 @@ class VirtualPrompts:
         self.forget()
         return self.own.pop(name, None) is not None
 
-    def _check(self, tokens: VirtualTokens | None, config: Any) -> None:
+    def _check(self, tokens: VirtualTokens, config: Any) -> None:
         """Raise if embeddings are not as wide as the model's own."""
-        content = None if tokens is None else tokens.content
-        hidden = self._model.get_input_embeddings().weight.shape[1]
-        if isinstance(content, torch.Tensor) and content.shape != (config.num_virtual_tokens, hidden):
+        expected = config.num_virtual_tokens, self._model.get_input_embeddings().weight.shape[1]
+        content = tokens.content
+        if tokens.names and isinstance(content, torch.Tensor) and content.shape != expected:
             raise ValueError(
-                f"the adapter's virtual tokens are {list(content.shape)}, expected "
-                f"{[config.num_virtual_tokens, hidden]}; it is for another model"
+                f"the adapter's virtual tokens are {list(content.shape)}, expected {list(expected)}; it is "
+                "for another model"
             )
 
     def bytes_of(self, name: str) -> int:
