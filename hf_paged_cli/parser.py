@@ -177,9 +177,13 @@ def _add_templates(add: Any) -> None:
 def _add_adapters(add: Any) -> None:
     add(
         "--lora-modules", nargs="+", action="extend", default=[], metavar="NAME=PATH",
-        help="LoRA adapters that requests choose as their model",
+        help="adapters that requests choose as their model",
     )  # fmt: skip
     add("--max-loras", type=number(int, 1), help="adapters on the device at once (16)")
+    add(
+        "--max-adapter-forwards", type=number(int, 1), metavar="N",
+        help="adapters that peft's own modules compute for running requests at once (4)",
+    )  # fmt: skip
     add("--enable-lora", action="store_true", help="no effect: it is the default")
     add(
         "--allow-runtime-lora-updating", action="store_true",

@@ -295,23 +295,6 @@ def test_removing_waits_or_is_refused(model: Any) -> None:
         assert engine.stats()["adapters"]["on_device"] == 0
 
 
-BAD: dict[str, tuple[Any, str]] = {
-    "replicated": ({"layer_replication": [(0, 2)]}, "replicated layers"),
-    "experts": ({"target_parameters": ["experts.weight"]}, "target_parameters"),
-    "pissa": ({"init_lora_weights": "pissa"}, "pissa"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_more_than_products_is_refused_by_name(name: str, model: Any, engine: Engine) -> None:
-    state = peft.get_peft_model_state_dict(model, adapter_name="one")
-    options, why = BAD[name]
-    with pytest.raises(ValueError, match=f"an adapter with {why}"):
-        engine.add_adapter("x", state, lora(**options))
-    with pytest.raises(ValueError, match="got one of IA3"):
-        engine.add_adapter("x", state, peft.IA3Config())
-
-
 def test_adapters_for_other_models_are_refused(model: Any, engine: Engine) -> None:
     state = peft.get_peft_model_state_dict(model, adapter_name="one")
     key = next(iter(state))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -62,6 +63,7 @@ def test_each_request_has_its_own(kind: str) -> None:
     model = other_method(kind)
     wanted = ["one", None, "two", "one"]
     expected = [alone(model, prompt(i), each) for i, each in enumerate(wanted)]
+    assert len({tuple(alone(model, prompt(2), each)) for each in ("one", "two", None)}) == 3
     before = flags_of(model)
     with Engine(model, block_size=4, num_blocks=100) as engine:
         assert answers(engine, wanted) == expected
@@ -301,3 +303,76 @@ def test_a_mixed_model_of_peft() -> None:
     with Engine(model, block_size=4, num_blocks=100) as engine:
         handles = {names: engine.submit(prompt(1), **GREEDY, adapter=list(names)) for names in expected}
         assert {names: tokens(handle) for names, handle in handles.items()} == expected
+
+
+# ---- given to the engine
+
+
+def in_peft(folder: Path, **options: Any) -> Any:
+    """A plain model with an adapter from a folder, as peft loads it."""
+    return peft.PeftModel.from_pretrained(tiny_llama(), str(folder), **options).eval()
+
+
+def generated(model: Any, ids: list[int]) -> list[int]:
+    """The answer of peft with what is active."""
+    out = model.generate(input_ids=torch.tensor([ids]), **GREEDY)
+    return list(out[0, len(ids) :].tolist())
+
+
+@pytest.mark.parametrize("kind", ["IA3", "VERA", "ADAPTION_PROMPT", "pissa"])
+def test_a_plain_model_takes_every_kind(kind: str, tmp_path: Path) -> None:
+    """From a folder; no module, flag or weight of the model changes, though peft changes weights for PiSSA."""
+    if kind == "pissa":
+        saved = peft.get_peft_model(tiny_llama(), lora(init_lora_weights="pissa", r=2), "one")
+        in_place(saved, "lora_B.one")
+    else:
+        saved = other_method(kind, 1)
+    saved.save_pretrained(tmp_path)
+    folder = tmp_path / "one"
+    model = tiny_llama()
+    before = flags_of(model), [each.clone() for each in model.parameters()]
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        plain = ask(engine, prompt(1))
+        torch.manual_seed(7)
+        drawn = torch.rand(3)
+        torch.manual_seed(7)
+        engine.add_adapter("x", folder)
+        assert torch.equal(torch.rand(3), drawn)
+        assert ask(engine, prompt(1), adapter="x") == generated(in_peft(folder), prompt(1)) != plain
+        assert ask(engine, prompt(1)) == plain
+        info = engine.adapters()["x"]
+        assert (info.owner, info.computed) == ("engine", "apart")
+        assert info.bytes > 0
+        engine.add_adapter("y", folder)
+        again = engine.generate([prompt(1)], **GREEDY, adapter="y")[0]
+        assert again.cached_tokens >= 8
+        for name in ("x", "y"):
+            engine.remove_adapter(name)
+        assert engine.adapters() == {}
+        assert engine.stats()["adapters"]["on_device"] == 0
+    assert flags_of(model) == before[0]
+    assert all(map(torch.equal, model.parameters(), before[1]))
+
+
+def test_a_kind_beside_the_adapters_of_a_peft_model(tmp_path: Path) -> None:
+    """The model's own by kernels, one of its own by peft, one that was added; the model is trained meanwhile."""
+    other_method("IA3", 1).save_pretrained(tmp_path)
+    base = tiny_llama()
+    model = peft.get_peft_model(base, lora(), "one")
+    model.add_adapter("two", lora(**BLOCKS))
+    model.eval()
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        engine.add_adapter("x", tmp_path / "one")
+        wanted = ["one", "two", "x", None]
+        expected = [alone(model, prompt(i), wanted[i]) for i in (0, 1)]
+        expected += [generated(in_peft(tmp_path / "one"), prompt(2)), alone(model, prompt(3), None)]
+        assert answers(engine, wanted) == expected
+        with pytest.raises(ValueError, match="peft's own modules compute 'two', and 'x' is the engine's"):
+            engine.submit(prompt(1), adapter=["two", "x"])
+        with torch.no_grad():
+            base.lm_head.weight.mul_(-1.0)
+            other = in_peft(tmp_path / "one")
+            other.get_base_model().lm_head.weight.mul_(-1.0)
+        assert ask(engine, prompt(2), adapter="x") == generated(other, prompt(2)) != expected[2]
+        base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach() * -1.0)
+        assert ask(engine, prompt(2), adapter="x") == expected[2]

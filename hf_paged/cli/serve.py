@@ -155,9 +155,9 @@ def engine_options(given: argparse.Namespace) -> dict[str, Any]:
             f"--max-num-batched-tokens {given.max_num_batched_tokens} cannot hold one token of each of "
             f"{given.max_num_seqs} sequences; raise it, or lower --max-num-seqs"
         )
-    adapters = {} if given.max_loras is None else {"max_adapters": given.max_loras}
+    adapters = {"max_adapters": given.max_loras, "max_adapter_forwards": given.max_adapter_forwards}
     return {
-        **adapters,
+        **{name: value for name, value in adapters.items() if value is not None},
         "max_batch_sequences": given.max_num_seqs,
         "max_batch_tokens": given.max_num_batched_tokens,
         "block_size": given.block_size,

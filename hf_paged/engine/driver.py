@@ -16,6 +16,7 @@ import torch
 from ..kv import fork_safe_lock
 from ..model.adapters.loading import HostAdapter
 from ..model.adapters.peft_changes import let_changes_wait
+from ..model.adapters.peft_loading import PeftAdapter
 from ..model.capture.replay import drop_captures
 from ..model.offloaded import input_device
 from ..model.parts import Parts
@@ -151,7 +152,7 @@ class Books:
     # ---- adapters
 
     @in_turn
-    def enter_adapter(self, name: str, layers: Parts, loaded: HostAdapter) -> None:
+    def enter_adapter(self, name: str, layers: Parts, loaded: HostAdapter | PeftAdapter) -> None:
         """Let requests name an adapter, on all ranks. loaded: this one's part of `layers`."""
         self.executor.require_between_forwards("add_adapter()")
         adapters = self.loop.adapters
@@ -505,6 +506,12 @@ class Driver:
                 left = self.books.atomically(self.books.executor.warm_up)
         self.checks.release()
         return left
+
+    @in_turn
+    def between_steps(self, act: Callable[[], T]) -> T:
+        """Compute something with the model between two steps: its answer."""
+        with self.memory.lock, self._arithmetic():
+            return act()
 
     def raise_interrupts(self) -> None:
         """Raise the interrupt that a request has ended with, unless this is the engine's thread."""

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal, Self, Unpack, overload
 
 import torch
@@ -16,6 +17,8 @@ from ..model.adapters.apply import alone
 from ..model.adapters.invocation import invocation_in
 from ..model.adapters.loading import load_adapter
 from ..model.adapters.peft_changes import let_changes_wait
+from ..model.adapters.peft_loading import PeftAdapter
+from ..model.adapters.state_dict import NoParts
 from ..model.invariant.mode import batch_invariant, require_invariant
 from ..model.loading import load_with_words
 from ..model.methods import check_methods
@@ -610,7 +613,7 @@ class Engine:
     # ---- adapters
 
     def add_adapter(self, name: str, source: Any, config: Any = None) -> None:
-        """Let requests name a LoRA adapter, or one of virtual tokens: submit(..., adapter=name).
+        """Let requests name an adapter: submit(..., adapter=name).
 
         source: a folder as peft saves it, a state dict with its config as `config`, or another peft model
         that has an adapter of that name. The model's own modules stay as they are, and so do its answers to
@@ -623,7 +626,13 @@ class Engine:
         if is_virtual(config):
             self._adapters.contents.virtual.add(name, state, config)
             return
-        layers = load_adapter(self.model, state, config, name)
+        try:
+            layers = load_adapter(self.model, state, config, name)
+        except NoParts as why:
+            apart = PeftAdapter(state, config, str(why))
+            self.driver.between_steps(partial(self._adapters.apart.require_servable, name, apart))
+            self._books.enter_adapter(name, {}, apart)
+            return
         loaded = self._adapters.hold(layers, invocation_in(config))
         if self.config.lm_head_fp32 and self.model.get_output_embeddings() in loaded.host.layers:
             raise ValueError(

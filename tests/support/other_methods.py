@@ -8,11 +8,17 @@ from typing import Any
 import peft
 import torch
 from adapters import LINEAR, NAMES
+from families import BY_NAME, build
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from transformers import LlamaConfig, LlamaForCausalLM
 
 SQUARE = ["q_proj", "o_proj"]
 OPTIONS: dict[str, dict[str, Any]] = {
+    "ADAPTION_PROMPT": {
+        "target_modules": "self_attn",
+        "adapter_len": 4,
+        "adapter_layers": 1,
+        "task_type": "CAUSAL_LM",
+    },
     "BEFT": {"target_modules": ["v_proj"]},
     "BOFT": {"boft_block_size": 4},
     "C3A": {"block_size": 4},
@@ -43,13 +49,9 @@ def config_of(kind: str) -> Any:
 
 
 def tiny_llama() -> Any:
-    """A Llama of one layer."""
+    """The Llama of all tests, the same one every time."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, eos_token_id=None,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return build(BY_NAME["llama"]).eval()
 
 
 def other_method(kind: str, count: int = 2, base: Any = None) -> Any:

@@ -20,6 +20,7 @@ from ...model.adapters.content import AdapterContents
 from ...model.adapters.invocation import Invocation
 from ...model.adapters.joint import note_places
 from ...model.adapters.loading import HostAdapter, read_source
+from ...model.adapters.peft_loading import PeftAdapter
 from ...model.adapters.virtual import VirtualPrompts
 from ...model.adapters.warmup import compiling
 from ...model.device_map import is_spread
@@ -163,7 +164,7 @@ class EngineAdapters:
     @property
     def present(self) -> bool:
         """True if there are adapters, or modules for them."""
-        return bool(self.layers or self.contents.others)
+        return bool(self.layers or self.contents.others or self.contents.own)
 
     def changes_layer(self, layer: nn.Module | None) -> bool:
         """True if adapters may add to a layer's outputs."""
@@ -179,6 +180,7 @@ class EngineAdapters:
         own = self.contents.own.keys()
         held = [self.table.slots[self.slots.slot(names)] for names in there if own & set(names)]
         total = sum(adapter.bytes for adapter in held if adapter is not None) + self.table.bytes
+        total += sum(each.bytes for each in self.contents.own.values() if each.why_apart is not None)
         counts = {"on_device": len(there), "slots": self.slots.count, "bytes": total}
         return {**counts, "forwards_apart": self.apart.count}
 
@@ -234,7 +236,7 @@ class EngineAdapters:
             )
         return HostAdapter(self.model, layers, self.device.type == "cuda", invocation)
 
-    def add(self, name: str, loaded: HostAdapter, number: int | None = None) -> None:
+    def add(self, name: str, loaded: HostAdapter | PeftAdapter, number: int | None = None) -> None:
         """Let requests name it. number: what rank 0 has called it, on others."""
         self.require_new(name)
         self.contents.own[name] = loaded
@@ -242,7 +244,7 @@ class EngineAdapters:
         self._next_number += 1
         self._note_change()
         self._note_layers()
-        self._expect([loaded.host])
+        self._expect([loaded.host] if loaded.why_apart is None else [])
 
     def require_new(self, name: str) -> None:
         if self.contents.has(name) or name in self.contents.virtual:
@@ -387,7 +389,8 @@ class EngineAdapters:
         self._note_change()
         self.apart.leave(slot)
         try:
-            if self._side is None or not any(name in self.contents.own for name in names):
+            own = any(name in self.contents.own for name in names) and not self.contents.apart(names)
+            if self._side is None or not own:
                 self._enter(names, slot)
                 return
             with torch.cuda.stream(self._side):

@@ -13,8 +13,10 @@ from torch import nn
 from ...blocks import ADAPTER_SLOT
 from ...kv import is_out_of_memory
 from ...model.adapters.content import AdapterContents
-from ...model.adapters.twins import NoTwin, activate, twin_of, why_not_together
+from ...model.adapters.peft_loading import PeftAdapter
+from ...model.adapters.twins import NoTwin, activate, twin_of, why_not_together, without_tuners
 from ...model.dispatch import runs_unknown_code
+from ...model.ranks.tensor_parallel import mesh_of
 from ...model.servable import Unservable
 from ...model.snapshot import ModelSnapshot
 from ...model.state_slots import StatesAdvanced
@@ -110,8 +112,7 @@ class ForwardsApart:
         """The slots whose twins are of the model as it was, while no request runs."""
         if self._base is None or self._base.unchanged():
             return []
-        self._base = None
-        self._tried.clear()
+        self._forget()
         return list(self.by_slot)
 
     def leave(self, slot: int) -> None:
@@ -124,32 +125,54 @@ class ForwardsApart:
         """Let a slot have the forward of adapters. Raises Unservable where a twin, without adapters, is not
         the model, or cannot be computed over pages.
         """
+        self.by_slot[slot] = self._made(names, self._contents.own.get(names[0]))
+
+    def require_servable(self, name: str, loaded: PeftAdapter) -> None:
+        """Raise for an adapter that cannot be served, before requests name it."""
+        if mesh_of(self._model) is not None:
+            raise ValueError(
+                f"{loaded.why_apart} is computed by peft's own modules, which have no forwards where ranks "
+                "divide the model; use fewer ranks"
+            )
+        self._made((name,), loaded)
+
+    def _made(self, names: AdapterNames, own: Any) -> ForwardApart:
+        """The forward of adapters of the peft model, or of one of the engine's own."""
         title = " and ".join(map(repr, names))
-        if self._base is None or not self._base.unchanged():
-            self._base = ModelSnapshot(self._model, watch=True, alone=True)
         try:
-            twin = twin_of(self._model)
-            tried = self._verdicts(twin, names, title)
+            self._look_at_model()
+            if own is None:
+                twin = twin_of(self._model)
+                activate(twin, names)
+                configs = self._model.__dict__.get("peft_config") or {}
+                settings = repr([configs[name].to_dict() if name in configs else name for name in names])
+            else:
+                twin = own.twin(self._model, names[0])
+                settings = own.settings
+            if settings not in self._tried:
+                self._tried[settings] = self._try(twin)
+                logger.info("the adapter %s runs in forwards of its own: peft's modules compute it", title)
         except (NoTwin, Unservable) as error:
             raise Unservable(f"the adapter {title} cannot be chosen by request: {error}") from error
-        activate(twin, names)
         runner = Runner(twin, self._pools)
-        runner.take_verdicts(tried)
-        self.by_slot[slot] = ForwardApart(title, runner, runs_unknown_code(twin))
+        runner.take_verdicts(self._tried[settings])
+        return ForwardApart(title, runner, runs_unknown_code(twin))
 
-    def _verdicts(self, twin: nn.Module, names: AdapterNames, title: str) -> Runner:
-        """The runner of a trial of these adapters, or of some with the same settings."""
-        configs = self._model.__dict__.get("peft_config") or {}
-        settings = repr([configs[name].to_dict() if name in configs else name for name in names])
-        if settings not in self._tried:
-            activate(twin, ())
-            self._require_same(twin)
-            activate(twin, names)
-            self._tried[settings] = self._try(twin)
-            logger.info(
-                "requests of the adapter %s run in forwards of their own: peft's modules compute it", title
-            )
-        return self._tried[settings]
+    def _look_at_model(self) -> None:
+        """See whether modules of a copy answer as the model does, once as long as it stays the same."""
+        if self._base is not None and self._base.unchanged():
+            return
+        self._forget()
+        self._require_same(without_tuners(twin_of(self._model)))
+        self._base = ModelSnapshot(self._model, watch=True, alone=True)
+
+    def _forget(self) -> None:
+        """The model is another one than the twins that are there have been made of."""
+        self._base = None
+        self._tried.clear()
+        for own in self._contents.own.values():
+            if own.why_apart is not None:
+                own.follow(self._model)
 
     def _try(self, twin: nn.Module) -> Runner:
         """Compute two short sequences on pages of the twin's own: the runner in which the trial has noted
@@ -165,7 +188,7 @@ class ForwardsApart:
             pools.free()
 
     def _require_same(self, twin: nn.Module) -> None:
-        """Raise unless a twin without adapters answers as the model does without any."""
+        """Raise unless a twin without peft's modules answers as the model does without adapters."""
         runner = self._runner()
         assert runner is not None
         assert runner.eager.adapters is not None

@@ -19,6 +19,7 @@ from ..snapshot import StateKey
 from .invocation import Invocation, invocation_in
 from .loading import HostAdapter
 from .peft_content import PeftContent
+from .peft_loading import PeftAdapter
 from .virtual import VirtualPrompts
 
 
@@ -37,7 +38,7 @@ class AdapterContents:
     def __init__(self, model: nn.Module, virtual: VirtualPrompts) -> None:
         self.virtual = virtual
         """Those that are virtual tokens, and change no layer."""
-        self.own: dict[str, HostAdapter] = {}
+        self.own: dict[str, HostAdapter | PeftAdapter] = {}
         """Those that no module holds."""
         self._model = model
         self._in_model: LoraLayers | None = None
@@ -101,7 +102,8 @@ class AdapterContents:
 
     def why_apart(self, name: str) -> str | None:
         """Why peft's own modules must compute an adapter, in a forward of its own."""
-        return None if name in self.own else self.in_model.reasons.get(name)
+        own = self.own.get(name)
+        return self.in_model.reasons.get(name) if own is None else own.why_apart
 
     def computed(self, name: str) -> Literal["kernels", "apart"]:
         """How an adapter is computed."""
@@ -147,7 +149,8 @@ class AdapterContents:
 
     def on_device(self, names: Iterable[str], device: torch.device) -> Adapter:
         """One adapter that adds what several add: copies of `own`, of the others the weights themselves."""
-        own, in_model = self.own, self.in_model
+        own = {name: each for name, each in self.own.items() if isinstance(each, HostAdapter)}
+        in_model = self.in_model
         return combine([own[name].copy_to(device) if name in own else in_model.read(name) for name in names])
 
     def require_together(self, names: Iterable[str]) -> None:

@@ -20,7 +20,7 @@ from ..weights_digest import host_bytes
 from .divided import part_here
 from .files import read_folder
 from .invocation import Invocation
-from .state_dict import module_at, parts_in, widths_of
+from .state_dict import NoParts, module_at, parts_in, widths_of
 
 NOT_COMPUTED = {
     "target_parameters": "target_parameters",
@@ -42,6 +42,9 @@ class HostAdapter:
     """An adapter that no module holds: its weights lie together on the host, and are copied to the device
     when a request needs them. They never change. On several ranks it is the part of this one.
     """
+
+    why_apart: str | None = None
+    """Kernels compute it."""
 
     def __init__(self, model: nn.Module, layers: Parts, pinned: bool, invocation: Invocation = ()) -> None:
         """layers: by their names in the model. pinned: whether the host's memory is locked, so that a copy
@@ -133,7 +136,9 @@ def load_adapter(
     files need not be read any more.
     """
     state, config = read_source(source, config, name, over)
-    _check(config)
+    why_not = why_no_parts(config)
+    if why_not is not None:
+        raise NoParts(why_not)
     return parts_in(model, state, config, name)
 
 
@@ -172,19 +177,12 @@ def read_source(
     )
 
 
-def _check(config: Any) -> None:
-    """Raise for what has no parts, by its name."""
+def why_no_parts(config: Any) -> str | None:
+    """Why an adapter is not made of parts, by its config."""
     kind = str(getattr(config, "peft_type", None)).removeprefix("PeftType.")
     if kind not in ("LORA", "TRAINABLE_TOKENS"):
-        raise ValueError(
-            f"the engine adds LoRA adapters to a model, got one of {kind}; put it into a peft model, make it "
-            "active and give the engine that"
-        )
+        return f"an adapter of the method {kind}"
     used = [what for option, what in NOT_COMPUTED.items() if getattr(config, option, None)]
     begin = getattr(config, "init_lora_weights", True)
     used += [begin] if isinstance(begin, str) and begin.startswith(CHANGES_BASE) else []
-    if used:
-        raise ValueError(
-            f"the engine has no way to compute an adapter with {', '.join(used)} beside a model; "
-            "put it into a peft model, make it active and give the engine that"
-        )
+    return f"an adapter with {', '.join(used)}" if used else None

@@ -27,6 +27,10 @@ KEYS = (
 NOT_IN_PATHS = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
 
 
+class NoParts(ValueError):
+    """An adapter that only peft's own modules compute."""
+
+
 class Entry(NamedTuple):
     """A tensor of an adapter: the module that it belongs to, and its place there."""
 
@@ -155,7 +159,7 @@ def _products(path: str, base: Any, tensors: Mapping[str, torch.Tensor], config:
     if len(own) < 2:
         raise ValueError(f"the adapter has only {own or list(tensors)} of {path}; expected lora_A and lora_B")
     if not isinstance(base, (nn.Linear, Conv1D)):
-        raise ValueError(f"{path} is a {type(base).__name__}; expected a linear layer")
+        raise NoParts(f"an adapter of {path}, which is a {type(base).__name__}")
     a, b = tensors["lora_A"], tensors["lora_B"]
     _require_shapes(path, a, b, *widths_of(base))
     bias, magnitude = tensors.get("lora_B.bias"), _magnitude(path, tensors, config, len(b))
@@ -213,7 +217,7 @@ def _tokens(path: str, base: Any, tensors: Mapping[str, torch.Tensor], config: A
 def _saved(path: str, base: Any, tensors: Mapping[str, torch.Tensor], config: Any) -> Part:
     why_not = why_not_by_row(base)
     if why_not is not None:
-        raise ValueError(f"{why_not} ({path}); put the adapter into a peft model and give the engine that")
+        raise NoParts(f"{why_not} ({path})")
     own = {place.removeprefix("modules_to_save."): tensor for place, tensor in tensors.items()}
     names = [name for name, _ in (*base.named_parameters(), *base.named_buffers())]
     known = [*base.parameters(), *base.buffers()]

@@ -44,8 +44,10 @@ def twin_of(model: nn.Module) -> nn.Module:
             memo[id(each)] = each
         twin: nn.Module = copy.deepcopy(model, memo)
     for module in modules_of(twin):
-        if type(module).__name__ == "ParamWrapper":
-            _let_write(module)
+        given = module.__dict__.get("forward")
+        if given is not None and own_forward(module) is None:
+            del module.__dict__["forward"]  # ours, while a step runs
+        let_write(module)
     # Modules keep what they have computed of weights in eval mode until they leave it.
     return twin.train().eval()
 
@@ -77,10 +79,12 @@ def _is_bound(forward: Any) -> bool:
     return isinstance(forward, partial) or getattr(forward, "__self__", None) is not None
 
 
-def _let_write(wrapper: Any) -> None:
+def let_write(wrapper: Any) -> None:
     """Give a module that exchanges the weight of its base in each forward a parameter of its own there, over
     the same memory.
     """
+    if type(wrapper).__name__ != "ParamWrapper":
+        return
     base = wrapper.get_base_layer()
     known = base._parameters[wrapper.parameter_name]
     base._parameters[wrapper.parameter_name] = nn.Parameter(known.data, requires_grad=False)
@@ -91,13 +95,10 @@ def activate(twin: nn.Module, names: Sequence[str]) -> None:
     which of the model's parameters are trained.
     """
     for tuner in LoraLayers(modules_of(twin)).tuners:
-        if hasattr(tuner, "check_set_adapter"):
-            own = [name for name in names if name in tuner._adapters]
-            tuner._active_adapter = own
-        else:
-            own = list(names)
-            tuner._active_adapter = own
-        tuner._disable_adapters = not own
+        if hasattr(tuner, "adapter_layer_names"):
+            known = getattr(tuner, "_adapters", names)
+            tuner._active_adapter = [name for name in names if name in known]
+            tuner._disable_adapters = not tuner._active_adapter
 
 
 def why_not_together(model: nn.Module, names: Sequence[str]) -> str | None:
