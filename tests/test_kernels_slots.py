@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from kernel_cases import load
+from kernel_cases import DEVICE, load
 from state_step_cases import FP32, SLOTS, InSlots, noise
 
 kernels = load()
@@ -22,7 +22,7 @@ def test_no_rows() -> None:
 
 def test_a_row_without_a_past_starts_from_zeros_and_may_write_nowhere() -> None:
     slots = InSlots((2, 4, 8), FP32)
-    none = torch.full((1,), -1)
+    none = torch.full((1,), -1, device=DEVICE)
     given = noise(1, 2, 4), noise(1, 2, 4, seed=1), noise(1, 2, 8, seed=2), -noise(1, 2).abs(), noise(1, 2)
     query, key, value, _, beta = given
     got = kernels.delta_step(*given, slots.states, none, none)

@@ -14,7 +14,7 @@ import triton.language as tl
 from .delta_step import EPS
 from .launching import launch
 from .slots import check_last, check_slots, read_state, write_state
-from .spans import AT_ONCE, CHUNK, dot, nth_span, precision_of
+from .spans import AT_ONCE, CHUNK, LEAST, dot, nth_span, precision_of
 
 PARTS = 8
 """Programs that invert the chunks of a span of unknown length."""
@@ -77,9 +77,9 @@ def delta_spans(
     systems = key.new_empty((chunks, heads, 1 + by_channel, CHUNK, CHUNK), dtype=torch.float32)
     halves = key.dtype == torch.bfloat16 and not by_channel
     shape = {
-        "D": dim, "DIMS": max(16, triton.next_power_of_2(dim)), "CHUNK": CHUNK, "HEADS": heads,
+        "D": dim, "DIMS": max(LEAST, triton.next_power_of_2(dim)), "CHUNK": CHUNK, "HEADS": heads,
         "GROUP": heads // key_heads, "BY_CHANNEL": by_channel, "L2NORM": l2norm, "EPS": EPS,
-        "PRECISION": precision_of(key), "num_warps": 4 if halves else 8,
+        "PRECISION": precision_of(key, key.dtype == torch.bfloat16), "num_warps": 4 if halves else 8,
     }  # fmt: skip
     given = *decay.stride()[:2], *beta.stride(), spans, least, dim**-0.5
     launch(

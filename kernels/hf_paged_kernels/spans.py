@@ -10,15 +10,17 @@ CHUNK = 64
 """Tokens of a chunk, which is computed at once."""
 AT_ONCE = 8
 """Spans that are computed beside each other."""
+LEAST = 32
+"""The fewest channels of a tile: in products in fp32 over 16, Triton 3.6 reads behind its shared memory."""
 BORDERS = tl.constexpr(256)
 """Spans whose lengths are read at once."""
 
 
-def precision_of(x: torch.Tensor) -> str:
-    """How `dot` multiplies fp32 beside tokens of x's dtype."""
+def precision_of(x: torch.Tensor, halves: bool) -> str:
+    """How `dot` multiplies fp32 beside tokens like x. halves: as sums of bf16."""
     if not x.is_cuda and not x.is_meta:
         return "ieee"
-    return "bf16x3" if x.dtype == torch.bfloat16 else "tf32x3"
+    return "bf16x3" if halves else "tf32x3"
 
 
 @triton.jit
@@ -39,11 +41,13 @@ def nth_span(BEGINS, ENDS, spans, least, number):
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr):
-    """a b in fp32. Beside bf16, fp32 is the sum of two of bf16; products of those are exact. The interpreter,
-    whose PRECISION is "ieee", multiplies fp32 alone.
+    """a b in fp32. With "bf16x3", fp32 beside bf16 is the sum of two of bf16, whose products are exact. The
+    interpreter, whose PRECISION is "ieee", multiplies fp32 alone.
     """
     if PRECISION == "ieee":
         y = tl.dot(a.to(tl.float32), b.to(tl.float32))
+    elif PRECISION == "tf32x3":
+        y = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
     elif a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
         y = tl.dot(a, b)
     elif a.dtype == tl.bfloat16:

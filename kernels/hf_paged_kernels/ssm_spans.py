@@ -12,8 +12,11 @@ import triton.language as tl
 from . import exact
 from .launching import launch
 from .slots import check_last, check_slots, read_state, write_state
-from .spans import AT_ONCE, CHUNK, dot, nth_span, precision_of
+from .spans import AT_ONCE, CHUNK, LEAST, dot, nth_span, precision_of
 from .ssm_step import ANY_TIME, check_heads
+
+WIDEST_IN_HALVES = 128
+"""The most columns of a state that is multiplied as bf16: with 256, Triton 3.6 gives wrong numbers."""
 
 
 def ssm_spans(
@@ -53,8 +56,8 @@ def ssm_spans(
         raise ValueError(f"Invalid shape of out: expected {list(x.shape)}, got {list(out.shape)}")
     check_last(x=x, B=B, C=C, out=out)
     tile = min(32, max(16, triton.next_power_of_2(width)))
-    dims = max(16, triton.next_power_of_2(dim))
-    halves = x.dtype == torch.bfloat16
+    dims = max(LEAST, triton.next_power_of_2(dim))
+    halves = x.dtype == torch.bfloat16 and dims <= WIDEST_IN_HALVES
     skip = A if D is None else D
     bias = A if dt_bias is None else dt_bias
     if spans and out.numel():
@@ -65,8 +68,8 @@ def ssm_spans(
             skip.stride(0), bias.stride(0), states.stride(0), spans, least, *limit,
             GROUP=heads // groups, N=dim, DIMS=dims, WIDTH=width, TILE=tile,
             CHUNK=CHUNK, SKIP=D is not None, BIAS=dt_bias is not None, SOFTPLUS=softplus,
-            EXACT=x.device.type != "cpu", PRECISION=precision_of(x),
-            num_warps=4 if halves else 8, num_stages=2 if halves and dims <= 128 else 1,
+            EXACT=x.device.type != "cpu", PRECISION=precision_of(x, halves),
+            num_warps=4 if halves else 8, num_stages=2 if halves else 1,
         )  # fmt: skip
     return out
 
