@@ -56,6 +56,12 @@ def dot(a, b, PRECISION: tl.constexpr):
     elif b.dtype == tl.bfloat16:
         high = a.to(tl.bfloat16)
         y = tl.dot((a - high.to(tl.float32)).to(tl.bfloat16), b, tl.dot(high, b))
+    elif PRECISION == "bf16x3":  # Triton's own spills registers
+        high = a.to(tl.bfloat16)
+        other = b.to(tl.bfloat16)
+        y = tl.dot((a - high.to(tl.float32)).to(tl.bfloat16), other)
+        y = tl.dot(high, (b - other.to(tl.float32)).to(tl.bfloat16), y)
+        y = tl.dot(high, other, y)
     else:
         y = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
     return y
