@@ -10,6 +10,7 @@ import torch
 from families import BY_NAME, build
 from releases import prefixes_are_ignored
 
+from hf_paged import Engine
 from hf_paged.model.cache_name import cache_in
 
 COUNT = 6
@@ -81,3 +82,23 @@ def test_rows_share_the_blocks_of_the_prefix(model: Any) -> None:
     tables = cache.tables()
     assert len({row[0] for row in tables}) == 1
     assert len({row[1] for row in tables}) == len(tables)
+
+
+@pytest.mark.skipif(prefixes_are_ignored(), reason="stock's generate() computes without the prefix")
+def test_layers_with_windows_shorter_than_the_prefix() -> None:
+    """peft's cache lacks the tokens that no other one sees; in the engine, too."""
+    torch.manual_seed(0)
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=COUNT)
+    made = peft.get_peft_model(build(BY_NAME["gemma2"]), config).eval()
+    with torch.no_grad():
+        made.prompt_encoder["default"].embedding.weight += torch.randn(1)
+    expected = generated(made)
+    assert torch.equal(generated(made, cache_implementation="paged"), expected)
+    with Engine(made, block_size=4, num_blocks=60) as engine:
+        outputs = [engine.submit(ids.tolist(), max_new_tokens=8, do_sample=False) for ids in IDS]
+        found = [
+            [*ids.tolist(), *each.result().sequences[0].token_ids]
+            for ids, each in zip(IDS, outputs, strict=True)
+        ]
+        engine.check()
+    assert found == [[token for token in row if token] for row in expected.tolist()]

@@ -7,9 +7,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
-from ..model.prompt_learning import PASTS, kind_of
+from ..model.prompt_learning import PASTS, kind_of, past_in
 from .cache import PagedCache
 from .padding import rows_of
 
@@ -26,15 +26,13 @@ def with_given_past(model: nn.Module, arguments: Mapping[str, Any], cache: Any) 
     rows = rows_of(arguments)
     if own is None or own.model is not model or own.sequences.columns or not _is_given(model, cache, rows):
         return None
-    if len(cache.layers) != len(own.layers) or own.own_layers != own.layers or not own.complete:
-        return None
-    count = cache.get_seq_length()
-    if any(type(layer) is not DynamicLayer or layer.get_seq_length() != count for layer in cache.layers):
+    past = past_in(cache)
+    if past is None or len(past) != len(own.layers) or own.own_layers != own.layers or not own.complete:
         return None
     with own.sequences.memory.lock:
-        own.sequences.expect(own.sequences.expected + count)
-        for layer, given in zip(own.own_layers, cache.layers, strict=True):
-            layer.update(given.keys[:1], given.values[:1])
+        own.sequences.expect(own.sequences.expected + past[0][0].shape[2])
+        for layer, (keys, values) in zip(own.own_layers, past, strict=True):
+            layer.update(keys[:1], values[:1])
         own.batch_repeat_interleave(rows)
     if own.reuse is not None:
         own.reuse.disable("peft puts keys and values in front of the prompt")

@@ -6,6 +6,10 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
 from .cache_name import CACHE, OLDER
 
 EMBEDDINGS = ("PROMPT_TUNING", "P_TUNING", "CPT", "MULTITASK_PROMPT_TUNING")
@@ -40,6 +44,22 @@ def why_no_virtual_tokens(outer: Any) -> str | None:
         return "the engine has no virtual tokens of encoders"
     kinds = {kind_of(each) for each in outer.peft_config.values()} - {*EMBEDDINGS, *PASTS}
     return f"the engine does not support {min(kinds)}" if kinds else None
+
+
+def past_in(made: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """Keys and values [rows, heads, tokens, dim] by layer in the cache that peft has made of an adapter; None
+    if it has other layers. A layer with a window lacks its first tokens, which no other one sees: zeros are
+    there.
+    """
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for layer in getattr(made, "layers", ()):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or not layer.get_seq_length():
+            return None
+        gone = layer.get_seq_length() - layer.keys.shape[2]
+        pair = [nn.functional.pad(each, (0, 0, gone, 0)) for each in (layer.keys, layer.values)]
+        found.append((pair[0], pair[1]))
+    lengths = {keys.shape[2] for keys, _ in found}
+    return found if len(lengths) == 1 else None
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..offloaded import input_device
-from ..prompt_learning import BY_TASK, EMBEDDINGS, PASTS, kind_of, learns_prompts, pasts_are_ignored
+from ..prompt_learning import BY_TASK, EMBEDDINGS, PASTS, kind_of, learns_prompts, past_in, pasts_are_ignored
 from ..weights_digest import version_of
 
 
@@ -139,12 +139,12 @@ class VirtualPrompts:
 
         with torch.no_grad():
             made: Any = PeftModel.get_prompt(acting, 1, max_cache_len=-1)
-        layers = [(layer.keys, layer.values) for layer in made.layers]
+        layers = past_in(made)
         count = self._model.config.get_text_config(decoder=True).num_hidden_layers
-        if len(layers) != count or any(keys is None for keys, _ in layers):
+        if layers is None or len(layers) != count:
             raise ValueError(
-                f"adapter={acting.active_adapter!r} has keys and values for {len(layers)} layers and "
-                f"{type(self._model).__name__} has {count}; use generate()"
+                f"adapter={acting.active_adapter!r} has no keys and values for each of the {count} layers of "
+                f"{type(self._model).__name__}; use generate()"
             )
         device, dtype = input_device(self._model), self._model.dtype
 
