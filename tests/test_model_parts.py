@@ -236,10 +236,10 @@ def test_own_biases_of_layers_are_an_adapters(tmp_path: Path) -> None:
         assert ask(engine, ids, adapter=None) == alone(base, ids, None)
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", ["modules", "dora"])
 def test_captured_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that were captured with another adapter, or beside the model alone, serve these; adapters with
-    parts that no kernel computes are served beside captured steps.
+    """Steps that were captured with another adapter, or beside the model alone, serve these. Peft's modules
+    compute whole norms, in a forward of their own beside them.
     """
     monkeypatch.setattr("hf_paged.engine.worker.adapters.triton_package", lambda *_: load())
     monkeypatch.setitem(RECORDERS, "cpu", rerun)
@@ -254,7 +254,11 @@ def test_captured_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
             ]
             expected = [alone(model, ids, name) for ids, name in zip(prompts, names, strict=True)]
             assert [tokens(handle) for handle in handles] == expected
-        assert counts(engine)["replayed"] > (2 if kind == "modules" else 4), reasons(engine)
+        assert counts(engine)["replayed"] > 4, reasons(engine)
+        computed = {name: info.computed for name, info in engine.adapters().items()}
+        norms = kind == "modules"
+        assert computed == {"one": "kernels", "two": "apart" if norms else "kernels", "three": "kernels"}
+        assert (engine.stats()["adapters"]["forwards_apart"] > 0) == norms
         engine.check()
 
 
@@ -295,3 +299,20 @@ def test_in_batch_invariant_mode(kind: str) -> None:
         assert [each.logprob for each in found.sequences[0].logprobs] == [
             each.logprob for each in alone_in_it.sequences[0].logprobs
         ]
+
+
+def test_whole_norms_beside_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peft's modules compute them, for adapters of a folder too: all others stay in captured steps."""
+    monkeypatch.setattr("hf_paged.engine.worker.adapters.triton_package", lambda *_: load())
+    model = trained(lora(modules_to_save=["norm"]), lora())
+    torch.manual_seed(0)
+    with Engine(build(BY_NAME["llama"]).eval(), block_size=4, num_blocks=200) as engine:
+        for name in ("one", "two"):
+            state = peft.get_peft_model_state_dict(model, adapter_name=name)
+            engine.add_adapter(name, state, model.peft_config[name])
+        assert {name: info.computed for name, info in engine.adapters().items()} == {
+            "one": "apart",
+            "two": "kernels",
+        }
+        for name in ("one", "two", None):
+            assert ask(engine, prompt(3), adapter=name) == alone(model, prompt(3), name)

@@ -627,7 +627,7 @@ class Engine:
             self._adapters.contents.virtual.add(name, state, config)
             return
         try:
-            layers = load_adapter(self.model, state, config, name)
+            layers = load_adapter(self.model, state, config, name, kernels=self._adapters.contents.kernels)
         except NoParts as why:
             apart = PeftAdapter(state, config, str(why))
             self.driver.between_steps(partial(self._adapters.apart.require_servable, name, apart))

@@ -184,6 +184,8 @@ def _why_no_graphs(loop: StepLoop) -> str | None:
     if not runner.captures:
         return f"steps are captured on CUDA devices, the model is on {runner.eager.device}"
     refused = dict.fromkeys(runner.captured.captures.reasons.values())
+    if loop.adapters.table.why_eager is not None:
+        refused[loop.adapters.table.why_eager] = None
     return "some steps: " + "; ".join(refused) if refused else None
 
 

@@ -84,6 +84,7 @@ class EngineAdapters:
         if self.table.kernels is not None:
             note_places(model)
         self.contents = AdapterContents(model, VirtualPrompts(outer, model, partial(names_of, key=KEY)))
+        self.contents.kernels = package is not None and mesh_of(model) is None
         self.slots = AdapterSlots(
             config.max_adapters, weakly(self._load), weakly(self._is_ready), self.contents.apart,
             config.max_adapter_forwards,

@@ -40,6 +40,8 @@ class AdapterContents:
         """Those that are virtual tokens, and change no layer."""
         self.own: dict[str, HostAdapter | PeftAdapter] = {}
         """Those that no module holds."""
+        self.kernels = False
+        """True if kernels compute adapters: what they cannot is then left to peft's own modules."""
         self._model = model
         self._in_model: LoraLayers | None = None
         self._configs: Any = None
@@ -103,7 +105,12 @@ class AdapterContents:
     def why_apart(self, name: str) -> str | None:
         """Why peft's own modules must compute an adapter, in a forward of its own."""
         own = self.own.get(name)
-        return self.in_model.reasons.get(name) if own is None else own.why_apart
+        if own is not None:
+            return own.why_apart
+        reason = self.in_model.reasons.get(name)
+        if reason is None and self.kernels and not self.in_model.is_by_kernels(name):
+            return f"the adapter {name!r} has whole norms, which no kernel computes"
+        return reason
 
     def computed(self, name: str) -> Literal["kernels", "apart"]:
         """How an adapter is computed."""

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..lora import Adapter
-from ..parts import Parts
+from ..parts import Parts, by_kernels
 from ..peft_layers import LoraLayers
 from ..ranks.tensor_parallel import mesh_of
 from ..switch import modules_of
@@ -129,17 +129,27 @@ def _content(layers: Parts) -> bytes:
 
 
 def load_adapter(
-    model: nn.Module, source: Any, config: Any, name: str, over: Callable[[], bool] = lambda: False
+    model: nn.Module,
+    source: Any,
+    config: Any,
+    name: str,
+    over: Callable[[], bool] = lambda: False,
+    *,
+    kernels: bool = False,
 ) -> Parts:
     """An adapter from a folder as peft saves it, from a state dict with its LoraConfig, or from another peft
     model that has an adapter of that name: what it does at modules, by their names. over: true as soon as
-    files need not be read any more.
+    files need not be read any more. kernels: whether kernels must compute all of it. Raises NoParts for one
+    that only peft's own modules compute.
     """
     state, config = read_source(source, config, name, over)
     why_not = why_no_parts(config)
     if why_not is not None:
         raise NoParts(why_not)
-    return parts_in(model, state, config, name)
+    parts = parts_in(model, state, config, name)
+    if kernels and not all(map(by_kernels, parts.values())):
+        raise NoParts("no kernel computes whole norms")
+    return parts
 
 
 def read_source(
