@@ -262,7 +262,7 @@ def captured(run: Callable[..., None], *given: Any) -> Callable[[], Any]:
 def compile_all(makers: list[Callable[[Inputs], Case]]) -> None:
     """Compile the kernels of all cases beside each other, by their first launches."""
     begin = time.perf_counter()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(os.cpu_count(), initializer=partial(torch.zeros, 1, device=DEVICE)) as pool:
         waiting = []
         for make in makers:
             for dtype in (BF16, FP32):

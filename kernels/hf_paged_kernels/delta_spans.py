@@ -18,6 +18,8 @@ from .spans import AT_ONCE, CHUNK, LEAST, dot, nth_span, precision_of
 
 PARTS = 8
 """Programs that invert the chunks of a span of unknown length."""
+WEAKEST = tl.constexpr(-128.0)
+"""The exponent of a gate over a chunk from which on the gates of two tokens are no quotient of fp32."""
 BLOCK = tl.constexpr(16)
 """Tokens of a system that is solved token by token; larger ones are put together by products."""
 
@@ -127,6 +129,7 @@ def _solve(
     channel = tl.arange(0, DIMS)
     square = place[:, None] * CHUNK + place[None, :]
     below = place[:, None] > place[None, :]
+    upto = place[:, None] >= place[None, :]
     number = tl.program_id(2)
     span = nth_span(BEGINS, ENDS, spans, least, number)
     while span >= 0:
@@ -144,10 +147,21 @@ def _solve(
             if BY_CHANNEL:
                 q = _rows_of(Q, token, q_token, shared * q_head, channel, real)
                 q = q.to(tl.float32) * (_norms(q, L2NORM, EPS) * scale)[:, None]
-                a, pairs = _gated_pairs(
-                    q, k.to(tl.float32) * norms[:, None], K + shared * k_head, DECAY + head * decay_head,
-                    token, k_token, decay_token, place, channel, real, L2NORM, EPS, PRECISION,
-                )  # fmt: skip
+                k = k.to(tl.float32) * norms[:, None]
+                decay = _rows_of(DECAY, token, decay_token, head * decay_head, channel, real).to(tl.float32)
+                total = tl.sum(decay, 0)
+                if tl.min(total) > WEAKEST:
+                    gates = tl.cumsum(decay, 0) - total[None, :] * 0.5
+                    early = tl.trans(k * tl.exp(-gates))
+                    gates = tl.exp(gates)
+                    a = dot(k * gates, early, PRECISION)
+                    pairs = dot(q * gates, early, PRECISION)
+                else:
+                    a, pairs = _gated_pairs(
+                        q, k, decay, K + shared * k_head, DECAY + head * decay_head, token, k_token,
+                        decay_token, place, channel, real, L2NORM, EPS, PRECISION,
+                    )  # fmt: skip
+                pairs = tl.where(upto, pairs, 0.0)
                 tl.store(SYSTEMS + at + CHUNK * CHUNK + square, pairs)
             else:
                 decay = tl.load(DECAY + token * decay_token + head * decay_head, mask=here, other=0.0)
@@ -204,7 +218,7 @@ def _within(decay, CHUNK: tl.constexpr, DIMS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _gated_pairs(
-    q, k, K, DECAY, token, k_token, decay_token, place, channel, real,
+    q, k, decay, K, DECAY, token, k_token, decay_token, place, channel, real,
     L2NORM: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The products [CHUNK, CHUNK] of keys k with those before them, and of queries q with theirs too, each
@@ -226,7 +240,6 @@ def _gated_pairs(
         keys += tl.where(pair, tl.sum(k * faded, 1)[:, None], 0.0)
         queries += tl.where(pair, tl.sum(q * faded, 1)[:, None], 0.0)
         passed += _rows_of(DECAY, earlier, decay_token, 0, channel, known).to(tl.float32)
-    decay = _rows_of(DECAY, token, decay_token, 0, channel, real).to(tl.float32)
     for half in tl.static_range(2):
         upto, behind = _within(decay, CHUNK, DIMS, BLOCK * (half + 1))
         early = tl.trans(k * behind)
