@@ -285,8 +285,10 @@ def _ids_of(row: ScheduledRow) -> list[int]:
 
 def _before_adapters(columns: Numbers, batch: ScheduledBatch) -> Numbers:
     """The columns, in which rows before the first token of their adapter have the model alone."""
+    if ADAPTER_SLOT.name not in columns:
+        return columns
     before = [i for i, row in enumerate(batch.other_rows, batch.decodes) if _is_before(row)]
-    if not before or ADAPTER_SLOT.name not in columns:
+    if not before:
         return columns
     slots = list(columns[ADAPTER_SLOT.name])
     for i in before:
