@@ -12,10 +12,10 @@ from .launching import launch
 from .slots import check_slots, read_state, write_state
 from .spans import AT_ONCE, nth_span
 
-CHANNELS, TOKENS = 128, 16
+CHANNELS, TOKENS = 128, 8
 """Channels and tokens that a program takes at once."""
-PARTS = 8
-"""Programs that share the tokens of a span."""
+SHARE, PARTS = 64, 32
+"""The tokens of a step for each program that shares those of a span, and the most such programs."""
 
 
 def conv_spans(
@@ -41,7 +41,7 @@ def conv_spans(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"Invalid activation {activation!r}: expected one of {ACTIVATIONS}")
-    channels = x.shape[1]
+    tokens, channels = x.shape
     taps = weight.shape[-1]
     if weight.shape != (channels, taps) or not weight.is_contiguous():
         raise ValueError(
@@ -56,8 +56,9 @@ def conv_spans(
     if not out.numel() or not spans:
         return out
     window = triton.next_power_of_2(taps)
+    parts = min(PARTS, triton.cdiv(tokens, SHARE))
     launch(
-        _conv_spans, (PARTS, triton.cdiv(channels, CHANNELS), min(spans, AT_ONCE)),
+        _conv_spans, (parts, triton.cdiv(channels, CHANNELS), min(spans, AT_ONCE)),
         out, x, weight, weight if bias is None else bias, states, source, target, begins, ends,
         *x.stride(), states.stride(0), spans, least,
         C=channels, K=taps, CHANNELS=CHANNELS, TOKENS=max(TOKENS, window), TAPS=window,
@@ -85,10 +86,16 @@ def _conv_spans(
         end = tl.load(ENDS + span)
         slot = tl.load(SOURCE + span)
         for begin in range(first + part * TOKENS, end, tl.num_programs(0) * TOKENS):
-            _convolve(
-                OUT, X, WEIGHT, BIASES, STATES + slot * state_stride, begin, first, end, slot >= 0,
-                channel[None, :], x_token, x_channel, C, K, CHANNELS, TOKENS, BIAS, SILU, EXACT,
-            )  # fmt: skip
+            if begin == first:
+                _convolve(
+                    OUT, X, WEIGHT, BIASES, STATES + slot * state_stride, begin, first, end, slot >= 0,
+                    channel[None, :], x_token, x_channel, C, K, CHANNELS, TOKENS, True, BIAS, SILU, EXACT,
+                )  # fmt: skip
+            else:
+                _convolve(
+                    OUT, X, WEIGHT, BIASES, STATES, begin, first, end, False,
+                    channel[None, :], x_token, x_channel, C, K, CHANNELS, TOKENS, False, BIAS, SILU, EXACT,
+                )  # fmt: skip
         if part == 0:
             _leave_state(
                 STATES, X, WEIGHT, SOURCE, TARGET, span, first, end, channel[:, None], x_token, x_channel,
@@ -101,10 +108,12 @@ def _conv_spans(
 @triton.jit
 def _convolve(
     OUT, X, WEIGHT, BIASES, STATE, begin, first, end, has_past, channel, x_token, x_channel,
-    C: tl.constexpr, K: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, BIAS: tl.constexpr,
-    SILU: tl.constexpr, EXACT: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, FIRST: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens from `begin` on of a span behind the state STATE [C, K]; channel [1, CHANNELS]."""
+    """TOKENS tokens from `begin` on of a span, the FIRST ones behind the state STATE [C, K]; channel
+    [1, CHANNELS].
+    """
     dtype = WEIGHT.dtype.element_ty
     inside = channel < C
     token = (begin + tl.arange(0, TOKENS))[:, None]
@@ -115,11 +124,12 @@ def _convolve(
         own = tl.load(
             X + at * x_token + channel.to(tl.int64) * x_channel, mask=here & (at >= first), other=0.0
         )
-        # Inputs before the first lie at the end of the state.
-        before = tl.load(
-            STATE + channel * K + (K + at - first), mask=here & (at < first) & has_past, other=0.0
-        )
-        each = tl.where(at >= first, own.to(tl.float32), before.to(tl.float32))
+        each = own.to(tl.float32)
+        if FIRST:  # inputs before the first lie at the end of the state
+            before = tl.load(
+                STATE + channel * K + (K + at - first), mask=here & (at < first) & has_past, other=0.0
+            )
+            each = tl.where(at >= first, each, before.to(tl.float32))
         weight = tl.load(WEIGHT + channel * K + tap, mask=inside, other=0.0).to(tl.float32)
         y += each.to(dtype).to(tl.float32) * weight
     if BIAS:

@@ -8,8 +8,8 @@ import triton.language as tl
 
 CHUNK = 64
 """Tokens of a chunk, which is computed at once."""
-AT_ONCE = 8
-"""Spans that are computed beside each other."""
+AT_ONCE = 4
+"""Spans that are computed beside each other. Most steps have fewer, and programs without one take time."""
 LEAST = 32
 """The fewest channels of a tile: in products in fp32 over 16, Triton 3.6 reads behind its shared memory."""
 BORDERS = tl.constexpr(256)
