@@ -1,5 +1,6 @@
 """Two styles, fine-tuned with peft and Trainer, served in one batch beside the model they began from. Then
-one of them is trained further while the engine serves the other.
+one of them is trained further while the engine serves the other. A third one has a new token, and embeddings
+and a head of its own.
 
 pip install peft
 python examples/finetune_then_serve.py
@@ -16,6 +17,8 @@ from hf_paged import Engine, demo
 
 torch.manual_seed(0)
 model, tokenizer = demo.model(), demo.tokenizer()
+tokenizer.add_tokens(["<moral>"])
+model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 inputs = tokenizer(demo.prompts() * 6, return_tensors="pt", padding=True)
 told = model.generate(**inputs, do_sample=True, max_new_tokens=60, cache_implementation="paged")
 stories = tokenizer.batch_decode(told, skip_special_tokens=True)  # to be rewritten in each style
@@ -81,4 +84,16 @@ engine.step()
 train("moonlit", lambda story: story.replace(".", ". Nobody slept."), 20, ServeMeanwhile())
 print(f"loud     : {prompt}{served.result().text}")
 print(f"moonlit  : {prompt}{engine.submit(prompt, adapter='moonlit', **options).result().text}")
+
+# A new token needs rows of the embeddings and of the head: they are saved with the adapter, whole.
+tied = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+model.add_adapter("moral", LoraConfig(r=8, lora_alpha=32, target_modules=["q_proj", "v_proj"], **tied))
+train("moral", lambda story: story.split(".")[0] + ".<moral> Sleep well.", 20)
+handles = {name: engine.submit(prompt, adapter=name, **options) for name in (None, "loud", "moral")}
+for name, handle in handles.items():
+    text = tokenizer.decode(handle.result().sequences[0].token_ids)
+    print(f"{name or 'the model':9}: {prompt}{text}")
+print(
+    f"moral has {engine.adapters()['moral'].bytes / 1e6:.1f} MB, loud {engine.adapters()['loud'].bytes / 1e6:.1f} MB"
+)
 engine.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from adapter_tables import kernels, snapshot, table_of
@@ -10,6 +12,7 @@ from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE
+from tape import rerun
 
 from hf_paged.model.adapters import (
     AdapterBatch,
@@ -17,6 +20,7 @@ from hf_paged.model.adapters import (
     applied,
     combine,
 )
+from hf_paged.model.rehearsal import RECORDERS
 
 
 @settings(max_examples=examples(6))
@@ -78,3 +82,23 @@ def test_types_of_adapters_that_are_active_together(dtype: torch.dtype) -> None:
             expected = model(input_ids=ids).logits
             with applied(lora_layers.layers, AdapterBatch(table, [0, 0])):
                 assert torch.equal(model.get_base_model()(input_ids=ids).logits, expected)
+
+
+def test_what_peft_refuses_for_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`adapter_names` with DoRA: peft raises, and so does the paged call where kernels could compute it."""
+    asked: list[Any] = []
+
+    def package(*arguments: Any) -> Any:
+        asked.append(arguments)
+        return kernels
+
+    monkeypatch.setattr("hf_paged.model.capture.replay.triton_package", package)
+    monkeypatch.setitem(RECORDERS, DEVICE, rerun)
+    model = adapted(lora(use_dora=True), lora()).to(DEVICE)
+    call = {"input_ids": torch.tensor([[5, 6, 7]], device=DEVICE), "max_new_tokens": 2, "do_sample": False}
+    paged = {**call, "cache_implementation": "paged"}
+    assert torch.equal(model.generate(**paged), model.generate(**call))
+    assert asked
+    for each in (call, paged):
+        with pytest.raises(ValueError, match="Cannot pass `adapter_names` when DoRA is enabled"):
+            model.generate(**each, adapter_names=["one"])

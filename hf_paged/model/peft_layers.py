@@ -88,7 +88,7 @@ class LoraLayers:
         self.layers: list[Any] = [each for each in tuners if kind_of(each) and id(each) not in inner]
         """Those whose adapters' parts can be read, which compute them in the place of the model's modules."""
         self._first: Any = _first_of(self.layers, tuners)
-        self._by_kernels: dict[str, bool] = {}
+        self._by_kernels: dict[str, tuple[bool, bool]] = {}
         self._merged = bool(getattr(self._first, "merged_adapters", ()))
         self.reasons = _reasons([each for each in tuners if _is_lora(each)], tuners)
         """By the names of all adapters why peft's own modules must compute one."""
@@ -217,12 +217,16 @@ class LoraLayers:
                 found[layer] = (kind.read(layer, name),)
         return Adapter(found)
 
-    def is_by_kernels(self, name: str) -> bool:
-        """True if the kernels of adapters compute all parts of one."""
-        known = self._by_kernels.get(name)
-        if known is None:
-            known = self._by_kernels[name] = all(map(by_kernels, self.read(name).layers.values()))
-        return known
+    def is_by_kernels(self, name: str, mixed: bool = False) -> bool:
+        """True if the kernels of adapters compute all parts of one. mixed: and peft lets a row of a batch
+        have it, which it refuses for DoRA.
+        """
+        if name not in self._by_kernels:
+            adapter = self.read(name)
+            all_of_it = all(map(by_kernels, adapter.layers.values()))
+            self._by_kernels[name] = all_of_it, any(part.reads_base for part in adapter.parts)
+        all_of_it, dora = self._by_kernels[name]
+        return all_of_it and not (mixed and dora)
 
 
 def has_adapters(layer: Any) -> bool:

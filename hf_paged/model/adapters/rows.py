@@ -76,7 +76,10 @@ class RowAdapters:
         names = names_of_rows(snapshot.hooked, rows, lora.active)
         # On ranks a sum of parts has no place for one more. Where an aLoRA begins, only peft knows.
         pefts = mesh_of(snapshot.model) is not None or lora.invoked
-        pefts = pefts or not all(lora.is_by_kernels(name) for each in names for name in each)
+        used = {name for each in names for name in each}
+        if not all(lora.is_by_kernels(name, mixed=True) for name in used):
+            mixed = adapters_of_rows(snapshot.hooked, rows) is not None
+            pefts = pefts or not all(lora.is_by_kernels(name, mixed) for name in used)
         if kernels is None or pefts or (self.table is not None and self.table.why_not is not None):
             return self._in_peft(lora, names)
         checked = None if self._checked is None else self._checked()
