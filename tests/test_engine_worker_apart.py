@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,19 @@ import pytest
 import torch
 from adapter_answers import NEW, alone, ask, first, prompt, tokens
 from adapters import adapted, lora
+from cases import examples
+from engine_parts import apart_of
+from families import BY_NAME, build
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from other_methods import other_method, tiny_llama
+from tape import rerun
+from tiny import build as tiny
+from tiny import config_class
 
 from hf_paged import Engine
 from hf_paged.engine.worker.check_policy import WeightsChanged
+from hf_paged.model.rehearsal import RECORDERS
 
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 KINDS = [
@@ -354,6 +365,23 @@ def test_a_plain_model_takes_every_kind(kind: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, model.parameters(), before[1]))
 
 
+def test_weights_made_of_the_model_follow_it(tmp_path: Path) -> None:
+    """PiSSA takes its beginning off the model's weights as they are: after a training step it is made anew."""
+    saved = peft.get_peft_model(tiny_llama(), lora(init_lora_weights="pissa", r=2), "one")
+    in_place(saved, "lora_B.one")
+    saved.save_pretrained(tmp_path)
+    model = tiny_llama()
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        engine.add_adapter("x", tmp_path / "one")
+        before = ask(engine, prompt(1), adapter="x")
+        other = tiny_llama()
+        for each in (model, other):
+            for layer in each.model.layers:
+                layer.self_attn.q_proj.weight.data.mul_(-1.0)
+        loaded = peft.PeftModel.from_pretrained(other, str(tmp_path / "one")).eval()
+        assert ask(engine, prompt(1), adapter="x") == generated(loaded, prompt(1)) != before
+
+
 def test_a_kind_beside_the_adapters_of_a_peft_model(tmp_path: Path) -> None:
     """The model's own by kernels, one of its own by peft, one that was added; the model is trained meanwhile."""
     other_method("IA3", 1).save_pretrained(tmp_path)
@@ -376,3 +404,91 @@ def test_a_kind_beside_the_adapters_of_a_peft_model(tmp_path: Path) -> None:
         assert ask(engine, prompt(2), adapter="x") == generated(other, prompt(2)) != expected[2]
         base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach() * -1.0)
         assert ask(engine, prompt(2), adapter="x") == expected[2]
+
+
+# ---- steps of all kinds
+
+
+def test_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forwards of each adapter are captured as those of a model, and replayed after training in place."""
+    monkeypatch.setitem(RECORDERS, "cpu", rerun)
+    model = other_method("IA3")
+    wanted = ["one", "two", None, "one"]
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        for _ in range(3):
+            expected = [alone(model, prompt(i), each, max_new_tokens=12) for i, each in enumerate(wanted)]
+            assert answers(engine, wanted, max_new_tokens=12) == expected
+            in_place(model, "two")
+        forwards = [each.runner.captured for each in apart_of(engine).by_slot.values()]
+        assert len(forwards) == 2
+        assert all(each is not None and each.captures.counts["replayed"] > 3 for each in forwards)
+
+
+def test_recurrent_states() -> None:
+    """Rows of a hybrid model have their states in slots that all forwards share; preempted ones come back."""
+    torch.manual_seed(0)
+    base = tiny("causal", config_class("causal", "lfm2")).eval()
+    model = other_method("LOHA", base=base)
+    wanted = ["one", None, "two", "one", "two", None]
+    expected = [alone(model, prompt(i, 12), each, max_new_tokens=10) for i, each in enumerate(wanted)]
+    with Engine(model, block_size=4, num_blocks=22, watermark=0.0) as engine:
+        handles = [
+            engine.submit(prompt(i, 12), max_new_tokens=10, do_sample=False, adapter=each)
+            for i, each in enumerate(wanted)
+        ]
+        assert [tokens(handle) for handle in handles] == expected
+        engine.check()
+
+
+def test_an_encoder_decoder() -> None:
+    """Its encoder is the adapter's, too."""
+    torch.manual_seed(0)
+    layers: dict[str, Any] = {"target_modules": ["q", "v", "wi"], "feedforward_modules": ["wi"]}
+    configs = [peft.IA3Config(**layers, task_type="SEQ_2_SEQ_LM", init_ia3_weights=False) for _ in range(2)]
+    model: Any = peft.get_peft_model(build(BY_NAME["t5"]), configs[0], "one")
+    model.add_adapter("two", configs[1])
+    model.eval()
+    wanted = ["one", None, "two"]
+    expected = []
+    for i, each in enumerate(wanted):
+        with nullcontext() if each else model.disable_adapter():
+            if each:
+                model.set_adapter(each)
+            out = model.generate(input_ids=torch.tensor([prompt(i)]), **GREEDY)
+        expected.append(out[0, 1:].tolist())
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        assert answers(engine, wanted) == expected
+
+
+@settings(max_examples=examples(4), deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_requests_of_two_kinds_under_pressure(data: st.DataObject) -> None:
+    """Whatever comes when, is cancelled, or has to give way: each has the tokens of its adapter alone."""
+    model = under_pressure()
+    names = [None, "one", "two", "three", "four"]
+    options = {
+        "num_blocks": data.draw(st.integers(12, 20)),
+        "max_adapter_forwards": data.draw(st.integers(1, 2)),
+        "max_batch_tokens": data.draw(st.sampled_from([6, 16, 64])),
+        "preemption": data.draw(st.sampled_from(["swap", "recompute"])),
+    }
+    with Engine(model, block_size=4, watermark=0.0, **options) as engine:
+        asked = []
+        for i in range(8):
+            name = data.draw(st.sampled_from(names))
+            seed = data.draw(st.integers(0, 3))
+            handle = engine.submit(prompt(seed, 13), max_new_tokens=9, do_sample=False, adapter=name)
+            asked.append((handle, seed, name))
+            for _ in range(data.draw(st.integers(0, 3))):
+                engine.step()
+            if data.draw(st.integers(0, 5)) == 0:
+                asked.pop(data.draw(st.integers(0, i)) % len(asked))[0].cancel()
+            engine.check()
+        for handle, seed, name in asked:
+            assert tokens(handle) == alone(model, prompt(seed, 13), name, max_new_tokens=9)
+        engine.check()
+
+
+@functools.cache
+def under_pressure() -> Any:
+    return mixed()

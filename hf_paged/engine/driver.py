@@ -563,6 +563,7 @@ class Driver:
             self.loop.pools.forget()
             self.loop.forget_media()
             self.loop.runner.check_captures()
+            self.loop.adapters.refresh()  # some have been made of the weights as they were
         self._stale = False
 
     @in_turn

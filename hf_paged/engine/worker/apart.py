@@ -16,6 +16,7 @@ from ...model.adapters.content import AdapterContents
 from ...model.adapters.peft_loading import PeftAdapter
 from ...model.adapters.twins import NoTwin, activate, twin_of, why_not_together, without_tuners
 from ...model.dispatch import runs_unknown_code
+from ...model.identity import identity_in
 from ...model.ranks.tensor_parallel import mesh_of
 from ...model.servable import Unservable
 from ...model.snapshot import ModelSnapshot
@@ -30,6 +31,11 @@ from .trial import Trial
 logger = logging.getLogger("hf_paged")
 
 
+def _title(names: AdapterNames) -> str:
+    """The names of adapters, for a message."""
+    return " and ".join(map(repr, names))
+
+
 class ForwardApart(NamedTuple):
     """The forward of one adapter, or of several together, over the engine's pools.
 
@@ -37,8 +43,7 @@ class ForwardApart(NamedTuple):
     them, from captured steps of its own where there are any.
     """
 
-    title: str
-    """The names of its adapters."""
+    names: AdapterNames
     runner: Runner
     unknown: bool
     """True if it runs code of the user's."""
@@ -55,7 +60,7 @@ class ForwardApart(NamedTuple):
             if is_out_of_memory(error):
                 raise
             raise RuntimeError(
-                f"the forward of the adapter {self.title} failed ({type(error).__name__}: {error})"
+                f"the forward of the adapter {_title(self.names)} failed ({type(error).__name__}: {error})"
             ) from error
 
 
@@ -74,6 +79,8 @@ class ForwardsApart:
         """How many were computed."""
         self._base: ModelSnapshot | None = None
         """The model alone, as it was when the first of the twins was made."""
+        self._changes = 0
+        """How often the content of its weights was seen to have changed by then."""
         self._tried: dict[str, Runner] = {}
         """By the settings of adapters the runner of a trial, which has noted what came of it."""
 
@@ -110,10 +117,19 @@ class ForwardsApart:
 
     def outdated(self) -> list[int]:
         """The slots whose twins are of the model as it was, while no request runs."""
-        if self._base is None or self._base.unchanged():
+        if self._base is None:
             return []
-        self._forget()
-        return list(self.by_slot)
+        if not self._base.unchanged():
+            self._forget()
+            return list(self.by_slot)
+        changes = identity_in(self._base).changes
+        if changes == self._changes:
+            return []
+        self._changes = changes
+        own = {name: each for name, each in self._contents.own.items() if each.copies_base}
+        for each in own.values():
+            each.follow(self._model)
+        return [slot for slot, forward in self.by_slot.items() if own.keys() & set(forward.names)]
 
     def leave(self, slot: int) -> None:
         """Let a slot have no forward of its own."""
@@ -138,7 +154,6 @@ class ForwardsApart:
 
     def _made(self, names: AdapterNames, own: Any) -> ForwardApart:
         """The forward of adapters of the peft model, or of one of the engine's own."""
-        title = " and ".join(map(repr, names))
         try:
             self._look_at_model()
             if own is None:
@@ -151,12 +166,13 @@ class ForwardsApart:
                 settings = own.settings
             if settings not in self._tried:
                 self._tried[settings] = self._try(twin)
+                title = _title(names)
                 logger.info("the adapter %s runs in forwards of its own: peft's modules compute it", title)
         except (NoTwin, Unservable) as error:
-            raise Unservable(f"the adapter {title} cannot be chosen by request: {error}") from error
+            raise Unservable(f"the adapter {_title(names)} cannot be chosen by request: {error}") from error
         runner = Runner(twin, self._pools)
         runner.take_verdicts(self._tried[settings])
-        return ForwardApart(title, runner, runs_unknown_code(twin))
+        return ForwardApart(names, runner, runs_unknown_code(twin))
 
     def _look_at_model(self) -> None:
         """See whether modules of a copy answer as the model does, once as long as it stays the same."""
@@ -165,6 +181,7 @@ class ForwardsApart:
         self._forget()
         self._require_same(without_tuners(twin_of(self._model)))
         self._base = ModelSnapshot(self._model, watch=True, alone=True)
+        self._changes = identity_in(self._base).changes
 
     def _forget(self) -> None:
         """The model is another one than the twins that are there have been made of."""

@@ -74,6 +74,8 @@ class Runner:
         self.why_rows, self.captures_rows = tried.why_rows, tried.captures_rows
         self.why_no_embeddings, self.why_not_cross = tried.why_no_embeddings, tried.why_not_cross
         self.eager.beside = tried.eager.beside
+        if self.captured is not None and self.captured.compilation is not None:
+            self.captured.compilation.why_not = "peft's own modules compute"
 
     @property
     def form(self) -> Form:

@@ -45,6 +45,7 @@ class HostAdapter:
 
     why_apart: str | None = None
     """Kernels compute it."""
+    copies_base = False
 
     def __init__(self, model: nn.Module, layers: Parts, pinned: bool, invocation: Invocation = ()) -> None:
         """layers: by their names in the model. pinned: whether the host's memory is locked, so that a copy

@@ -44,6 +44,8 @@ class PeftAdapter:
         self.rank = int(getattr(config, "r", 0) or 0)
         self.bytes = sum(tensor.nbytes for tensor in self._state.values())
         """The memory that it takes on a device: its weights, and those of the model that it has changed."""
+        self.copies_base = False
+        """True if its twin has weights of its own in the place of the model's."""
         self._twin: nn.Module | None = None
 
     @property
@@ -66,6 +68,7 @@ class PeftAdapter:
                 except _WritesBase:
                     found = _loaded(model, self._state, self._config, name, writes=True)
             self._twin, more = found
+            self.copies_base = more > 0
             self.bytes = sum(tensor.nbytes for tensor in self._state.values()) + more
         return self._twin
 
