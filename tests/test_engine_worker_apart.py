@@ -463,7 +463,7 @@ def test_an_encoder_decoder() -> None:
 @settings(max_examples=examples(4), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_requests_of_two_kinds_under_pressure(data: st.DataObject) -> None:
-    """Whatever comes when, is cancelled, or has to give way: each has the tokens of its adapter alone."""
+    """Requests come at any time, are cancelled and give way: each has the tokens of its adapter alone."""
     model = under_pressure()
     names = [None, "one", "two", "three", "four"]
     options = {
