@@ -316,3 +316,39 @@ def test_whole_norms_beside_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         for name in ("one", "two", None):
             assert ask(engine, prompt(3), adapter=name) == alone(model, prompt(3), name)
+
+
+def test_embeddings_as_prompts_beside_trained_tokens() -> None:
+    """A step with a prompt of embeddings looks up the other rows' tokens itself: each as its adapter has it."""
+    model = trained(*[lora(**options) for options in CASES["tokens"]])
+    ids = prompt(3, 12)
+    embeds = (
+        model.get_base_model().get_input_embeddings().token_adapter.base_layer(torch.tensor(ids)).detach()
+    )
+    with Engine(model, block_size=4, num_blocks=200) as engine:
+        names = ["two", None, "one"]
+        handles = [engine.submit(prompt(i, 12), **GREEDY, adapter=name) for i, name in enumerate(names)]
+        given = engine.submit(inputs_embeds=embeds, **GREEDY, adapter=None)
+        assert [tokens(handle) for handle in handles] == [
+            alone(model, prompt(i, 12), name) for i, name in enumerate(names)
+        ]
+        assert tokens(given) == alone(model, ids, None)
+        engine.check()
+
+
+def test_beams_and_preempted_requests() -> None:
+    """Parts follow their rows through beams, samples, swaps and recomputation."""
+    model = trained(lora(**CASES["tokens"][0]), lora(**CASES["dora"][0]))
+    for mode in ("swap", "recompute"):
+        with Engine(model, block_size=4, num_blocks=17, preemption=mode, watermark=0.0) as engine:
+            wanted = ["one", "two", None, "three", "one", "two"]
+            call = {"max_new_tokens": 14, "do_sample": False}
+            handles = [engine.submit(prompt(i, 12), **call, adapter=each) for i, each in enumerate(wanted)]
+            assert [tokens(each) for each in handles] == [
+                alone(model, prompt(i, 12), each, max_new_tokens=14) for i, each in enumerate(wanted)
+            ]
+            assert engine.stats()["preemptions"] > 0
+            beams = {"num_beams": 3, "num_return_sequences": 2}
+            found = engine.generate([prompt(4)], **GREEDY, **beams, adapter="one")[0]
+            assert first(found) == alone(model, prompt(4), "one", **beams)
+            engine.check()

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from ...model.offloaded import input_device
+from ...model.peft_parts import base_of
 from ...model.weights_digest import host_bytes
 
 
 def checked(model: Any, embeds: object, ids: tuple[int, ...]) -> torch.Tensor:
     """A prompt's embeddings [tokens, hidden] in the model's dtype; `ids` are those given with them."""
-    table = model.get_input_embeddings()
+    table: Any = model.get_input_embeddings()
+    table = None if table is None else base_of(table)  # peft's module makes a weight for each look
     hidden = (
         table.weight.shape[1]
         if getattr(table, "weight", None) is not None

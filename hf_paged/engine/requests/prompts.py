@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import ProcessorMixin
 
+from ...model.peft_parts import base_of
+
 RAW = ("images", "videos", "audio")
 """A processor's inputs in addition to a text."""
 SAID = ("text", "refusal")
@@ -156,7 +158,7 @@ def prompt_tokens(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
 def known_ids(module: Any) -> int | None:
     """For how many token ids, from 0 on, a module has embeddings; None if it does not say."""
     try:
-        table = module.get_input_embeddings()
+        table = base_of(module.get_input_embeddings())  # peft's module makes a weight for each look
     except (AttributeError, NotImplementedError):
         return None
     own = getattr(table, "num_embeddings", None)

@@ -282,7 +282,8 @@ class EagerModel:
         ids = batch.ids(self.device)[None]
         if all(row.embeds is None for row in batch.inputs.values()):
             return {"input_ids": ids}
-        embeds = self.embedded(ids.clamp(min=0))
+        with self._with_adapters(batch, None):
+            embeds = self.embedded(ids.clamp(min=0))
         begin = 0
         for i, count in enumerate(batch.rows.counts):
             own = batch.inputs.get(i, PLAIN).embeds
