@@ -25,7 +25,7 @@ from ...scheduling import AdapterNames
 from .forward_batch import Answer, ForwardBatch
 from .pools import Pools
 from .probe import CLOSE, CLOSE_IN_HALF, distance
-from .runner import Runner
+from .runner import Runner, Verdicts
 from .trial import Trial
 
 logger = logging.getLogger("hf_paged")
@@ -81,8 +81,8 @@ class ForwardsApart:
         """The model alone, as it was when the first of the twins was made."""
         self._changes = 0
         """How often the content of its weights was seen to have changed by then."""
-        self._tried: dict[str, Runner] = {}
-        """By the settings of adapters the runner of a trial, which has noted what came of it."""
+        self._tried: dict[str, Verdicts] = {}
+        """By the settings of adapters the findings of a trial."""
 
     def __contains__(self, slot: int) -> bool:
         return slot in self.by_slot
@@ -171,7 +171,7 @@ class ForwardsApart:
         except (NoTwin, Unservable) as error:
             raise Unservable(f"the adapter {_title(names)} cannot be chosen by request: {error}") from error
         runner = Runner(twin, self._pools)
-        runner.take_verdicts(self._tried[settings])
+        runner.take(self._tried[settings])
         return ForwardApart(names, runner, runs_unknown_code(twin))
 
     def _look_at_model(self) -> None:
@@ -191,16 +191,14 @@ class ForwardsApart:
             if own.why_apart is not None:
                 own.follow(self._model)
 
-    def _try(self, twin: nn.Module) -> Runner:
-        """Compute two short sequences on pages of the twin's own: the runner in which the trial has noted
-        what it has found.
-        """
+    def _try(self, twin: nn.Module) -> Verdicts:
+        """Compute two short sequences on pages of the twin's own: the findings."""
         pools = Pools(twin, self._pools.config)
         try:
             runner = Runner(twin, pools)
             Trial(runner).compare()
             runner.close()
-            return runner
+            return runner.verdicts
         finally:
             pools.free()
 

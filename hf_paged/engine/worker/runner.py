@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +28,16 @@ from .merging import Merger
 from .pools import Pools
 from .warmup import label_of
 from .weakly import weakly
+
+
+class Verdicts(NamedTuple):
+    """The findings of a runner's trial, as the runner has them."""
+
+    why_rows: str | None
+    captures_rows: bool
+    why_no_embeddings: str | None
+    why_not_cross: str | None
+    beside: bool
 
 
 class Runner:
@@ -69,11 +80,17 @@ class Runner:
         elif self.states is not None:
             self.captures_rows = True
 
-    def take_verdicts(self, tried: Runner) -> None:
-        """Know what a trial of this model over other pools has found."""
-        self.why_rows, self.captures_rows = tried.why_rows, tried.captures_rows
-        self.why_no_embeddings, self.why_not_cross = tried.why_no_embeddings, tried.why_not_cross
-        self.eager.beside = tried.eager.beside
+    @property
+    def verdicts(self) -> Verdicts:
+        """The findings of its trial."""
+        return Verdicts(
+            self.why_rows, self.captures_rows, self.why_no_embeddings, self.why_not_cross, self.eager.beside
+        )
+
+    def take(self, verdicts: Verdicts) -> None:
+        """Know what a trial of this model, or of one alike, has found over other pools."""
+        self.why_rows, self.captures_rows, self.why_no_embeddings, self.why_not_cross, beside = verdicts
+        self.eager.beside = beside
         if self.captured is not None and self.captured.compilation is not None:
             self.captured.compilation.why_not = "peft's own modules compute"
 

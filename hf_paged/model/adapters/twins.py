@@ -42,7 +42,13 @@ def twin_of(model: nn.Module) -> nn.Module:
     with _SharedTensors():
         for each in _shared(model, modules):
             memo[id(each)] = each
-        twin: nn.Module = copy.deepcopy(model, memo)
+        try:
+            twin: nn.Module = copy.deepcopy(model, memo)
+        except Exception as error:
+            raise NoTwin(
+                f"the modules of {type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
+                "use generate()"
+            ) from error
     for module in modules_of(twin):
         given = module.__dict__.get("forward")
         if given is not None and own_forward(module) is None:
