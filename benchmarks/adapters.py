@@ -3,6 +3,7 @@
     python benchmarks/adapters.py                         # everything, some 6 minutes on a GPU
     python benchmarks/adapters.py --sections steps --rows 8 64 --counts 0 8
     python benchmarks/adapters.py --sections parts        # DoRA, trained tokens, embeddings, whole heads
+    python benchmarks/adapters.py --sections apart        # IA3, which peft's own modules compute
 
 The adapters are random, of rank 16 on all seven linear layers, in the model's number type; an engine has them
 beside a plain model, generate() in a peft model. Rows get them in turn.
@@ -185,6 +186,67 @@ def parts(bench: AdapterBench) -> None:
                 )  # fmt: skip
 
 
+IA3 = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+
+
+def ia3_state(bench: AdapterBench, seed: int) -> dict[str, torch.Tensor]:
+    """A random IA3 adapter, as peft saves it."""
+    random = torch.Generator(bench.options.device).manual_seed(seed)
+    found = {}
+    for name, module in bench.model.named_modules():
+        last = name.rsplit(".", 1)[-1]
+        if last in IA3["target_modules"]:
+            shape = (1, module.in_features) if last == "down_proj" else (module.out_features, 1)
+            scale = 1 + 0.05 * torch.randn(shape, generator=random, device=bench.options.device)
+            found[f"base_model.model.{name}.ia3_l"] = scale.cpu()
+    return found
+
+
+def apart(bench: AdapterBench) -> None:
+    """Bars: 32 rows of LoRA beside 32 of one IA3 take 1.15 of two such steps; 64 requests of 8 adapters that run
+    apart take half of the time of stock's generate(), one adapter after another.
+    """
+    count, each = 8, 32
+    new = 32
+    bench.report.table(
+        "adapters apart", f"Steps with adapters that peft's modules compute, prompts of {CONTEXT}, median",
+        what=("rows", ""), ms=("a step, ms", ".2f"), share=("of both apart, or of stock's time", ".2f"),
+    )  # fmt: skip
+    with bench.engine_with(1, 2 * each, max_adapters=count + 1, max_adapter_forwards=count) as engine:
+        for i in range(count):
+            engine.add_adapter(f"b{i}", ia3_state(bench, i), peft.IA3Config(**IA3))
+        rows = {"LoRA": [{"adapter": "a0"}] * each, "IA3": [{"adapter": "b0"}] * each}
+        rows["both"] = [other for pair in zip(rows["LoRA"], rows["IA3"], strict=True) for other in pair]
+        found = {
+            what: statistics.median(decode_steps(bench, engine, len(others), new, others=others)) * 1e3
+            for what, others in rows.items()
+        }
+        for what, ms in found.items():
+            share = ms / (found["LoRA"] + found["IA3"]) if what == "both" else None
+            bench.report.row(what=f"{len(rows[what])} of {what}", ms=ms, share=share)
+        prompts = bench.prompts(8 * count, 64)
+        names = [f"b{i % count}" for i in range(len(prompts))]
+        seconds = []
+        for _ in range(2):
+            begin = time.perf_counter()
+            asked = [
+                engine.submit(ids, adapter=name, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+                for ids, name in zip(prompts, names, strict=True)
+            ]
+            for handle in asked:
+                handle.result()
+            seconds.append(time.perf_counter() - begin)
+    model = peft.get_peft_model(bench.model, peft.IA3Config(**IA3), adapter_name="b0")
+    peft.set_peft_model_state_dict(model, ia3_state(bench, 0), adapter_name="b0")
+    ids = torch.tensor(prompts[:8], device=bench.options.device)
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False}
+    stock = count * min(call_time(bench, model, new, **call) for _ in range(2))
+    bench.model = model.unload()
+    bench.report.row(
+        what=f"{len(prompts)} requests of {count}", ms=seconds[1] / new * 1e3, share=seconds[1] / stock
+    )
+
+
 def call_time(bench: AdapterBench, model: Any, new: int, **call: Any) -> float:
     """Seconds of a call of generate() for so many tokens."""
     bench.wait()
@@ -350,7 +412,7 @@ def kernel_steps(bench: AdapterBench) -> None:
 
 
 SECTIONS = {
-    "steps": steps, "parts": parts, "generate": generate, "trace": run_trace, "first_token": first_token, "kernels": kernel_steps,
+    "steps": steps, "parts": parts, "apart": apart, "generate": generate, "trace": run_trace, "first_token": first_token, "kernels": kernel_steps,
 }  # fmt: skip
 
 
