@@ -68,6 +68,7 @@ EXAMPLES = {
     "info": """
   hf-paged info                   the installation
   hf-paged info Qwen/Qwen3-8B     a model, without its weights: what runs on pages, and its memory here
+  hf-paged info config.json       the same of a config's file alone
   hf-paged info Qwen/Qwen3-8B --memory 80GiB --dtype bfloat16      on a card of that size
 """,
     "trace": """

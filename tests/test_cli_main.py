@@ -215,6 +215,7 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "there is no folder /no/such/folder; give that of a model, a name on the",
         ),
         (["info", "./no-such-folder"], "there is no folder ./no-such-folder; give"),
+        (["info", "no-such-folder/config.json"], "there is no file no-such-folder/config.json; give that of"),
         (
             ["bench", "demo", "--out", "a.png"],
             "--out: a.png does not end with .svg, the format of the picture",
@@ -528,6 +529,20 @@ def test_info_says_what_runs_on_pages(capsys: pytest.CaptureFixture[str], tmp_pa
     said = capsys.readouterr().out
     assert "on transformers' own cache: RwkvForCausalLM keeps a state of its own" in said
     assert "not served" in said
+
+
+def test_info_takes_the_file_of_a_config(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands that need weights name the folder instead."""
+    demo.model().save_pretrained(tmp_path / "llama")
+    (tmp_path / "llama" / "config.json").rename(tmp_path / "llama" / "small.json")
+    monkeypatch.chdir(tmp_path)
+    for path in ("llama/small.json", "./llama/small.json", str(tmp_path / "llama" / "small.json")):
+        assert main(["info", path]) == 0
+        assert facts_of(capsys.readouterr().out)["model"].strip() == "LlamaForCausalLM"
+    assert main(["generate", "llama/small.json", "--prompt", "a"]) == 1
+    assert "llama/small.json is a file; give its folder, llama, which has" in capsys.readouterr().err
 
 
 def facts_of(printed: str) -> dict[str, str]:

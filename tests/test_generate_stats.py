@@ -164,6 +164,20 @@ def test_of_what_is_no_model(about: Any) -> None:
         about("a folder")
 
 
+def test_of_an_engine(llama: Any) -> None:
+    engine = hf_paged.Engine(llama)
+    with pytest.raises(TypeError, match="expected a model, got Engine; give its model"):
+        hf_paged.stats(engine)  # type: ignore[arg-type]
+    assert hf_paged.stats(engine.model).model == "LlamaForCausalLM"
+    engine.check()
+
+
+def test_prompts_are_counted_with_prefix_caching_alone(llama: Any) -> None:
+    """A call without it computes prompts, and has no count of their tokens to print."""
+    llama.generate(torch.arange(1, 7)[None], max_new_tokens=2, cache_implementation="paged")
+    assert "prompts" not in str(hf_paged.stats(llama))
+
+
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen2-window"])
 def test_pools_of_an_engine(name: str, checked: bool) -> None:

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from families import BY_NAME, build
+from transformers import AutoModelForCausalLM
 
 from hf_paged import demo
 from hf_paged.serve.link.loading import Source
@@ -66,6 +68,45 @@ def test_code_of_a_checkpoint_is_run_on_demand(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     assert Source(str(own_code), trust_remote_code=True).checkpoint.config.model_type == "own"
     assert touched.exists()
+    assert Source(str(own_code), trust_remote_code=True).load_processor()("The fox")["input_ids"]
+
+
+def test_an_adapters_folder_loads_its_model_too(tmp_path: Path) -> None:
+    """The words are the model's, unless the folder has its own."""
+    demo.model().save_pretrained(tmp_path / "base")
+    demo.tokenizer().save_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    folder = tmp_path / "adapter"
+    adapted.save_pretrained(folder)
+    source = Source(str(folder))
+    assert type(source.outline()) is type(adapted.get_base_model())
+    assert source.load_processor().get_vocab() == demo.tokenizer().get_vocab()
+    tokenizer = demo.tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(folder)
+    assert "<more>" in source.load_tokenizer().get_vocab()
+    loaded = source.load()
+    assert loaded.active_adapters() == ["default"]
+
+
+def test_an_adapter_without_the_name_of_its_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    with pytest.raises(ValueError, match="does not name its model; load the model and add the adapter"):
+        Source(str(tmp_path)).load_processor()
+
+
+def test_a_config_that_names_no_class(tmp_path: Path) -> None:
+    """As save_pretrained of a config alone writes it: transformers finds the class by the model's type."""
+    demo.tokenizer().save_pretrained(tmp_path)
+    build(BY_NAME["llama"]).config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("architectures", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = Source(str(tmp_path))
+    assert type(source.outline()).__name__ == "LlamaForCausalLM"
+    assert source.load_processor().get_vocab() == demo.tokenizer().get_vocab()
 
 
 def test_the_command_says_which_flag_would_run_it(

@@ -130,7 +130,8 @@ class Stats:
         if self.pools:
             lines += _table(self.pools)
         lines.append(f"rows     {self.rows_computed:,} computed, {self.rows_left_out:,} left out")
-        lines.append(f"prompts  {self.reused:,} tokens reused, {self.computed:,} computed")
+        if self.reused or self.computed:  # they count calls with prefix caching
+            lines.append(f"prompts  {self.reused:,} tokens reused, {self.computed:,} computed")
         lines += [f"         {count:,} x {reason}" for reason, count in sorted(self.reasons.items())]
         titles = ["off", *[""] * len(self.off)]
         lines += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
 )  # fmt: skip
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.peft_utils import find_adapter_config_file
 
 logger = logging.getLogger("hf_paged")
@@ -50,6 +52,19 @@ class Checkpoint(NamedTuple):
         return cls(_located(name), found)
 
     @property
+    def base(self) -> Checkpoint:
+        """The checkpoint that an adapter's folder names; any other is its own."""
+        if Path(self.name).is_file():  # a config
+            return self
+        found = find_adapter_config_file(self.name, **_without(self.files, "trust_remote_code"))
+        if found is None or (Path(self.name) / "config.json").is_file():
+            return self
+        name = json.loads(Path(found).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if not name:
+            raise ValueError(f"the adapter {self.name} does not name its model; load the model and add the adapter")
+        return Checkpoint(name, _without(_without(self.files, "revision"), "subfolder"))
+
+    @property
     def is_demo(self) -> bool:
         """True for the model that comes with hf_paged."""
         return self.name == os.fspath(FILES)
@@ -62,7 +77,7 @@ class Checkpoint(NamedTuple):
     @property
     def model_class(self) -> Any:
         """The class that the checkpoint names, if it generates; else what transformers takes for it."""
-        if find_adapter_config_file(self.name, **_without(self.files, "trust_remote_code")) is not None:
+        if self.base is not self:
             return AutoModelForCausalLM
         names = getattr(self.config, "architectures", None) or ()
         found = [getattr(transformers, name, None) for name in names]
@@ -71,13 +86,14 @@ class Checkpoint(NamedTuple):
 
     def load(self, **keywords: Any) -> Any:
         """The model, ready to generate. keywords: from_pretrained()'s, beside those about files."""
-        if self.is_demo and keywords.get("dtype") in (None, "auto"):
+        _require_folder(self.name)
+        if self.base.is_demo and keywords.get("dtype") in (None, "auto"):
             keywords["dtype"] = torch.float32  # its weights are kept in half of that
         return self.model_class.from_pretrained(self.name, **self.files, **keywords).eval()
 
     def load_processor(self, source: str | None = None) -> Any:
         """The processor of a model that takes images, else its tokenizer. source: where it lies, if apart."""
-        if not takes_images(self.model_class):
+        if not takes_images(self.base.model_class):
             return self.load_tokenizer(source)
         try:
             return AutoProcessor.from_pretrained(_located(source or self.name), **self.files)
@@ -88,11 +104,17 @@ class Checkpoint(NamedTuple):
             return self.load_tokenizer(source)
 
     def load_tokenizer(self, source: str | None = None) -> Any:
-        """The tokenizer."""
+        """The tokenizer: of an adapter the one in its folder, else that of its model."""
+        _require_folder(self.name)
+        base = self.base
+        if source is None and base is not self and not get_tokenizer_config(self.name, **self.files):
+            return base.load_tokenizer()
         return AutoTokenizer.from_pretrained(_located(source or self.name), **self.files)
 
     def outline(self, dtype: torch.dtype | None = None) -> Any:
         """The model without weights: its modules on the meta device. dtype: else the config's."""
+        if self.base is not self:
+            return self.base.outline(dtype)
         config, kind = self.config, self.model_class
         if dtype is None and self.is_demo:
             dtype = torch.float32
@@ -100,7 +122,8 @@ class Checkpoint(NamedTuple):
             make = getattr(kind, "_from_config", None) or kind.from_config
             model = make(config, **({} if dtype is None else {"dtype": dtype})).eval()
         with suppress(OSError):  # it has none
-            model.generation_config = GenerationConfig.from_pretrained(self.name, **self.files)
+            folder = Path(self.name).parent if Path(self.name).is_file() else self.name
+            model.generation_config = GenerationConfig.from_pretrained(folder, **self.files)
         return model
 
 
@@ -120,8 +143,17 @@ def load_with_words(
 
 
 def takes_images(kind: Any) -> bool:
-    """True if the forward of a model, or of a class of models, takes images."""
-    return any(name.startswith("pixel_values") for name in inspect.signature(kind.forward).parameters)
+    """True if the forward of a model, or of a class of models, takes images. AutoModelForCausalLM has none."""
+    forward = getattr(kind, "forward", None)
+    return forward is not None and any(
+        name.startswith("pixel_values") for name in inspect.signature(forward).parameters
+    )
+
+
+def _require_folder(name: str) -> None:
+    """Raise for a file, such as a config: its weights and its tokenizer lie beside it."""
+    if Path(name).is_file():
+        raise ValueError(f"{name} is a file; give its folder, {Path(name).parent}, which has the weights too")
 
 
 def _located(name: str | os.PathLike[str]) -> str:

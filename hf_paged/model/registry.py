@@ -23,8 +23,16 @@ def base_model(model: nn.Module) -> nn.Module:
     if type(model).__module__ == "peft.mixed_model":
         base = cast(Any, model).base_model.model
     if not isinstance(base, nn.Module):
-        raise TypeError(f"expected a model, got {type(model).__name__}; load one by from_pretrained()")
+        raise TypeError(_not_a_model(model))
     return base
+
+
+def _not_a_model(given: Any) -> str:
+    """What to do instead, for an error."""
+    kind = type(given).__name__
+    if isinstance(getattr(given, "model", None), nn.Module):  # an engine, a trainer, a pipeline
+        return f"expected a model, got {kind}; give its model"
+    return f"expected a model, got {kind}; load one by from_pretrained()"
 
 
 def memory_of(model: nn.Module) -> Memory:

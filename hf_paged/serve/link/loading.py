@@ -44,16 +44,14 @@ class Source:
     def __post_init__(self) -> None:
         if self.tensor_parallel_size > 1 and (self.device or self.device_map):
             raise ValueError("--tensor-parallel-size places the model; leave out --device and --device-map")
-        if self.model.startswith(LOCAL) and not Path(self.model).is_dir():
-            raise ValueError(
-                f"there is no folder {self.model}; give that of a model, a name on the Hub, or {DEMO[0]}"
-            )
+        if self.model.startswith(LOCAL) or self.model.endswith(".json"):
+            _require_path(self.model)
         dtype = getattr(torch, self.dtype, None)
         if self.dtype != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(
                 f"--dtype {self.dtype} is not a dtype of weights; give auto, float32, bfloat16 or float16"
             )
-        if self.revision is not None and (self.model in DEMO or Path(self.model).is_dir()):
+        if self.revision is not None and (self.model in DEMO or Path(self.model).exists()):
             raise ValueError(
                 f"--revision {self.revision}: {self.model} is not a checkpoint on the Hub; leave the flag out"
             )
@@ -104,6 +102,15 @@ class Source:
     def outline(self) -> Any:
         """The model without weights: its modules on the meta device."""
         return self.checkpoint.outline(None if self.dtype == "auto" else getattr(torch, self.dtype))
+
+
+def _require_path(model: str) -> None:
+    """Raise unless a path is there: a folder, or the file of a config."""
+    if not Path(model).exists():
+        what = "file" if model.endswith(".json") else "folder"
+        raise ValueError(
+            f"there is no {what} {model}; give that of a model, a name on the Hub, or {DEMO[0]}"
+        )
 
 
 @contextmanager
