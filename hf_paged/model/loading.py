@@ -61,7 +61,9 @@ class Checkpoint(NamedTuple):
             return self
         name = json.loads(Path(found).read_text(encoding="utf-8")).get("base_model_name_or_path")
         if not name:
-            raise ValueError(f"the adapter {self.name} does not name its model; load the model and add the adapter")
+            raise ValueError(
+                f"the adapter {self.name} does not name its model; load the model and add the adapter"
+            )
         return Checkpoint(name, _without(_without(self.files, "revision"), "subfolder"))
 
     @property
@@ -143,7 +145,7 @@ def load_with_words(
 
 
 def takes_images(kind: Any) -> bool:
-    """True if the forward of a model, or of a class of models, takes images. AutoModelForCausalLM has none."""
+    """True if the forward of a model, or of a class of models, takes images. An Auto class has none."""
     forward = getattr(kind, "forward", None)
     return forward is not None and any(
         name.startswith("pixel_values") for name in inspect.signature(forward).parameters

@@ -28,7 +28,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def _not_a_model(given: Any) -> str:
-    """What to do instead, for an error."""
+    """An error that says what to give instead."""
     kind = type(given).__name__
     if isinstance(getattr(given, "model", None), nn.Module):  # an engine, a trainer, a pipeline
         return f"expected a model, got {kind}; give its model"

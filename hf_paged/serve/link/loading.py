@@ -108,9 +108,7 @@ def _require_path(model: str) -> None:
     """Raise unless a path is there: a folder, or the file of a config."""
     if not Path(model).exists():
         what = "file" if model.endswith(".json") else "folder"
-        raise ValueError(
-            f"there is no {what} {model}; give that of a model, a name on the Hub, or {DEMO[0]}"
-        )
+        raise ValueError(f"there is no {what} {model}; give that of a model, a name on the Hub, or {DEMO[0]}")
 
 
 @contextmanager
