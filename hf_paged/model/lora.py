@@ -64,9 +64,16 @@ class Adapter:
     @property
     def versions(self) -> tuple[Any, ...]:
         """These tensors, where they lie, how often torch has counted a write to them, and its settings."""
-        tensors = self.weights()[0]
-        written = [(id(each), each.data_ptr(), version_of(each)) for each in tensors]
-        return tuple(written), tuple([part.settings for part in self.parts])
+        found: list[Any] = []
+        read: list[torch.Tensor] = []
+        for module, parts in self.layers.items():
+            for part in parts:
+                found.append(part.settings)
+                read += part.tensors
+                if part.reads_base:
+                    read += base_of(module).parameters()
+        found += [(id(each), each.data_ptr(), version_of(each)) for each in read]
+        return tuple(found)
 
     @property
     def rank(self) -> int:

@@ -122,7 +122,7 @@ class Part(Protocol):
         """The output, not rounded to y's type yet. base: the module without adapters."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: made for every layer in every look, and that costs as much as all the rest
 class LowRank(Part):
     """An addition to a linear layer's output: scale * ((x a^T) b^T + bias).
 
@@ -140,10 +140,12 @@ class LowRank(Part):
     """[outputs]"""
     magnitude: torch.Tensor | None = None
     """[outputs]"""
-    _factors: list[torch.Tensor] = field(default_factory=list, repr=False)
+    _factor: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        if self.bias is None and self.magnitude is None:
+            return self.a, self.b
         return tuple(each for each in (self.a, self.b, self.bias, self.magnitude) if each is not None)
 
     @property
@@ -182,7 +184,7 @@ class LowRank(Part):
         return LowRank(a, b, self.scale, bias, magnitude)
 
     def padded(self) -> LowRank:
-        return replace(self, a=_padded_rows(self.a), b=_padded_rows(self.b.T).T.contiguous(), _factors=[])
+        return replace(self, a=_padded_rows(self.a), b=_padded_rows(self.b.T).T.contiguous(), _factor=None)
 
     def given(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.a.dtype)
@@ -200,16 +202,16 @@ class LowRank(Part):
 
     def factor(self, base: nn.Module) -> torch.Tensor:
         """[outputs]: magnitude / norm, computed once. Who changes a weight makes the part anew."""
-        if not self._factors:
+        if self._factor is None:
             assert self.magnitude is not None
             weight = weight_of(base).detach()
             weight = weight.T if isinstance(base, Conv1D) else weight
             norm = _norms(weight, self.a.detach(), self.b.detach(), self.scale)
-            self._factors.append(self.magnitude.detach().to(norm.device) / norm)
-        return self._factors[0]
+            self._factor = self.magnitude.detach().to(norm.device) / norm
+        return self._factor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LowRankEmbedding(Part):
     """An addition to an embedding's output: scale * (a^T[ids]) b^T, by DoRA's magnitude as for a layer."""
 
@@ -221,7 +223,7 @@ class LowRankEmbedding(Part):
     scale: float
     magnitude: torch.Tensor | None = None
     """[width]"""
-    _factors: list[torch.Tensor] = field(default_factory=list, repr=False)
+    _factor: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -245,7 +247,7 @@ class LowRankEmbedding(Part):
         return LowRankEmbedding(a, b, self.scale, magnitude)
 
     def padded(self) -> LowRankEmbedding:
-        return replace(self, a=_padded_rows(self.a), b=_padded_rows(self.b.T).T.contiguous(), _factors=[])
+        return replace(self, a=_padded_rows(self.a), b=_padded_rows(self.b.T).T.contiguous(), _factor=None)
 
     @property
     def kernel(self) -> str:
@@ -265,12 +267,12 @@ class LowRankEmbedding(Part):
 
     def factor(self, base: nn.Module) -> torch.Tensor:
         """[width]: magnitude / norm, computed once."""
-        if not self._factors:
+        if self._factor is None:
             assert self.magnitude is not None
             weight = weight_of(base).detach().T
             norm = _norms(weight, self.a.detach(), self.b.detach(), self.scale)
-            self._factors.append(self.magnitude.detach().to(norm.device) / norm)
-        return self._factors[0]
+            self._factor = self.magnitude.detach().to(norm.device) / norm
+        return self._factor
 
 
 @dataclass(frozen=True, eq=False)

@@ -213,7 +213,7 @@ class LoraLayers:
         found = {}
         for layer in self.layers:
             kind = kind_of(layer)
-            if kind is not None and name in kind.names(layer):
+            if kind is not None and kind.has(layer, name):
                 found[layer] = (kind.read(layer, name),)
         return Adapter(found)
 

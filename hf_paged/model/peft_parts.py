@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -29,6 +30,8 @@ class PeftModule(NamedTuple):
 
     names: Callable[[Any], Iterable[str]]
     """The adapters that have a part there."""
+    has: Callable[[Any, str], bool]
+    """True if an adapter has one."""
     read: Callable[[Any, str], Part]
     why_not: Callable[[Any, str], str | None]
     """Why only peft's own code can compute the part of an adapter."""
@@ -38,7 +41,13 @@ class PeftModule(NamedTuple):
 
 def kind_of(module: Any) -> PeftModule | None:
     """The kind of a module of peft's, if parts can be read from it."""
-    name, home = type(module).__name__, type(module).__module__
+    kind: Any = type(module)
+    return _kind_of(kind)
+
+
+@cache
+def _kind_of(of: type) -> PeftModule | None:
+    name, home = of.__name__, of.__module__
     if home.startswith("peft.tuners.lora."):
         return LORA_LINEAR if name in LINEAR else LORA_EMBEDDING if name == "Embedding" else None
     return WRAPPERS.get(name) if home.startswith(("peft.utils.", "peft.tuners.trainable_tokens.")) else None
@@ -102,13 +111,20 @@ def _lora_names(layer: Any) -> list[str]:
     return [*layer.lora_A, *layer.lora_embedding_A]
 
 
+def _has_lora(layer: Any, name: str) -> bool:
+    parts = layer._modules
+    return name in parts["lora_A"]._modules or name in parts["lora_embedding_A"]
+
+
 def _read_linear(layer: Any, name: str) -> LowRank:
-    second = layer.lora_B[name]
-    bias = None if second.bias is None else local_part(second.bias)
-    own = layer.lora_magnitude_vector
+    parts = layer._modules  # past torch's own lookups, which cost more than all the rest
+    a = parts["lora_A"]._modules[name]._parameters["weight"]
+    second = parts["lora_B"]._modules[name]._parameters
+    bias = second.get("bias")
+    own = parts["lora_magnitude_vector"]
     magnitude = local_part(own[name].weight) if name in own else None
-    a, b = local_part(layer.lora_A[name].weight), local_part(second.weight)
-    return LowRank(a, b, float(layer.scaling[name]), bias, magnitude)
+    bias = None if bias is None else local_part(bias)
+    return LowRank(local_part(a), local_part(second["weight"]), float(layer.scaling[name]), bias, magnitude)
 
 
 def _read_embedding(layer: Any, name: str) -> LowRankEmbedding:
@@ -131,7 +147,9 @@ def _why_not_lora(layer: Any, name: str) -> str | None:
     for part in (layer.lora_A, layer.lora_B):
         if name in part and (type(part[name]) is not nn.Linear or part[name].weight.device.type == "meta"):
             return "an adapter's weights are loaded for each forward"
-    if layer.lora_embedding_A and (base_of(layer).max_norm is not None or layer.tp_layer is not None):
+    if layer.lora_embedding_A and (
+        getattr(base_of(layer), "max_norm", None) is not None or getattr(layer, "tp_layer", None) is not None
+    ):
         return "an embedding has max_norm, or ranks divide it"
     return None
 
@@ -139,7 +157,7 @@ def _why_not_lora(layer: Any, name: str) -> str | None:
 LORA_PARTS = frozenset(
     {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_dropout"}
 )
-LORA_LINEAR = PeftModule(_lora_names, _read_linear, _why_not_lora, LORA_PARTS)
+LORA_LINEAR = PeftModule(_lora_names, _has_lora, _read_linear, _why_not_lora, LORA_PARTS)
 LORA_EMBEDDING = LORA_LINEAR._replace(read=_read_embedding)
 
 
@@ -153,6 +171,10 @@ def _tokens_of(module: Any) -> Any:
 
 def _token_names(module: Any) -> list[str]:
     return list(_tokens_of(module).trainable_tokens_delta)
+
+
+def _has_tokens(module: Any, name: str) -> bool:
+    return name in _tokens_of(module).trainable_tokens_delta
 
 
 def _read_tokens(module: Any, name: str) -> TrainedTokens:
@@ -184,6 +206,10 @@ def _saved_names(module: Any) -> list[str]:
     return list(module.modules_to_save)
 
 
+def _has_saved(module: Any, name: str) -> bool:
+    return name in module._modules["modules_to_save"]._modules
+
+
 def _read_saved(module: Any, name: str) -> SavedModule:
     return SavedModule(module.modules_to_save[name])
 
@@ -193,11 +219,17 @@ def _why_not_saved(module: Any, name: str) -> str | None:
 
 
 TOKENS = PeftModule(
-    _token_names, _read_tokens, _why_not_tokens, ("trainable_tokens_delta", "trainable_tokens_original")
+    _token_names,
+    _has_tokens,
+    _read_tokens,
+    _why_not_tokens,
+    ("trainable_tokens_delta", "trainable_tokens_original"),
 )
 WRAPPERS = {
     "TrainableTokensWrapper": TOKENS,
     "TrainableTokensLayer": TOKENS,
-    "ModulesToSaveWrapper": PeftModule(_saved_names, _read_saved, _why_not_saved, ("modules_to_save",)),
+    "ModulesToSaveWrapper": PeftModule(
+        _saved_names, _has_saved, _read_saved, _why_not_saved, ("modules_to_save",)
+    ),
 }
 """By the names of peft's classes."""
