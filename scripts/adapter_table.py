@@ -570,7 +570,7 @@ Made by `python scripts/adapter_table.py --write docs/adapters.md` on {date} wit
 
 | word | meaning |
 |---|---|
-| kernels | low-rank products are computed apart from the model, on a CUDA device by the kernels `lora_shrink` and `lora_expand` |
+| kernels | parts of adapters are computed apart from the model, on a CUDA device by kernels ([parts](#parts-of-an-adapter)) |
 | both | kernels compute in the engine, peft's own modules in `generate()` |
 | peft | peft's own modules compute, as part of the model |
 | same | the tokens of stock transformers and peft, greedy and with beams, also with prefix hits |
