@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,14 +136,24 @@ def test_an_engine_by_a_folder(tmp_path: Path) -> None:
         ({"num_block": 30}, "'num_block' is not an option .*; did you mean 'num_blocks'"),
         ({"num_blocks": 0}, "num_blocks=0 is not a pool"),
         ({"num_blocks": 30, "adapters": {"poet": "/no/such/folder"}}, "/no/such/folder"),
+        (
+            {"num_blocks": 30, "adapters": {"poet": os.path.dirname(__file__)}},
+            "is not a folder with adapter_config",
+        ),
+        ({"adapters": ["adapters/poet"]}, "adapters are folders by name, as .*, got list"),
     ],
 )
 def test_an_engine_by_name_is_refused(options: dict[str, Any], error: str) -> None:
     """Before anything is loaded, if the options are wrong; an adapter that is none leaves no engine."""
     held = {id(each) for each in memories() if each.groups}
-    with pytest.raises((ValueError, OSError), match=error):
+    with pytest.raises((ValueError, OSError, TypeError), match=error):
         Engine.from_pretrained("demo", **options)
     assert {id(each) for each in memories() if each.groups} <= held
+
+
+def test_an_engine_by_a_path_where_nothing_is() -> None:
+    with pytest.raises(ValueError, match="there is no folder /no/such/model; give that of a model"):
+        Engine.from_pretrained("/no/such/model")
 
 
 def test_an_engine_is_not_copied(engine: Engine) -> None:

@@ -21,10 +21,11 @@ from hf_paged_cli.limits import ServerLimits
 
 from ..engine import Engine
 from ..model.adapters.files import CONFIG
+from ..model.loading import LOCAL
 from ..model.servable import longest
 from ..serve.http.options import ServerOptions
 from ..serve.link import ranks
-from ..serve.link.loading import LOCAL, Source
+from ..serve.link.loading import Source
 from .arguments import source_of
 
 

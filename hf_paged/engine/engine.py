@@ -147,6 +147,9 @@ class Engine:
         if config is None:
             options.setdefault("fuse_projections", True)  # nobody else has these weights
         EngineConfig.of(config, options)  # what contradicts itself is refused before anything is loaded
+        if not isinstance(adapters, Mapping | None):
+            kind = type(adapters).__name__
+            raise TypeError(f"adapters are folders by name, as {{'poet': 'adapters/poet'}}, got {kind}")
         model, words = load_with_words(name_or_path, tokenizer, keywords)
         engine = cls(model, words, config, **options)
         try:

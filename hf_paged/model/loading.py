@@ -30,6 +30,8 @@ DEMO = ("demo", "hf_paged.demo")
 """Names of the model that comes with hf_paged."""
 FILES = Path(__file__).resolve().parent.parent / "demo" / "data"
 """The files of that model."""
+LOCAL = ("/", "./", "../", "~")
+"""How a path begins that is no name on the Hub."""
 OF_FILES = (
     "revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder",
     "trust_remote_code",
@@ -48,6 +50,7 @@ class Checkpoint(NamedTuple):
     @classmethod
     def of(cls, name: str | os.PathLike[str], keywords: Mapping[str, Any]) -> Checkpoint:
         """Take the keywords about files out of those of from_pretrained(); others are left."""
+        require_path(os.fspath(name))
         found = {key: keywords[key] for key in OF_FILES if keywords.get(key) is not None}
         return cls(_located(name), found)
 
@@ -150,6 +153,13 @@ def takes_images(kind: Any) -> bool:
     return forward is not None and any(
         name.startswith("pixel_values") for name in inspect.signature(forward).parameters
     )
+
+
+def require_path(name: str) -> None:
+    """Raise if a name is a path, of a folder or of a config's file, and nothing is there."""
+    if (name.startswith(LOCAL) or name.endswith(".json")) and not Path(name).exists():
+        kind = "file" if name.endswith(".json") else "folder"
+        raise ValueError(f"there is no {kind} {name}; give that of a model, a name on the Hub, or {DEMO[0]}")
 
 
 def _require_folder(name: str) -> None:

@@ -76,7 +76,11 @@ def read_folder(
 def require_folder(folder: str, over: Callable[[], bool] = lambda: False) -> None:
     """Raise FileNotFoundError unless this is a folder as peft saves it, on this machine."""
     path = os.path.join(folder, CONFIG)
-    if not done_apart(lambda progress: os.path.exists(path), path, over):
+    done_apart(lambda progress: _require(folder, path), path, over)
+
+
+def _require(folder: str, path: str) -> None:
+    if not os.path.exists(path):
         raise FileNotFoundError(
             f"{folder[:200]!r} is not a folder with {CONFIG} in it; give one as peft saves it"
         )
@@ -85,6 +89,7 @@ def require_folder(folder: str, over: Callable[[], bool] = lambda: False) -> Non
 def _config(folder: str, path: str) -> Any:
     import peft
 
+    _require(folder, path)
     _require_regular(path)
     return peft.PeftConfig.from_pretrained(folder)
 

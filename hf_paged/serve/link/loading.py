@@ -14,11 +14,9 @@ import torch
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers.utils import logging as progress
 
-from ...model.loading import DEMO, Checkpoint, first_device
+from ...model.loading import DEMO, Checkpoint, first_device, require_path
 from . import ranks
 
-LOCAL = ("/", "./", "../", "~")
-"""How a path begins that is no name on the Hub."""
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps that from_pretrained takes beside a device."""
 
@@ -44,8 +42,7 @@ class Source:
     def __post_init__(self) -> None:
         if self.tensor_parallel_size > 1 and (self.device or self.device_map):
             raise ValueError("--tensor-parallel-size places the model; leave out --device and --device-map")
-        if self.model.startswith(LOCAL) or self.model.endswith(".json"):
-            _require_path(self.model)
+        require_path(self.model)
         dtype = getattr(torch, self.dtype, None)
         if self.dtype != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(
@@ -102,13 +99,6 @@ class Source:
     def outline(self) -> Any:
         """The model without weights: its modules on the meta device."""
         return self.checkpoint.outline(None if self.dtype == "auto" else getattr(torch, self.dtype))
-
-
-def _require_path(model: str) -> None:
-    """Raise unless a path is there: a folder, or the file of a config."""
-    if not Path(model).exists():
-        what = "file" if model.endswith(".json") else "folder"
-        raise ValueError(f"there is no {what} {model}; give that of a model, a name on the Hub, or {DEMO[0]}")
 
 
 @contextmanager
