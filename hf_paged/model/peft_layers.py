@@ -95,6 +95,8 @@ class LoraLayers:
         self.why_whole = (_why_whole(tuners, self.layers) or _why_not_local(self.layers)) if tuners else None
         """Why no adapter can be chosen, and the model alone cannot either."""
         first = next(filter(None, self.reasons.values()), None)
+        if self.why_whole is None and first is not None and any(map(_is_elsewhere, tuners)):
+            self.why_whole = "an adapter's weights are loaded for each forward"
         if self.why_whole is None and first is not None and _are_divided(modules):
             self.why_whole = first  # ranks have no forwards apart
         self.why_not = self.why_whole or first
@@ -323,7 +325,8 @@ def _only_products(layer: Any) -> bool:
     more = len(parts["lora_embedding_A"]) or parts["lora_magnitude_vector"]._modules
     if more or any(layer.lora_bias.values()) or not all(map(is_invoked, layer.lora_variant.values())):
         return False
-    return all(type(part) is nn.Linear for part in parts["lora_A"]._modules.values())
+    own: Any = parts["lora_A"]._modules.values()
+    return all(type(part) is nn.Linear and not part._parameters["weight"].is_meta for part in own)
 
 
 def _why_more(name: str, layer: Any) -> str | None:
@@ -362,6 +365,13 @@ def why_no_adapters_on_ranks(model: nn.Module) -> str | None:
                     "is divided from peft 0.21.1 on"
                 )
     return None
+
+
+def _is_elsewhere(tuner: Any) -> bool:
+    """True if weights of adapters are in no memory that a twin could share: accelerate has offloaded them."""
+    held = [attrgetter(where)(tuner) for where in getattr(tuner, "adapter_layer_names", ())]
+    modules = [each for each in held if isinstance(each, nn.Module)]
+    return any(tensor.is_meta for each in modules for tensor in each.parameters())
 
 
 def _are_divided(modules: Iterable[nn.Module]) -> bool:
