@@ -198,6 +198,18 @@ state_dict = peft.get_peft_model_state_dict(peft.get_peft_model(demo.model(), {L
 another_peft_model = peft.get_peft_model(demo.model(), {LORA}, "curt")
 engine = Engine(model, tokenizer)
 """
+TO_PROMPT = """
+engine.close()
+given = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+model = peft.get_peft_model(demo.model(), peft.PromptTuningConfig(**given), "polite")
+engine = Engine(model.eval(), tokenizer)
+tasks = peft.MultitaskPromptTuningConfig(**given, num_tasks=3)
+engine.add_adapter("tasks", peft.get_peft_model(demo.model(), tasks, "tasks"))
+"""
+TO_SCALE = """
+engine.close()
+model = peft.get_peft_model(demo.model(), peft.IA3Config(task_type="CAUSAL_LM"), "ia3").eval()
+"""
 TO_TRAIN = """
 ids, mask = inputs["input_ids"], inputs["attention_mask"]
 positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -208,7 +220,7 @@ loss_of = lambda logprobs: -logprobs.mean()
 @pytest.mark.parametrize(
     ("page", "befores"),
     [
-        ("adapters.md", ["", "", TO_ADD]),
+        ("adapters.md", ["", "", TO_ADD, TO_PROMPT, TO_SCALE]),
         ("batch_invariant.md", [TO_TRAIN]),
         ("engine_reference.md", ["", ""]),
         ("mismatch.md", ["", ""]),

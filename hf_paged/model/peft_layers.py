@@ -325,8 +325,11 @@ def _only_products(layer: Any) -> bool:
     more = len(parts["lora_embedding_A"]) or parts["lora_magnitude_vector"]._modules
     if more or any(layer.lora_bias.values()) or not all(map(is_invoked, layer.lora_variant.values())):
         return False
-    own: Any = parts["lora_A"]._modules.values()
-    return all(type(part) is nn.Linear and not part._parameters["weight"].is_meta for part in own)
+    own = parts["lora_A"]._modules.values()
+    if not all(type(part) is nn.Linear for part in own):
+        return False
+    weights: list[Any] = [part._parameters["weight"] for part in own]
+    return not any(weight.is_meta for weight in weights)
 
 
 def _why_more(name: str, layer: Any) -> str | None:
