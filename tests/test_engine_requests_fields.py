@@ -207,6 +207,7 @@ def test_unknown_keywords_are_refused(engine: Engine, keyword: str) -> None:
     ("keyword", "hint"),
     [
         ("max_new_token", "did you mean 'max_new_tokens'"),
+        ("n", "did you mean 'num_return_sequences'"),
         ("logit_processor", "did you mean 'logits_processor'"),
         ("streamer", "iterate over the handle"),
         ("assistant_model", "does not draft"),

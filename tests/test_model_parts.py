@@ -206,6 +206,17 @@ def test_what_cannot_be_active_together_is_refused() -> None:
         engine.check()
 
 
+def test_the_error_names_the_parts_of_both() -> None:
+    whole = trained(lora(), lora(modules_to_save=["embed_tokens"]))
+    with Engine(build(BY_NAME["llama"]), block_size=4) as engine:
+        engine.add_adapter("one", trained(lora(trainable_token_indices=[1, 2])))
+        engine.add_adapter("two", whole)
+        both = "two adapters have trained tokens and modules_to_save at one Embedding"
+        with pytest.raises(ValueError, match=both):
+            engine.submit(prompt(1), adapter=["one", "two"])
+        engine.check()
+
+
 def test_a_larger_vocabulary_is_refused_by_name() -> None:
     large = build(BY_NAME["llama"])
     large.resize_token_embeddings(104)

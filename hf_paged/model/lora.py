@@ -101,8 +101,9 @@ def require_together(adapters: Sequence[Adapter]) -> None:
     for module, parts in combine(adapters).layers.items():
         only = [part for part in parts if part.alone]
         if len(only) > 1:
+            what = " and ".join(dict.fromkeys(part.name for part in only))
             raise ValueError(
-                f"two adapters have {only[0].name} at one {type(base_of(module)).__name__}, of which one "
+                f"two adapters have {what} at one {type(base_of(module)).__name__}, of which one "
                 "alone can be active; name one of them"
             )
 

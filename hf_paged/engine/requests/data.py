@@ -8,6 +8,7 @@ from numbers import Integral
 from operator import length_hint
 from typing import Any
 
+from .fields import OPENAI
 from .keywords import ProcessorTensors, RequestKeywords
 from .prompts import short
 
@@ -16,12 +17,6 @@ NAMES = ("prompt", "messages")
 TOKENIZED = ("input_ids", "inputs_embeds", "input_features", *ProcessorTensors.__annotations__)
 """Keys of an item that a tokenizer or a processor has made."""
 OPTIONS = frozenset({*RequestKeywords.__annotations__, "generation_config"})
-OPENAI = {
-    "n": "num_return_sequences",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-}
-"""Options of OpenAI's requests that have another name here."""
 CLOSE = 0.85
 """From which ratio on a key is taken for a misspelt option."""
 

@@ -172,6 +172,12 @@ OTHERS = {
     "use_model_defaults": "what is left open comes from model.generation_config",
 }
 """Arguments of generate() that no request has, and what to do instead."""
+OPENAI = {
+    "n": "num_return_sequences",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+}
+"""Options of OpenAI's requests that have another name here."""
 
 
 def why_unknown(unknown: Iterable[str], known: Iterable[str]) -> str:
@@ -179,7 +185,8 @@ def why_unknown(unknown: Iterable[str], known: Iterable[str]) -> str:
     names = sorted(unknown)
     hints = [OTHERS[name] for name in names if name in OTHERS]
     if not hints:
-        close = [found for name in names for found in difflib.get_close_matches(name, known, 1)]
+        close = [OPENAI[name] for name in names if name in OPENAI]
+        close += [found for name in names for found in difflib.get_close_matches(name, known, 1)]
         hints = [f"did you mean {close[0]!r}?"] if close else []
     hint = hints[0] if hints else "a request takes generate()'s options, seed, logprobs, ..."
     return f"the engine does not take {names}; {hint}"
