@@ -212,7 +212,7 @@ class Walk(RuleBasedStateMachine):
     def spread(self, steps: int) -> None:
         for cache in self.cache.both:
             cache.sources = [row for row in range(cache.count) for _ in range(2)]
-            cache.spread()
+            cache.hold(range(len(cache.sources)), None)
         self.cache.last = None
         self.steps(steps, 1)
 

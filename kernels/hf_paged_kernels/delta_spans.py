@@ -70,7 +70,7 @@ def delta_spans(
     check_last(query=query, key=key, value=value, out=out)
     if by_channel:
         check_last(decay=decay)
-    tile = min(32, max(16, triton.next_power_of_2(width)))
+    tile = LEAST
     parts = PARTS if longest is None else triton.cdiv(longest, CHUNK)
     if not spans or not out.numel() or not parts:
         return out

@@ -11,7 +11,7 @@ CHUNK = 64
 AT_ONCE = 4
 """Spans that are computed beside each other. Most steps have fewer, and programs without one take time."""
 LEAST = 32
-"""The fewest channels of a tile: in products in fp32 over 16, Triton 3.6 reads behind its shared memory."""
+"""Channels and columns of a tile at least: of 16 in fp32, Triton 3.6 reads behind its shared memory."""
 BORDERS = tl.constexpr(256)
 """Spans whose lengths are read at once."""
 

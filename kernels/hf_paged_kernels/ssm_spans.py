@@ -55,7 +55,7 @@ def ssm_spans(
     if out.shape != x.shape:
         raise ValueError(f"Invalid shape of out: expected {list(x.shape)}, got {list(out.shape)}")
     check_last(x=x, B=B, C=C, out=out)
-    tile = min(32, max(16, triton.next_power_of_2(width)))
+    tile = LEAST
     dims = max(LEAST, triton.next_power_of_2(dim))
     halves = x.dtype == torch.bfloat16 and dims <= WIDEST_IN_HALVES
     skip = A if D is None else D
