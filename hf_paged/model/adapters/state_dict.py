@@ -159,7 +159,7 @@ def _products(path: str, base: Any, tensors: Mapping[str, torch.Tensor], config:
     if len(own) < 2:
         raise ValueError(f"the adapter has only {own or list(tensors)} of {path}; expected lora_A and lora_B")
     if not isinstance(base, (nn.Linear, Conv1D)):
-        raise NoParts(f"an adapter of {path}, which is a {type(base).__name__}")
+        raise NoParts(f"the adapter of {path} ({type(base).__name__})")
     a, b = tensors["lora_A"], tensors["lora_B"]
     _require_shapes(path, a, b, *widths_of(base))
     bias, magnitude = tensors.get("lora_B.bias"), _magnitude(path, tensors, config, len(b))
