@@ -111,9 +111,11 @@ def test_a_model_answers_the_same(name: str, together: list[int], monkeypatch: p
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         alone = counts.copy()
-        with fused(Fusion(model, Kernels())):
+        fusion = Fusion(model, Kernels())
+        with fused(fusion):
             found = model(ids, use_cache=False).logits
-    assert torch.equal(found, expected)
+    near = 1e-5 if fusion.gates else 0.0  # products of experts are others than the model's
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
     assert counts == alone + alone
     assert together == TOGETHER[name]
     assert surroundings(model) == before
