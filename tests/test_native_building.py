@@ -120,6 +120,17 @@ def test_a_compiler_in_trouble(
         assert not list(folder.iterdir())
 
 
+@pytest.mark.parametrize(("name", "links"), [("gcc", True), ("g++", False)])
+def test_a_driver_of_c_is_told_to_link_the_library_of_cpp(
+    name: str, links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """peft's BOFT leaves CXX=gcc behind where it cannot build its own kernel."""
+    monkeypatch.setenv("CXX", script(tmp_path / name, f'echo "$@" > {tmp_path}/asked; exit 1'))
+    with pytest.raises(native.Unavailable):
+        native.build()
+    assert ("-lstdc++" in (tmp_path / "asked").read_text().split()) is links
+
+
 def test_a_compiler_that_is_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++ -v")
     with pytest.raises(native.Unavailable, match="CXX='/nowhere/c\\+\\+ -v' is not a program"):

@@ -22,6 +22,8 @@ FOLDER = Path(__file__).parent
 SOURCES = (FOLDER / "paged.cpp", FOLDER / "invariant.cpp")
 HEADER = FOLDER / "registers.h"
 COMPILERS = ("c++", "g++", "clang++")
+C_DRIVERS = ("cc", "gcc", "clang")
+"""Names of compilers that link no C++ library by themselves. Some libraries set $CXX to one of them."""
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared"]
 REGISTERS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"],
@@ -119,7 +121,8 @@ def build(registers: str | None = None) -> Path:
         ) from error
     try:
         flags = [*FLAGS, *REGISTERS.get(registers or capability(), [])]
-        _compile([*command, *flags, *map(str, SOURCES), "-o", own])
+        library = ["-lstdc++"] if Path(command[0]).name in C_DRIVERS else []
+        _compile([*command, *flags, *map(str, SOURCES), *library, "-o", own])
         ctypes.CDLL(own)  # what cannot be loaded is not put in place
         os.chmod(own, 0o755)  # sharing the folder means sharing the library
         os.replace(own, target)
