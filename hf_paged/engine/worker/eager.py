@@ -125,25 +125,14 @@ class EagerModel:
     def flat(self, batch: ForwardBatch) -> Answer:
         """The step as one flat row, operation by operation."""
         self.checks.mark_forward()
-        counts = batch.rows.counts
-        self.cache.begin(
-            {
-                kind: FlatBatch(self._tables(batch.rows, i, kind), counts, self._plans_of(kind))
-                for i, kind in enumerate(self.pools.paged)
-            }
-        )
-        ends = list(accumulate(counts))
+        self._begin_flat(batch.rows)
+        ends = list(accumulate(batch.rows.counts))
         return self._forward(batch, self._inputs(batch), [ends[i] - 1 for i in batch.wanted], flat=True)
 
     def write(self, batch: ForwardBatch) -> None:
         """Write to pages the keys and values that rows bring along."""
         rows = batch.rows
-        self.cache.begin(
-            {
-                kind: FlatBatch(self._tables(rows, i, kind), rows.counts, self._plans_of(kind))
-                for i, kind in enumerate(self.pools.paged)
-            }
-        )
+        self._begin_flat(rows)
         pasts = [batch.inputs[i].past for i in range(len(rows))]
         layer: Any
         for number, layer in enumerate(self.cache.layers):
@@ -154,6 +143,15 @@ class EagerModel:
                 values.append(past.layers[number][1][:, start : start + count])
             device = self.pools.groups[layer.kind].store(number)[0].layout.device
             layer.update(torch.cat(keys, 1)[None].to(device), torch.cat(values, 1)[None].to(device))
+
+    def _begin_flat(self, rows: ForwardRows) -> None:
+        """Let the next writes to the cache be those of all rows side by side."""
+        self.cache.begin(
+            {
+                kind: FlatBatch(self._tables(rows, i, kind), rows.counts, self._plans_of(kind))
+                for i, kind in enumerate(self.pools.paged)
+            }
+        )
 
     def _tables(self, rows: ForwardRows, number: int, kind: LayerKind) -> list[TableView]:
         """The tables of rows in the group of layers of that number and kind, as far as their tokens read

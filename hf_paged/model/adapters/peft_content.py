@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..peft_layers import LoraLayers
-from ..weights_digest import version_of
+from ..weights_digest import tensor_facts
 
 STATE = frozenset({"_caches", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 """Attributes of peft's modules that are no settings of an adapter."""
@@ -67,9 +67,8 @@ class PeftContent:
 
     @property
     def versions(self) -> tuple[Any, ...]:
-        """Its tensors, where they lie, how often torch has counted a write to them, and its settings."""
-        tensors = tuple([(id(each), each.data_ptr(), version_of(each)) for each in self.tensors])
-        return tensors, self.facts
+        """The host's facts about its tensors, writes to them among these, and its settings."""
+        return tensor_facts(self.tensors), self.facts
 
     @property
     def rank(self) -> int:

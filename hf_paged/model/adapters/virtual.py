@@ -11,7 +11,7 @@ import torch
 
 from ..offloaded import input_device
 from ..prompt_learning import BY_TASK, EMBEDDINGS, PASTS, kind_of, learns_prompts, past_in, pasts_are_ignored
-from ..weights_digest import version_of
+from ..weights_digest import tensor_facts
 
 
 class GivenPast(NamedTuple):
@@ -107,7 +107,7 @@ class VirtualPrompts:
         acting = self.own[name] if name in self.own else _acting(self._outer, name)
         place = _task_of(acting.active_peft_config, name, task)
         weights = list(acting.prompt_encoder[name].parameters())
-        versions = [(id(each), each.data_ptr(), version_of(each)) for each in weights]
+        versions = tensor_facts(weights)
         known = self._read.get((name, place))
         if known is not None and known[0] == versions:
             return known[2]

@@ -194,8 +194,7 @@ class Chains(TorchDispatchMode):
         self, x: torch.Tensor, count: int, dim: int = -1, largest: bool = True, sorted: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The largest numbers of lines, which routers ask for, by one kernel; None where it has no such."""
-        known = isinstance(x, Noted) or (type(x) in PLAIN_TENSORS and not x.is_meta)
-        lines = known and x.dtype in FLOATS and x.ndim > 0 and x.numel() > 0 and dim in (-1, x.ndim - 1)
+        lines = _fits(Recipe("topk", (x,))) and dim in (-1, x.ndim - 1)
         if not lines or not largest or x.shape[-1] > LONGEST or not 0 < count <= min(LARGEST, x.shape[-1]):
             return None
         of_softmax = isinstance(x, Noted) and x.note.waits and x.note.kind == SOFTMAX

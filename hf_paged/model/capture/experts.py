@@ -8,7 +8,7 @@ setting of a configuration, which other models may share, is changed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,17 @@ def _first(mixture: Any) -> str:
     return "gate_up_proj" if mixture.has_gate else "up_proj"
 
 
+def _operands(mixture: Any, weights: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+    """Both weights [experts, depth, columns], and their biases or None. weights: as `_weights` has them, or
+    such without data.
+    """
+    one, two, *biases = weights
+    first_bias, second_bias = biases or (None, None)
+    if not mixture.is_transposed:
+        one, two = one.mT, two.mT
+    return one, two, first_bias, second_bias
+
+
 def gate_of(mixture: Any, activation: Callable[[Any], str | None]) -> str | None:
     """The kernels' name of what gates do, if it is what most mixtures' do."""
     default = getattr(sys.modules[SEAM], "_default_apply_gate", None)
@@ -73,10 +84,7 @@ def of_experts(
         answer: torch.Tensor = type(mixture).forward(mixture, hidden_states, top_k_index, top_k_weights)
         return answer
     x, chosen, weights = map(computed, (hidden_states, top_k_index, top_k_weights))
-    one, two, *biases = _weights(mixture)
-    if not mixture.is_transposed:
-        one, two = one.mT, two.mT
-    first_bias, second_bias = biases or (None, None)
+    one, two, first_bias, second_bias = _operands(mixture, _weights(mixture))
     x = x.to(one.dtype)
     experts = one.shape[0]
     with on(x.device):
@@ -100,17 +108,16 @@ def calls_of(
     top = getattr(mixture.config, "num_experts_per_tok", None)
     if not isinstance(top, int):
         return
-    one, two, *biases = [torch.empty_like(each, device="meta") for each in _weights(mixture)]
-    if not mixture.is_transposed:
-        one, two = one.mT, two.mT
-    first_bias, second_bias = biases or (None, None)
+    one, two, first_bias, second_bias = _operands(
+        mixture, [torch.empty_like(each, device="meta") for each in _weights(mixture)]
+    )
     experts, depth, _ = one.shape
     chosen = torch.empty(rows, top, dtype=torch.long, device="meta")
     x = torch.empty(rows, depth, dtype=dtype, device="meta")
     inner = torch.empty(rows * top, two.shape[1], dtype=dtype, device="meta")
     outer = torch.empty(rows * top, two.shape[2], dtype=dtype, device="meta")
     weights = torch.empty(rows, top, dtype=dtype, device="meta")
-    key = one.shape, two.shape, top, gate, bool(biases)
+    key = one.shape, two.shape, top, gate, first_bias is not None
     scores = torch.empty(rows, experts, dtype=torch.float32, device="meta")
     yield ("top", *key), partial(kernels.top, scores, top)
     yield ("route", *key), partial(kernels.route, chosen, experts)
