@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
@@ -206,6 +207,17 @@ class DeviceParts:
 
     def _read(self, piece: Sample) -> torch.Tensor:
         return _words(self.parts[piece.part])[piece.first :: piece.step][: piece.words]
+
+
+def content_digest(entries: Iterable[tuple[object, Iterable[torch.Tensor]]]) -> bytes:
+    """A digest of tensors and of the facts that belong to each few of them, the same in every process."""
+    digest = blake2b(digest_size=32)
+    for facts, tensors in entries:
+        digest.update(repr(facts).encode())
+        for each in tensors:
+            digest.update(repr(each.dtype).encode())
+            digest.update(host_bytes(each))
+    return digest.digest()
 
 
 def host_bytes(tensor: torch.Tensor) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ..parts import Parts, by_kernels
 from ..peft_layers import LoraLayers
 from ..ranks.tensor_parallel import mesh_of
 from ..switch import modules_of
-from ..weights_digest import host_bytes
+from ..weights_digest import content_digest
 from .divided import part_here
 from .files import read_folder
 from .invocation import Invocation
@@ -119,14 +118,10 @@ def bytes_of_rank(model: nn.Module, rank: int) -> int:
 
 def _content(layers: Parts) -> bytes:
     """A digest of an adapter's weights, their settings and the modules that they belong to."""
-    digest = blake2b(digest_size=32)
-    for path, parts in layers.items():
-        for part in parts:
-            digest.update(repr((path, part.settings, [each.shape for each in part.tensors])).encode())
-            for each in part.tensors:
-                digest.update(repr(each.dtype).encode())
-                digest.update(host_bytes(each.detach()))
-    return digest.digest()
+    parts = [(path, part) for path, several in layers.items() for part in several]
+    return content_digest(
+        ((path, part.settings, [each.shape for each in part.tensors]), part.tensors) for path, part in parts
+    )
 
 
 def load_adapter(

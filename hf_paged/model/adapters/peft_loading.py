@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..lora import Adapter
 from ..switch import modules_of
-from ..weights_digest import host_bytes
+from ..weights_digest import content_digest
 from .invocation import Invocation
 from .twins import NoTwin, let_write, twin_of, without_tuners
 
@@ -81,12 +80,8 @@ def _settings(config: Any) -> dict[str, Any]:
 
 def _content(state: Mapping[str, torch.Tensor], settings: str) -> bytes:
     """A digest of an adapter's weights and settings."""
-    digest = blake2b(settings.encode(), digest_size=32)
-    for name in sorted(state):
-        tensor = state[name]
-        digest.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
-        digest.update(host_bytes(tensor))
-    return digest.digest()
+    weights = [((name, tuple(state[name].shape)), (state[name],)) for name in sorted(state)]
+    return content_digest([(settings, ()), *weights])
 
 
 def _cuda_devices(model: nn.Module) -> list[int]:
