@@ -217,18 +217,6 @@ def test_the_error_names_the_parts_of_both() -> None:
         engine.check()
 
 
-def test_a_larger_vocabulary_is_refused_by_name() -> None:
-    large = build(BY_NAME["llama"])
-    large.resize_token_embeddings(104)
-    model = peft.get_peft_model(large, lora(modules_to_save=["lm_head", "embed_tokens"]), "one")
-    with Engine(build(BY_NAME["llama"]).eval(), block_size=4) as engine:
-        with pytest.raises(
-            ValueError, match=r"has 104 tokens at .* and the model 96.*resize_token_embeddings\(104\)"
-        ):
-            engine.add_adapter("one", model)
-        assert engine.adapters() == {}
-
-
 def test_own_biases_of_layers_are_an_adapters(tmp_path: Path) -> None:
     """`bias="lora_only"`: of a folder they belong to the adapter, and the model keeps its own."""
     torch.manual_seed(0)

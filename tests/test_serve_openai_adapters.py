@@ -126,6 +126,32 @@ def test_loading_and_unloading(served: Served, folders: dict[str, str], expected
     until(lambda: len(served.engine.adapters()) == 2)
 
 
+def test_an_adapter_with_new_tokens(served: Served, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = demo.model()
+    own = base.get_input_embeddings().weight.shape[0]
+    base.resize_token_embeddings(own + 8, mean_resizing=False)
+    config = peft.LoraConfig(r=8, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    model = peft.get_peft_model(base, config).eval()
+    model.save_pretrained(tmp_path)
+    ids = [5, own + 7, 9]
+    expected = model.generate(input_ids=torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
+
+    def asked(name: str, **body: Any) -> httpx.Response:
+        call = {"prompt": ids, "model": name, "max_tokens": NEW, "temperature": 0, **body}
+        return served.post("/v1/completions", call)
+
+    assert asked("poet").status_code == 400
+    assert change(served, "load", lora_name="tokens", lora_path=str(tmp_path)).status_code == 200
+    found = asked("tokens").json()["choices"][0]["text"]
+    assert found == text(expected[0, len(ids) :].tolist())
+    forced = asked("tokens", logit_bias={str(own + 3): 100}, return_token_ids=True)
+    assert forced.json()["choices"][0]["token_ids"] == [own + 3] * NEW
+    assert f"knows those from 0 to {own - 1}" in asked("poet").json()["error"]["message"]
+    assert asked("poet", prompt=[5], logit_bias={str(own): 1}).status_code == 400
+    assert asked("tokens", prompt=[own + 8]).status_code == 400
+
+
 def test_an_adapter_in_use_goes_when_its_last_request_has_ended(
     served: Served, folders: dict[str, str], expected: dict[str, str]
 ) -> None:

@@ -60,7 +60,7 @@ from .stats import EngineStats, stats_of
 from .weights import KeptBlocks, PauseMode
 from .worker.adapters import ACTIVE, AdapterInfo, EngineAdapters
 from .worker.apart import ForwardsApart
-from .worker.chosen_adapters import chosen_adapters
+from .worker.chosen_adapters import chosen_adapters, vocabulary_of
 from .worker.config import EngineConfig, EngineOptions, options_among
 from .worker.model_check import ModelCheck
 from .worker.pools import Pools
@@ -278,6 +278,7 @@ class Engine:
             logprobs,
             prompt_logprobs,
             self._options,
+            vocabulary_of(self._adapters, adapter),
         )
         self._books.require_open()
         self._executor.require_lead()

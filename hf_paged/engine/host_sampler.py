@@ -127,14 +127,15 @@ class HostSampler:
         matchers: list[Any] = []
         for request in [each for each in self._guided if each.job.output is None]:
             try:
-                matchers += _matchers(request.job, logits.shape[1])
+                matchers += _matchers(request.job)
                 followed.append(request)
             except Exception as error:
                 self._failed[request.job] = error
         self._guided = followed
         if not followed:
             return None
-        bits = next_token_bitmasks(matchers, logits.shape[1], logits.device)
+        known = [request.job.params.grammar.vocabulary for request in followed if request.job.params.grammar]
+        bits = next_token_bitmasks(matchers, max(logits.shape[1], *known), logits.device)
         rows = [row for request in followed for row in request.rows]
         sequences = [sequence for request in followed for sequence in _group(request.job).sequences]
         jobs = [request.job for request in followed for _ in request.rows]
@@ -168,7 +169,7 @@ class HostSampler:
     def _chosen(self, request: SamplingRows) -> tuple[list[int], torch.Tensor]:
         """The tokens of a job with custom processors, and the scores that they were chosen from."""
         job = request.job
-        own = self._logits[request.rows]
+        own = self._logits[request.rows][:, : job.params.known.scores]
         scores = _sound(job.processed(own, own.device), job)
         tokens: list[int] = (_drawn(request, scores) if job.params.sampled else scores.argmax(-1)).tolist()
         return require_known(tokens, own.shape[1], scores), scores
@@ -180,7 +181,10 @@ class HostSampler:
         sequences = _group(request.job).sequences
         notes: dict[TokenSequence, TokenLogprob] = {}
         if request.job.params.top_logprobs is not None:
-            found = _notes(self._logits[request.rows], tokens, request.job.params.top_logprobs, scores)
+            logits = self._logits[request.rows]
+            if scores is not None:
+                logits = logits[:, : scores.shape[1]]
+            found = _notes(logits, tokens, request.job.params.top_logprobs, scores)
             notes = dict(zip(sequences, found, strict=True))
         request.job.append(scheduler, dict(zip(sequences, tokens, strict=True)), notes, self._logits.device)
 
@@ -211,7 +215,7 @@ class HostSampler:
 
     def _continuations(self, request: SamplingRows, search: BeamSearch) -> Continuations:
         """The best continuations, or drawn ones, of a search with custom processors."""
-        own = self._logits[request.rows].log_softmax(-1)
+        own = self._logits[request.rows][:, : request.job.params.known.scores].log_softmax(-1)
         scores = _sound(request.job.processed(own, own.device), request.job)
         values, places = top_continuations(search, scores)
         beams = (places // scores.shape[1]).tolist()
@@ -230,10 +234,11 @@ def _group(job: Job) -> SequenceGroup:
     return job.group
 
 
-def _matchers(job: Job, vocabulary: int) -> list[Any]:
+def _matchers(job: Job) -> list[Any]:
     """Where the running sequences of a job are in its grammar."""
     assert job.params.grammar is not None
-    job.params.grammar.require_scores(vocabulary)
+    if job.params.known.most is not None:
+        job.params.grammar.require_known(job.params.known.most)
     begin = len(job.params.prompt)
     return [
         job.grammar_states[sequence.index].matcher_after(sequence.tokens[begin:])

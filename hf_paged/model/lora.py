@@ -117,4 +117,5 @@ def add_parts(module: nn.Module, y: torch.Tensor, x: torch.Tensor, parts: Sequen
     for part in parts:
         x = part.given(x)  # and what the next one is given, too
         total = part.apply(base, x, total)
+        base = part.base_behind(base)
     return total.to(y.dtype)

@@ -107,6 +107,14 @@ class Part(Protocol):
         """True if ranks can have parts of it beside their parts of the module's output."""
         return False
 
+    def vocabulary(self, known: int) -> int:
+        """The ids that an embedding or a head has rows for with it, if it knows so many without it."""
+        return known
+
+    def base_behind(self, base: nn.Module) -> nn.Module:
+        """The module that the parts behind it are computed from."""
+        return base
+
     def mapped(self: P, change: Change) -> P:
         """The same part with other tensors in the place of its own, in the order of `tensors`."""
 
@@ -351,11 +359,15 @@ class TrainedTokens(Part):
             self._index[:] = [torch.tensor(self.ids, dtype=torch.long, device=device)]
         return self._index[0]
 
+    def vocabulary(self, known: int) -> int:
+        return max(known, max(self.ids) + 1)
+
     def apply(self, base: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         rows = self.rows.to(device=x.device, dtype=weight_of(base).dtype)
         index = self.index(x.device)
         if not isinstance(base, nn.Embedding):
-            return y.index_copy(-1, index, linear(x, rows))
+            more = self.vocabulary(y.shape[-1]) - y.shape[-1]
+            return nn.functional.pad(y, (0, more)).index_copy(-1, index, linear(x, rows))
         found = x[..., None] == index
         own = rows[found.to(torch.int8).argmax(-1)]
         return torch.where(found.any(-1)[..., None], _embed_scaled(base, own), y)
@@ -383,6 +395,13 @@ class SavedModule(Part):
     @property
     def kernel(self) -> str:
         return "rows" if isinstance(self.module, (nn.Linear, nn.Embedding)) else ""
+
+    def vocabulary(self, known: int) -> int:
+        own: Any = self.module
+        return len(own.weight) if isinstance(own, (nn.Linear, nn.Embedding)) else known
+
+    def base_behind(self, base: nn.Module) -> nn.Module:
+        return self.module
 
     def as_rows(self, base: nn.Module) -> Rows:
         own: Any = self.module

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -210,10 +210,12 @@ class LoraLayers:
         own = {id(module) for part in parts for module in modules_of(part)}
         return [module for module in modules if id(module) not in own]
 
-    def read(self, name: str) -> Adapter:
-        """An adapter's weights, where they are; on several ranks this one's part."""
+    def read(self, name: str, modules: Collection[Any] | None = None) -> Adapter:
+        """An adapter's weights, where they are, of some modules alone if they are given; on several ranks
+        this one's part.
+        """
         found = {}
-        for layer in self.layers:
+        for layer in self.layers if modules is None else modules:
             kind = kind_of(layer)
             if kind is not None and kind.has(layer, name):
                 found[layer] = (kind.read(layer, name),)

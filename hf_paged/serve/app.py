@@ -314,6 +314,7 @@ async def load_adapter(service: Service, http: Request, body: bytes) -> Response
     request = parsed(LoadAdapterRequest, fields_of(body))
     service.admission.require_ready()
     await service.adapters.load(request.lora_name, request.lora_path, bool(request.load_inplace))
+    service.tokenizer.vocabulary = service.adapters.most_tokens
     log.info("adapter loaded", extra={"adapter": request.lora_name})
     return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
 

@@ -33,8 +33,8 @@ class OpenAIParams(NamedTuple):
         return config
 
 
-def take_openai_options(model: Any, keywords: dict[str, Any]) -> OpenAIParams:
-    """Take these options out of the keywords of a request, and check them."""
+def take_openai_options(vocabulary: int, keywords: dict[str, Any]) -> OpenAIParams:
+    """Take these options out of the keywords of a request, and check them. vocabulary: its tokens."""
     stop, presence, frequency, biases = (
         keywords.pop(name, None) for name in ("stop", "presence_penalty", "frequency_penalty", "logit_bias")
     )
@@ -42,7 +42,7 @@ def take_openai_options(model: Any, keywords: dict[str, Any]) -> OpenAIParams:
         stop,
         _number("presence_penalty", presence),
         _number("frequency_penalty", frequency),
-        {} if biases is None else _biases(biases, model.config.get_text_config(decoder=True).vocab_size),
+        {} if biases is None else _biases(biases, vocabulary),
     )
 
 

@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ...blocks.options import is_number
 from ...model.adapters.virtual import GivenPast, VirtualTokens
+from ...model.adapters.vocabulary import scores_of
 from ...model.offloaded import input_device
 from ...model.servable import longest
 from ...model.slots import cross_layers
@@ -66,6 +67,24 @@ KEY = os.urandom(16)
 """This process's key for the names of embeddings and of pictures."""
 
 
+class KnownTokens(NamedTuple):
+    """How many tokens there are for a request: those of the model, or of its adapters."""
+
+    count: int  # type: ignore[assignment]  # nothing uses it as a tuple
+    scores: int | None
+    """Those that there are scores for; None if the model does not say."""
+    most: int | None
+    """The same, or those of the model if its adapters have fewer."""
+
+    @classmethod
+    def of(cls, model: Any, vocabulary: int | None) -> KnownTokens:
+        """Those of a model. vocabulary: those of the adapters, if they are others."""
+        scores = scores_of(model)
+        most = scores if scores is None or vocabulary is None else max(scores, vocabulary)
+        own = int(model.config.get_text_config(decoder=True).vocab_size)
+        return cls(vocabulary or own, vocabulary or scores, most)
+
+
 @dataclass(frozen=True)
 class RequestParams(SamplingParams):
     """A request, read and checked.
@@ -81,6 +100,7 @@ class RequestParams(SamplingParams):
     stop: the strings that end its answers, and are no part of their texts.
     virtual: tokens in front of its prompt that an adapter has put there, and that its caller does not see.
     past: their keys and values, if no forward computes them.
+    known: the tokens that there are for it.
     """
 
     embeds: torch.Tensor | None
@@ -94,6 +114,7 @@ class RequestParams(SamplingParams):
     grammar: GrammarProcessor | None
     slow: tuple[str, ...]
     stop: Stop | None
+    known: KnownTokens
     virtual: int = 0
     past: GivenPast | None = None
 
@@ -229,8 +250,11 @@ def read_request(
     logprobs: int | bool | None,
     prompt_logprobs: int | bool | None,
     options: Options,
+    vocabulary: int | None = None,
 ) -> RequestParams:
-    """Read a request as generate() would on that prompt alone; what the engine cannot do is refused."""
+    """Read a request as generate() would on that prompt alone; what the engine cannot do is refused.
+    vocabulary: how many tokens its adapters know, if they are not the model's.
+    """
     prompt, shown = tokenize_prompt(model, tokenizer, prompt, keywords)
     tokenizer = words_of(tokenizer)
     shown = media_arguments(model, _beside(keywords, shown))
@@ -242,11 +266,12 @@ def read_request(
     extras = {
         name: keywords.pop(name, None) for name in (*PASSED_ON, "logits_processor", "stopping_criteria")
     }
-    asked = take_openai_options(model, keywords)
+    known = KnownTokens.of(model, vocabulary)
+    asked = take_openai_options(known.count, keywords)
     defaults, config, own_ends = options.read(model, generation_config, keywords)
     config = asked.biased(config)
     given = (_for_encoder if model.config.is_encoder_decoder else _for_decoder)(
-        model, tokenizer, prompt, config, **parts
+        model, tokenizer, prompt, config, vocabulary, **parts
     )
     given = _showing(model, given, shown)
     _require_function("prefix_allowed_tokens_fn", extras["prefix_allowed_tokens_fn"])
@@ -265,7 +290,7 @@ def read_request(
         ids=given.tokens,
         config=config,
         seed=_seed(seed, drawn=bool(config.do_sample)),
-        top_logprobs=_top_logprobs("logprobs", logprobs, model),
+        top_logprobs=_top_logprobs("logprobs", logprobs, known.count),
         processor_plan=processor_plan,
         embeds=given.embeds,
         media=given.media,
@@ -274,10 +299,11 @@ def read_request(
         criteria=others,
         ends=own_ends.union(*map(ends_of, at_tokens)),
         max_length=min(lengths) - len(given.tokens) + len(given.names),
-        scored=_scored(prompt_logprobs, model, given),
+        scored=_scored(prompt_logprobs, known.count, given),
         grammar=grammar,
         slow=slow,
         stop=options.stops.stop(tokenizer, asked.stop, config.min_new_tokens or 0),
+        known=known,
     )
 
 
@@ -355,7 +381,9 @@ def _showing(model: Any, given: ParsedPrompt, shown: dict[str, Any]) -> ParsedPr
     return given._replace(media=Media(shown, given.tokens, marks_of(model.config), KEY))
 
 
-def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_embeds: Any) -> ParsedPrompt:
+def _for_decoder(
+    model: Any, tokenizer: Any, prompt: Any, config: Any, vocabulary: int | None, inputs_embeds: Any
+) -> ParsedPrompt:
     """A prompt's ids, and its embeddings if it is made of those. A tensor of numbers with a point is
     embeddings, too.
     """
@@ -367,7 +395,7 @@ def _for_decoder(model: Any, tokenizer: Any, prompt: Any, config: Any, inputs_em
     if inputs_embeds is None:
         if prompt is None:
             raise ValueError("a request needs a prompt, or inputs_embeds")
-        tokens = checked_ids(prompt_tokens(prompt, tokenizer), model)
+        tokens = checked_ids(prompt_tokens(prompt, tokenizer), model, vocabulary)
         return ParsedPrompt(tokens, "input_ids", torch.tensor([tokens], device="cpu"))
     tokens = () if prompt is None else prompt_tokens(prompt, tokenizer)
     embeds = checked(model, inputs_embeds, tokens)
@@ -379,6 +407,7 @@ def _for_encoder(
     tokenizer: Any,
     prompt: Any,
     config: Any,
+    vocabulary: int | None,
     inputs_embeds: Any,
     input_features: Any,
     decoder_input_ids: Any,
@@ -393,7 +422,7 @@ def _for_encoder(
     if name == "input_ids":
         if prompt is None:
             raise ValueError("a request needs a prompt")
-        ids = checked_ids(prompt_tokens(prompt, tokenizer), model.get_encoder())
+        ids = checked_ids(prompt_tokens(prompt, tokenizer), model.get_encoder(), vocabulary)
         inputs = torch.tensor([ids], device="cpu")
     else:
         if prompt is not None or not isinstance(input_features, torch.Tensor):
@@ -444,9 +473,9 @@ def _seed(seed: int | None, drawn: bool) -> int:
     return int(seed)
 
 
-def _scored(prompt_logprobs: int | bool | None, model: Any, given: ParsedPrompt) -> int | None:
+def _scored(prompt_logprobs: int | bool | None, vocabulary: int, given: ParsedPrompt) -> int | None:
     """The same of the prompt's tokens."""
-    found = _top_logprobs("prompt_logprobs", prompt_logprobs, model)
+    found = _top_logprobs("prompt_logprobs", prompt_logprobs, vocabulary)
     of_ids = given.embeds is None and given.media is None and given.source is None
     if found is not None and not of_ids:
         raise ValueError(
@@ -456,12 +485,11 @@ def _scored(prompt_logprobs: int | bool | None, model: Any, given: ParsedPrompt)
     return found
 
 
-def _top_logprobs(name: str, logprobs: int | bool | None, model: Any) -> int | None:
+def _top_logprobs(name: str, logprobs: int | bool | None, vocabulary: int) -> int | None:
     """How many of the likeliest tokens are reported with each token's logprob; None without logprobs."""
     if logprobs is None or logprobs is False:
         return None
     count = 0 if logprobs is True else logprobs
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
     if not isinstance(count, Integral) or not 0 <= count <= vocabulary:
         raise ValueError(f"{name}={logprobs!r} is not True or a number of top tokens from 0 to {vocabulary}")
     return int(count)

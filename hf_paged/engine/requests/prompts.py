@@ -165,16 +165,17 @@ def known_ids(module: Any) -> int | None:
     return own or getattr(getattr(table, "weight", None), "shape", (None,))[0]
 
 
-def checked_ids(tokens: tuple[int, ...], module: Any) -> tuple[int, ...]:
+def checked_ids(tokens: tuple[int, ...], module: Any, vocabulary: int | None = None) -> tuple[int, ...]:
     """Token ids that the module has embeddings for: on a CUDA device any other would be the end of the
-    process's device.
+    process's device. vocabulary: how many ids the adapters of a request know, if they are not the module's.
     """
-    rows = known_ids(module)
+    rows = vocabulary or known_ids(module)
     if rows is not None and tokens and not 0 <= min(tokens) <= max(tokens) < rows:
         wrong = next(token for token in tokens if not 0 <= token < rows)
         raise ValueError(
-            f"the prompt has the token id {wrong} and {type(module).__name__} knows those from 0 to "
-            f"{rows - 1}; use the tokenizer of this model"
+            f"the prompt has the token id {wrong} and "
+            f"{type(module).__name__ if vocabulary is None else 'its adapter'} knows those from 0 to "
+            f"{rows - 1}; use the tokenizer of this {'model' if vocabulary is None else 'adapter'}"
         )
     return tokens
 

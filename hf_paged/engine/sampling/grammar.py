@@ -206,19 +206,23 @@ class GrammarProcessor(LogitsProcessor):
                 rows.append(row)
         if not rows:
             return scores
-        self.require_scores(scores.shape[1])
+        self.require_known(scores.shape[1])
         bits = next_token_bitmasks(matchers, scores.shape[1], scores.device)
         for each in matchers:
             if each.is_error():
                 raise unfollowed(each)
         return scores.index_copy(0, upload(rows, scores.device), masked(scores[rows], bits))
 
-    def require_scores(self, vocabulary: int) -> None:
-        """Raise if there are other tokens than the grammar knows."""
-        known = self._grammar.vocabulary
-        if vocabulary != known:
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the grammar knows. It forbids all others, as those that an adapter has added."""
+        return self._grammar.vocabulary
+
+    def require_known(self, vocabulary: int) -> None:
+        """Raise if the grammar knows tokens that do not exist."""
+        if self.vocabulary > vocabulary:
             raise GrammarError(
-                f"the grammar was compiled for {known} tokens and the model has {vocabulary} "
+                f"the grammar was compiled for {self.vocabulary} tokens and the model has {vocabulary} "
                 "scores; give Grammars that number as its vocabulary"
             )
 

@@ -54,6 +54,8 @@ class AdapterInfo(NamedTuple):
     """That of its content, of the engine's own, which never changes."""
     computed: Literal["kernels", "apart"] = "kernels"
     """By kernels beside other adapters, or by peft's own modules in a forward of its own."""
+    vocabulary: int | None = None
+    """How many tokens it knows, if they are not the model's."""
 
 
 class EngineAdapters:
@@ -80,10 +82,10 @@ class EngineAdapters:
         self.device = device
         # Tables lie on one device: layers on several get theirs from plain torch.
         package = None if is_spread(model) else triton_package(config.kernels, device, parameter.dtype)
-        self.table = AdapterTable(config.max_adapters, device, package)
+        self.contents = AdapterContents(model, VirtualPrompts(outer, model, partial(names_of, key=KEY)))
+        self.table = AdapterTable(config.max_adapters, device, package, self.contents.vocabularies)
         if self.table.kernels is not None:
             note_places(model)
-        self.contents = AdapterContents(model, VirtualPrompts(outer, model, partial(names_of, key=KEY)))
         self.contents.kernels = package is not None and mesh_of(model) is None
         self.slots = AdapterSlots(
             config.max_adapters, weakly(self._load), weakly(self._is_ready), self.contents.apart,
@@ -159,6 +161,8 @@ class EngineAdapters:
         if layers != self.layers:
             self.table.renew_layout()  # a captured step adds to the layers that it was captured with
         self.layers = layers
+        if self.contents.note_vocabularies():
+            self.table.renew_vocabularies()
         self.contents.note_others()
         self._fillers.fill(ADAPTER_SLOT.name, weakly(self._slots_of) if self.present else None)
 
@@ -204,11 +208,13 @@ class EngineAdapters:
             adapter = self.contents.read(name)
             facts = adapter.rank, adapter.bytes, name in there, users(name)
             by = self.contents.computed(name)
-            found[name] = AdapterInfo("model", *facts, computed=by)
+            known = self.contents.vocabulary([name])
+            found[name] = AdapterInfo("model", *facts, computed=by, vocabulary=known)
         for name, own in self.contents.own.items():
             by = self.contents.computed(name)
+            known = self.contents.vocabulary([name])
             found[name] = AdapterInfo(
-                "engine", own.rank, own.bytes, name in there, users(name), own.digest, by
+                "engine", own.rank, own.bytes, name in there, users(name), own.digest, by, known
             )
         for name in (*self.contents.virtual.names, *self.contents.virtual.own):
             owner: Literal["model", "engine"] = "engine" if name in self.contents.virtual.own else "model"

@@ -21,6 +21,7 @@ from ...kv.budget import Room, free_bytes
 from ...kv.columns import StaticColumns
 from ...kv.ordinary import ordinary_tensors
 from ...model.adapters import AdapterBatch
+from ...model.adapters.vocabulary import scores_of
 from ...model.attention import Forward, running
 from ...model.capture.compile import Compilation, CompiledFusion
 from ...model.capture.fusion import Fusion
@@ -115,8 +116,10 @@ class CapturedRunner:
         """The groups that a step reads: those of keys and values, or of a model without any its states."""
         self._most = bucket_of(eager.pools.config.limits().sequences)
         """Rows whose logits may be wanted in one step."""
-        self._answer: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Where captured steps answer: one runs at a time, and its answer is read before the next."""
+        self._answers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Where captured steps answer, by the width of their logits: one runs at a time, and its answer is
+        read before the next.
+        """
         self._snapshot: ModelSnapshot | None = None
         """The model when it was checked last."""
         self._state: StateKey | None = None
@@ -131,7 +134,8 @@ class CapturedRunner:
         own = _own_bytes(room)
         self.captures = CapturePool(eager.pools.memory, own, is_ready, self.compilation)
         config: Any = eager.model.config
-        self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
+        known = scores_of(eager.model)
+        self._vocabulary: int = known or int(config.get_text_config(decoder=True).vocab_size)
         self.budget = self.budget_in(room)
         """Bytes that captured steps may take."""
 
@@ -477,14 +481,17 @@ class CapturedRunner:
         batches = {group.kind: self._batch(size, group) for group in groups}
         with ordinary_tensors():
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
-            if self._answer is None:
-                logits = torch.empty(self._most, self._vocabulary, dtype=torch.float32, device=device)
-                self._answer = logits, torch.empty(2, self._most, dtype=torch.long, device=device)
-        logits, tokens = self._answer
+            table = self.eager.adapters.table if size.adapters and self.eager.adapters else None
+            several = table is not None and table.sizes is not None
+            tokens = table.vocabularies.most if table is not None and several else self._vocabulary
+            if tokens not in self._answers:
+                logits = torch.empty(self._most, tokens, dtype=torch.float32, device=device)
+                self._answers[tokens] = logits, torch.empty(2, self._most, dtype=torch.long, device=device)
+        logits, best = self._answers[tokens]
         wanted = rows if size.form == "single" else self._most
-        tables = self.eager.adapters.table.tensors if size.adapters and self.eager.adapters else ()
+        tables = () if table is None else table.tensors
         columns = StaticColumns(COLUMNS.values(), wanted, rows, device)
-        return _DecodeStep(size, ids, columns, batches, logits[:wanted], tokens[:, :wanted], tables)
+        return _DecodeStep(size, ids, columns, batches, logits[:wanted], best[:, :wanted], tables)
 
     def _batch(self, size: Size, group: LayerGroup) -> StaticBatch:
         form, rows, width, _ = size
@@ -526,6 +533,10 @@ class CapturedRunner:
             if logits.shape != step.logits.shape:
                 raise NotCapturable(f"its logits are {list(logits.shape)}, not {list(step.logits.shape)}")
             step.logits.copy_(logits)
+            if step.size.adapters and eager.adapters is not None:
+                slots = step.columns.tensors[ADAPTER_SLOT.name]
+                own = slots if step.places is None else slots.index_select(0, step.places)
+                eager.adapters.table.cut(step.logits, own)
             step.best.copy_(greedy_tokens(step.logits))
         finally:
             running.set(outer)

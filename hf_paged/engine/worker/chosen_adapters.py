@@ -25,6 +25,17 @@ def chosen_adapters(
     return _begun(adapters, adapters.resolve(wanted), ids)
 
 
+def vocabulary_of(adapters: EngineAdapters, wanted: Any) -> int | None:
+    """How many tokens a request knows, from what its caller wrote for its adapters; None for the model's, and
+    for adapters that are not there.
+    """
+    contents = adapters.contents
+    names = [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, (list, tuple)) else []
+    if wanted == ACTIVE:
+        names = contents.in_model.active if contents.vocabularies.by_name else ()
+    return contents.vocabulary([name for name in names if isinstance(name, str)])
+
+
 def _virtual(adapters: EngineAdapters, wanted: Any) -> str | None:
     """The adapter of virtual tokens that a request has, if it has one."""
     if isinstance(wanted, str) and wanted == ACTIVE:

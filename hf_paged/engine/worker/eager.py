@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, chain
 from typing import Any, Literal, TypeVar
@@ -14,6 +14,7 @@ from torch import nn
 from ...blocks import ADAPTER_SLOT, NO_NUMBERS, LayerKind, Numbers, TableView
 from ...kv import Batch, FlatBatch, RowBatch
 from ...kv.upload import upload
+from ...model.adapters.vocabulary import joined
 from ...model.attention import NAME, Forward, running
 from ...model.cache_name import CACHE, name_in
 from ...model.device_map import forwards_without_hooks, is_spread
@@ -190,7 +191,7 @@ class EagerModel:
                 found[i] = answer.logits
         wanted = [found[i].view(1, -1) for i in batch.wanted]
         empty = torch.empty(0, 0, dtype=torch.float32, device=self.device)
-        return Answer(torch.cat(wanted or [empty]), scores=scores)
+        return Answer(joined(wanted or [empty]), scores=scores)
 
     def _rows_beside(self, batch: ForwardBatch) -> list[int]:
         """The rows of a batch that one forward computes beside each other: decoding ones over states."""
@@ -319,9 +320,21 @@ class EagerModel:
         wanted = slice(None if scored else len(last))
         whole = self.keeps_some or places is None
         logits = answer.logits[0, wanted] if whole else answer.logits[0, places][wanted]
+        if self.adapters is not None and self.adapters.table.sizes is not None and len(logits):
+            logits = self._cut(batch, logits, kept if len(logits) == len(kept) else range(count))
         if not scored:
             return Answer(logits.to(torch.float32))
         return _answered(logits, {place: i for i, place in enumerate(kept)}, last, scored)
+
+    def _cut(self, batch: ForwardBatch, logits: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+        """Logits behind the tokens of a batch at these places, without tokens that their adapters do not
+        know.
+        """
+        assert self.adapters is not None
+        slots = batch.forward_columns.get(ADAPTER_SLOT.name)
+        if slots is None:
+            return logits
+        return self.adapters.table.cut(logits, upload([slots[place] for place in places], self.device))
 
     def _call(
         self, batch: ForwardBatch, arguments: dict[str, Any], last: torch.Tensor | None, flat: bool

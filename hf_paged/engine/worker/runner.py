@@ -15,6 +15,7 @@ from ...kv.budget import Room
 from ...kv.upload import upload
 from ...kv.warmup import Warming
 from ...model.adapters import Inapplicable
+from ...model.adapters.vocabulary import joined
 from ...model.capture.step import Size
 from ...model.offloaded import input_device
 from ...model.rehearsal import RECORDERS
@@ -217,7 +218,7 @@ class Runner:
         if not found:
             return Answer(torch.empty(0, 0, dtype=torch.float32, device=self.eager.device), scores=scores)
         places = upload([order.index(i) for i in wanted], found[0].device)
-        return Answer(torch.cat(found)[places], scores=scores)
+        return Answer(joined(found)[places], scores=scores)
 
     def forward(self, batch: ForwardBatch, form: Form) -> Answer:
         """One run of a batch, operation by operation."""

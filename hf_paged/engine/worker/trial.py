@@ -14,6 +14,7 @@ from torch import nn
 
 from ...blocks import BlockTable, BlockTableArray, append
 from ...kv.group import is_out_of_memory
+from ...model.adapters.vocabulary import ends_of, ids_of
 from ...model.lazy import NotFlat
 from ...model.rounding import computing_dtype, shaken
 from ...model.routers import routers_of
@@ -96,7 +97,7 @@ class Trial:
         """The logits [rows, vocabulary] after two short sequences, by the model as it is."""
         encoder = self._eager.encoder
         config: Any = self._eager.model.config
-        vocabulary = int(config.get_text_config(decoder=True).vocab_size)
+        vocabulary = self._known(config)
         self._source = None if encoder is None else encoder.trial(vocabulary)
         return self._without_cache(_sequences(TRIAL, vocabulary))
 
@@ -128,6 +129,11 @@ class Trial:
         ids = torch.zeros(1, CROSS_TOKENS, dtype=torch.long, device=self._eager.device)
         return trial_inputs(self._eager.embedded(ids), max(map(len, rows)))
 
+    def _known(self, config: Any) -> int:
+        """The ids that rows are made of: an adapter may know fewer than the config of its model has."""
+        own = int(config.get_text_config(decoder=True).vocab_size)
+        return min([own, *map(ids_of, ends_of(self._eager.model)[:1])])
+
     def _fit(self, vocabulary: int, tokens: int) -> None:
         """Have blocks for sequences of so many tokens, and for what an encoder makes of an input for it."""
         self._eager.pools.fit_trial(tokens)
@@ -144,7 +150,7 @@ class Trial:
         cannot be served. One that only takes no flat row is run row by row.
         """
         config: Any = self._eager.model.config
-        vocabulary = int(config.get_text_config(decoder=True).vocab_size)
+        vocabulary = self._known(config)
         long = (longest(self._eager.model) or LONGEST) >= LONGEST
         longer = LONGER.get(self._eager.device.type, 1) if long else 1
         lengths = [longer * length for length in TRIAL]

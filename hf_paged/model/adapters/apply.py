@@ -99,11 +99,13 @@ class AdapterBatch:
         """A layer's output y for x, with what the adapters of its tokens add; y may be written to."""
         if self.only is not None:
             return add_parts(module, y, x, self.only.layers.get(module, ()))
+        own = y.shape[-1]
+        y = self.table.vocabularies.widened(module, y)
         flat = y.reshape(-1, y.shape[-1])  # a part of a wider product, of which rows lie apart
         y = (flat if flat.stride(1) == 1 else flat.contiguous()).view(y.shape)
         if self.table.kernels is not None:
-            y = self._add_in_kernels(module, x, y)
-        return self._add_in_torch(module, x, y)
+            y = self._add_in_kernels(module, x, y, own)
+        return self._add_in_torch(module, x, y, own)
 
     def add_at_once(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The same for a part of an output, which is read as soon as this returns: ranks sum theirs."""
@@ -113,8 +115,10 @@ class AdapterBatch:
 
     # ---- plain torch
 
-    def _add_in_torch(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """y with what the adapters of its tokens do to it that no kernel computes."""
+    def _add_in_torch(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, own: int) -> torch.Tensor:
+        """y with what the adapters of its tokens do to it that no kernel computes. own: the columns that the
+        module itself has.
+        """
         parts = {slot: each[module] for slot, each in enumerate(self.table.in_torch) if module in each}
         if not parts:
             return y
@@ -123,7 +127,8 @@ class AdapterBatch:
         for slot, rows in self._rows_of(self._form(y.shape)):
             if slot in parts:
                 rows = rows.to(y.device)
-                flat_y[rows] = add_parts(module, flat_y[rows], flat_x[rows], parts[slot])
+                found = add_parts(module, flat_y[rows][:, :own], flat_x[rows], parts[slot])
+                flat_y[rows, : found.shape[-1]] = found
         return y
 
     def _rows_of(self, form: tuple[str, int]) -> list[tuple[int, torch.Tensor]]:
@@ -149,10 +154,10 @@ class AdapterBatch:
 
     # ---- kernels
 
-    def _add_in_kernels(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def _add_in_kernels(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, own: int) -> torch.Tensor:
         number = self.table.layers.get(module)
         if number is not None:
-            y = self._add_products(module, number, x, y)
+            self._add_products(module, number, x, y[..., :own])
         number = self.table.replaced.get(module)
         if number is not None:
             self._replace_rows(number, x, y)
@@ -168,7 +173,7 @@ class AdapterBatch:
         else:
             kernels.slot_embed(out, x.reshape(-1), self._index_of(form), table, number)
 
-    def _add_products(self, module: nn.Module, number: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def _add_products(self, module: nn.Module, number: int, x: torch.Tensor, y: torch.Tensor) -> None:
         plan = self._plan(self._form(y.shape))
         if x.is_floating_point():
             first, shrunk, weights = self._shrink(number, x, plan)
@@ -182,7 +187,6 @@ class AdapterBatch:
         self._held.append((shrunk, y.view(-1, y.shape[-1]), number - first, weights, plan))
         if number >= min(last, first + weights.layers - 1):
             self.flush()
-        return y
 
     def flush(self) -> None:
         """Write what outputs of layers that are read together still lack."""
@@ -347,8 +351,10 @@ def _replacement(module: nn.Module, own: Any) -> Callable[..., Any]:
             batch.begin(module, x)
         if batch is not None and summing is not None:
             return summing(x, lambda part: batch.add_at_once(module, x, part))
-        y = base(x, *args, **kwargs)
-        return y if batch is None else batch.add(module, x, y)
+        if batch is None:
+            return base(x, *args, **kwargs)
+        y = base(batch.table.vocabularies.known_ids(module, x), *args, **kwargs)
+        return batch.add(module, x, y)
 
     return _marked(forward)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from .loading import HostAdapter
 from .peft_content import PeftContent
 from .peft_loading import PeftAdapter
 from .virtual import VirtualPrompts
+from .vocabulary import Vocabularies, ends_of
 
 
 class _AdapterLook(NamedTuple):
@@ -52,6 +54,8 @@ class AdapterContents:
         self._stale: set[str] = set()
         """Those to be read again, whatever torch has counted: fused optimizers write without that."""
 
+        self.vocabularies = Vocabularies(model)
+        """Those of adapters that kernels compute."""
         self.others: list[nn.Module] = []
         """Modules of peft's in the model that must add nothing while it computes alone, beside `layers`."""
 
@@ -149,6 +153,20 @@ class AdapterContents:
         in_model = self.in_model
         self.others = [each for each in in_model.tuners if id(each) not in known] if in_model.beside else []
 
+    def note_vocabularies(self) -> bool:
+        """Note which adapters have another vocabulary than the model: True if any has come or gone."""
+        known = {name: own.host for name, own in self.own.items()}
+        in_model = self.in_model
+        for name in self.names:
+            known[name] = in_model.read(name, ends_of(self._model))
+        return self.vocabularies.note(known)
+
+    def vocabulary(self, names: Iterable[str]) -> int | None:
+        """How many tokens a request with these adapters knows, if they are not the model's."""
+        own = (each.vocabulary for name in names if isinstance(each := self.own.get(name), PeftAdapter))
+        found = chain(own, map(self.vocabularies.by_name.get, names))
+        return next(filter(None, found), None)
+
     def read(self, name: str) -> Adapter | PeftContent:
         """One of the peft model, where its weights are."""
         in_model = self.in_model
@@ -163,7 +181,9 @@ class AdapterContents:
     def require_together(self, names: Iterable[str]) -> None:
         """Raise ValueError for adapters of which one alone can be active."""
         own, in_model = self.own, self.in_model
-        require_together([own[name].host if name in own else in_model.read(name) for name in names])
+        adapters = {name: own[name].host if name in own else in_model.read(name) for name in names}
+        require_together(list(adapters.values()))
+        self.vocabularies.require_together(adapters)
 
     # ---- what they are
 

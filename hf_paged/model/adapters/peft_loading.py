@@ -16,6 +16,7 @@ from ..switch import modules_of
 from ..weights_digest import content_digest
 from .invocation import Invocation
 from .twins import NoTwin, let_write, twin_of, without_tuners
+from .vocabulary import is_twice, resize, scores_of
 
 SAVED_ONLY = frozenset({"_name_or_path", "base_model_name_or_path", "revision", "inference_mode"})
 """Entries of a config that change nothing that an adapter computes."""
@@ -45,6 +46,8 @@ class PeftAdapter:
         """The memory that it takes on a device: its weights, and those of the model that it has changed."""
         self.copies_base = False
         """True if its twin has weights of its own in the place of the model's."""
+        self.vocabulary: int | None = None
+        """How many tokens it knows, if they are not the model's."""
         self._twin: nn.Module | None = None
 
     @property
@@ -67,6 +70,8 @@ class PeftAdapter:
                 except _WritesBase:
                     found = _loaded(model, self._state, self._config, name, writes=True)
             self._twin, more = found
+            known = scores_of(self._twin)
+            self.vocabulary = None if known == scores_of(model) else known
             self.copies_base = more > 0
             self.bytes = sum(tensor.nbytes for tensor in self._state.values()) + more
         return self._twin
@@ -128,6 +133,7 @@ def _loaded(
     """
     twin = without_tuners(twin_of(model))
     known = _give_own_parameters(twin, writes)
+    resize(twin, state)
     memory = {_storage(own) for own, _ in known.values()} if not writes else set()
     with _same_config(twin), _NoWrites(memory):
         _inject(twin, state, copy.deepcopy(config), name)
@@ -161,6 +167,7 @@ def _inject(twin: nn.Module, state: Mapping[str, torch.Tensor], config: Any, nam
     import peft
 
     made = peft.PeftModel(twin, config, adapter_name=name)
+    state = {key: tensor for key, tensor in state.items() if not is_twice(key, state)}
     try:
         result: Any = peft.set_peft_model_state_dict(made, dict(state), adapter_name=name)
     except RuntimeError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,17 +14,16 @@ from transformers.pytorch_utils import Conv1D
 from ..parts import LowRank, LowRankEmbedding, OwnBias, Part, Parts, SavedModule, TrainedTokens, with_tensors
 from ..peft_parts import base_of, inner_of, why_not_by_row, why_not_tokens
 from ..shards import local_part
+from .vocabulary import PREFIX, ends_of, ids_of, ids_with, is_twice, plain_key, vocabulary_of
 
-PREFIX = "base_model.model."
 NAME = r"(?:\.(?!(?:weight|bias)$)([^.]+))?"
 """An adapter's own, which some state dicts have in their keys."""
 KEYS = (
-    re.compile(r"(.+)\.(modules_to_save)\.([^.]+)(\.[^.]+)"),
+    re.compile(r"(.+)\.(modules_to_save)(?:\.([^.]+))?(\.[^.]+)"),
     re.compile(rf"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector){NAME}(?:\.weight|(\.bias))?"),
     re.compile(rf"(.+?)(?:\.token_adapter)?\.(trainable_tokens_delta){NAME}()"),
 )
 """Keys of an adapter's own: the module, the place in it, the adapter's name, an attribute."""
-NOT_IN_PATHS = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
 
 
 class NoParts(ValueError):
@@ -43,7 +42,9 @@ class Entry(NamedTuple):
 def parts_in(model: nn.Module, state: Mapping[str, torch.Tensor], config: Any, name: str) -> Parts:
     """The parts of an adapter, by the names of modules. Raises ValueError for what does not fit the model."""
     found: dict[str, dict[str, torch.Tensor]] = {}
-    for entry, tensor in _entries(model, state, config, name):
+    known_ends = set(map(id, ends_of(model)))
+    ends = {path for path, module in model.named_modules() if id(module) in known_ends}
+    for entry, tensor in _entries(model, state, config, name, ends):
         found.setdefault(entry.path, {})[entry.place] = tensor
     if not found:
         raise ValueError(
@@ -56,12 +57,32 @@ def parts_in(model: nn.Module, state: Mapping[str, torch.Tensor], config: Any, n
         makers = dict.fromkeys(make for kind, make in MAKERS.items() if kind in kinds)
         if not makers:
             raise ValueError(f"the adapter has {sorted(tensors)} of {path}, and no weights beside that")
-        parts[path] = tuple(make(path, base, tensors, config) for make in makers)
+        made: list[Part] = []
+        for make in makers:
+            made.append(make(path, base, tensors, config))
+            base = made[-1].base_behind(base)
+        parts[path] = _with_tokens(made)
+        module = module_at(model, path)
+        if path not in ends and hasattr(base, "weight") and ids_with(module, made) != ids_of(module):
+            raise ValueError(_other_vocabulary(path, ids_with(module, made), ids_of(module)))
     for path, own in list(parts.items()):
         for part in own:
             if isinstance(part, TrainedTokens):
                 parts |= {other: (part,) for other in _tied_with(model, path) if other not in parts}
+    vocabulary_of(model, {module_at(model, path): own for path, own in parts.items()})
     return parts
+
+
+def _with_tokens(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The parts of a module, of which a whole weight has its trained tokens in it."""
+    whole, *others = parts
+    tokens = others[0] if others else None
+    if not isinstance(whole, SavedModule) or not isinstance(tokens, TrainedTokens):
+        return tuple(parts)
+    own: Any = whole.module
+    weight = own.weight.detach().clone()
+    weight[list(tokens.ids)] = tokens.rows.to(weight)
+    return (whole.mapped(lambda each: weight if each is own.weight else each), *others[1:])
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module:
@@ -75,9 +96,11 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
 
 
 def _entries(
-    model: nn.Module, state: Mapping[str, torch.Tensor], config: Any, name: str
+    model: nn.Module, state: Mapping[str, torch.Tensor], config: Any, name: str, ends: Collection[str]
 ) -> list[tuple[Entry, torch.Tensor]]:
-    """The tensors of one adapter in a state dict, without those that the model has itself."""
+    """The tensors of one adapter in a state dict, without those that the model has itself. ends: the paths of
+    its embeddings and head.
+    """
     read = {key.removeprefix(PREFIX): _entry(key.removeprefix(PREFIX)) for key in state}
     names = {entry.adapter for entry in read.values() if entry is not None}
     if len(names) > 1 and name not in names:
@@ -86,12 +109,14 @@ def _entries(
     others = []
     for key, tensor in zip(read, state.values(), strict=True):
         entry = read[key]
+        if is_twice(key, read):
+            continue
         if entry is not None and len(names) > 1 and entry.adapter != name:
             continue
         if entry is None:
             if "trainable_tokens_original" in key or _is_of_model(model, key, tensor):
                 continue  # peft saves embeddings and heads along with their adapters
-            entry = _of_module(key, config)
+            entry = _of_module(key, config, ends)
         if entry is None:
             others.append(key)
         else:
@@ -113,11 +138,13 @@ def _entry(key: str) -> Entry | None:
     return Entry(path, place + (attribute or ""), adapter)
 
 
-def _of_module(key: str, config: Any) -> Entry | None:
-    """The entry of a whole module's tensor, or of a layer's own bias."""
-    path, _, attribute = NOT_IN_PATHS.sub("", key).rpartition(".")
+def _of_module(key: str, config: Any, ends: Collection[str]) -> Entry | None:
+    """The entry of a whole module's tensor, or of a layer's own bias. ends: embeddings and head, which peft
+    saves where they were trained or have another vocabulary.
+    """
+    path, _, attribute = plain_key(key).rpartition(".")
     saved = tuple(getattr(config, "modules_to_save", None) or ())
-    if path.endswith(saved) or (saved and _ties(config)):  # as peft finds them
+    if path.endswith(saved) or (saved and _ties(config)) or path in ends:  # as peft finds them
         return Entry(path, f"modules_to_save.{attribute}")
     if attribute == "bias" and getattr(config, "bias", "none") != "none":
         return Entry(path, "own_bias")
@@ -127,8 +154,8 @@ def _of_module(key: str, config: Any) -> Entry | None:
 def _is_of_model(model: nn.Module, key: str, tensor: torch.Tensor) -> bool:
     """True if a tensor in a state dict is one that the model has."""
     named = model.named_parameters(remove_duplicate=False)
-    parameters = {NOT_IN_PATHS.sub("", name): each for name, each in named}
-    known = parameters.get(NOT_IN_PATHS.sub("", key))
+    parameters = {plain_key(name): each for name, each in named}
+    known = parameters.get(plain_key(key))
     if known is None or known.shape != tensor.shape:
         return False
     if local_part(known) is not known:
@@ -209,7 +236,8 @@ def _tokens(path: str, base: Any, tensors: Mapping[str, torch.Tensor], config: A
             f"and its config {len(ids)} ids; give the config and the model that it was trained with"
         )
     why_not = why_not_tokens(base, ids)
-    if why_not is not None or not 0 <= min(ids) <= max(ids) < len(weight):
+    unknown = set(range(len(weight), max(ids) + 1)) - set(ids)
+    if why_not is not None or min(ids) < 0 or unknown:
         raise ValueError(why_not or _other_vocabulary(path, max(ids) + 1, len(weight)))
     return TrainedTokens(ids, rows)
 
@@ -224,16 +252,18 @@ def _saved(path: str, base: Any, tensors: Mapping[str, torch.Tensor], config: An
     found = []
     for name, each in zip(names, known, strict=True):
         tensor = own.get(name, each.detach())
-        if tensor.shape != each.shape:
-            vocabulary = tensor.ndim == 2 and tensor.shape[1:] == each.shape[1:]
+        of_rows = isinstance(base, (nn.Linear, nn.Embedding)) and tensor.shape[1:] == each.shape[1:]
+        if tensor.shape != each.shape and not of_rows:
             raise ValueError(
-                _other_vocabulary(path, len(tensor), len(each))
-                if vocabulary
-                else f"{path}.{name} is {list(each.shape)}, the adapter's {list(tensor.shape)}; it is for "
-                "another model"
+                f"{path}.{name} is {list(each.shape)}, the adapter's {list(tensor.shape)}; it is for another "
+                "model"
             )
         found.append(tensor.to(each.dtype))  # as peft copies it into a module like the model's
-    return SavedModule(with_tensors(base, found))
+    made = with_tensors(base, found)
+    if isinstance(made, (nn.Linear, nn.Embedding)):
+        rows = "out_features" if isinstance(made, nn.Linear) else "num_embeddings"
+        setattr(made, rows, len(made.weight))
+    return SavedModule(made)
 
 
 def _own_bias(path: str, base: Any, tensors: Mapping[str, torch.Tensor], config: Any) -> Part:
@@ -245,12 +275,12 @@ def _own_bias(path: str, base: Any, tensors: Mapping[str, torch.Tensor], config:
 
 
 MAKERS: dict[str, Callable[[str, Any, Mapping[str, torch.Tensor], Any], Part]] = {
+    "modules_to_save": _saved,
     "lora_A": _products,
     "lora_B": _products,
     "lora_embedding_A": _embedding,
     "lora_embedding_B": _embedding,
     "trainable_tokens_delta": _tokens,
-    "modules_to_save": _saved,
     "own_bias": _own_bias,
 }
 """How the parts of a module are made, by the places of their tensors, in the order of their use."""

@@ -14,6 +14,7 @@ from ..lora import Adapter, Part
 from ..parts import Product, Rows, by_kernels, merged
 from ..peft_parts import base_of, takes_products
 from .joint import in_order, joint_layers
+from .vocabulary import Vocabularies
 
 SMALLEST_RANK = 16
 _layouts = itertools.count(1)
@@ -45,8 +46,20 @@ class AdapterTable:
     batch_invariant(), torch computes with the weights themselves, each in its own number type.
     """
 
-    def __init__(self, slots: int, device: torch.device, kernels: Any = None) -> None:
+    def __init__(
+        self,
+        slots: int,
+        device: torch.device,
+        kernels: Any = None,
+        vocabularies: Vocabularies | None = None,
+    ) -> None:
         self.slots: list[Adapter | None] = [None] * slots
+        self.vocabularies = Vocabularies() if vocabularies is None else vocabularies
+        """Those of all adapters that may come."""
+        self.sizes: torch.Tensor | None = None
+        """[1 + slots]: how many tokens the model has scores for, and the adapter of each slot; None if all
+        have the model's vocabulary.
+        """
         self.device = device
         self.kernels = kernels
         """The package of kernels; None for plain torch."""
@@ -85,6 +98,26 @@ class AdapterTable:
             for adapter in expected:
                 self._make_room(adapter)
 
+    def renew_vocabularies(self) -> None:
+        """Follow the vocabularies of the adapters that may come, which are others than before."""
+        self.renew_layout()
+        self.sizes = None
+        if self.vocabularies.by_name:
+            own = self.vocabularies.own
+            sizes = [own if held is None else self.vocabularies.of(held) for held in (None, *self.slots)]
+            self.sizes = torch.tensor(sizes, device=self.device)
+
+    def cut(self, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, tokens], written to: minus infinity for tokens that the adapter of a row, in the slot
+        index [rows], does not know.
+        """
+        if self.sizes is not None:
+            least = self.vocabularies.least
+            tokens = torch.arange(least, logits.shape[-1], device=logits.device)
+            sizes = self.sizes[index + 1].to(logits.device)
+            logits[:, least:].masked_fill_(tokens >= sizes[:, None], -torch.inf)
+        return logits
+
     def renew_layout(self) -> None:
         """Give the tables, if there are any, another number: captured steps of the old one stay unused."""
         if self.layout:
@@ -94,6 +127,8 @@ class AdapterTable:
         """Let a slot hold an adapter, whose weights are on the device."""
         self.slots[slot] = adapter
         self.in_torch[slot] = self._split(adapter).in_torch
+        if self.sizes is not None:
+            self.sizes[slot + 1] = self.vocabularies.of(adapter)
         if self.kernels is not None:
             self._make_room(adapter)
             self._enter(slot)
@@ -138,7 +173,8 @@ class AdapterTable:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tables, which kernels read in every launch."""
-        return [tensor for each in (self.weights, self.rows) if each is not None for tensor in each.tensors]
+        tables = [tensor for each in (self.weights, self.rows) if each is not None for tensor in each.tensors]
+        return tables if self.sizes is None else [*tables, self.sizes]
 
     @property
     def bytes(self) -> int:

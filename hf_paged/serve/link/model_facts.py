@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...engine import Engine
+from ...engine.worker.adapters import AdapterInfo
+from ...model.adapters.vocabulary import scores_of
 from ...model.loading import takes_images
 
 
@@ -14,7 +16,7 @@ class ModelFacts(NamedTuple):
 
     longest: the most tokens of a sequence. sequences: that run at once. priorities: whether requests may
     have some. vocabulary, scores: how many ids have embeddings, and scores. defaults: the model's generation
-    config. adapters: whether each lies in the model. shows: whether its forward takes images.
+    config. adapters: those that there are at first. shows: whether its forward takes images.
     response_template: how its answers are read.
     """
 
@@ -26,7 +28,7 @@ class ModelFacts(NamedTuple):
     vocabulary: int
     scores: int
     defaults: Any
-    adapters: dict[str, bool]
+    adapters: dict[str, AdapterInfo]
     shows: bool
     response_template: dict[str, Any] | None
 
@@ -46,9 +48,9 @@ class ModelFacts(NamedTuple):
             engine.config.block_size,
             engine.config.policy == "priority",
             int(getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]),
-            _scores_of(model),
+            scores_of(model) or int(model.config.get_text_config(decoder=True).vocab_size),
             model.generation_config,
-            {name: info.owner == "model" for name, info in engine.adapters().items()},
+            engine.adapters(),
             takes_images(model),
             _template_of(tokenizer, model),
         )
@@ -66,16 +68,6 @@ class ModelFacts(NamedTuple):
         """The model's ends of sequence."""
         eos = self.defaults.eos_token_id
         return [] if eos is None else list(eos) if isinstance(eos, list) else [int(eos)]
-
-
-def _scores_of(model: Any) -> int:
-    """How many tokens a model has scores for."""
-    head = model.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    return int(
-        getattr(head, "out_features", None)
-        or (weight.shape[0] if weight is not None else model.config.get_text_config(decoder=True).vocab_size)
-    )
 
 
 def _template_of(tokenizer: Any, model: Any) -> dict[str, Any] | None:

@@ -18,11 +18,13 @@ class ServedAdapter:
     """An adapter that requests can name.
 
     name: for clients. own: what the engine calls it; a name that is given again means another adapter there.
+    vocabulary: how many tokens it knows, if they are not the model's.
     """
 
     name: str
     own: str
     in_model: bool
+    vocabulary: int | None = None
     created: float = field(default_factory=time.time)
     uses: int = 0
     """HTTP requests that have it."""
@@ -45,12 +47,12 @@ class Adapters:
         self._loading: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._known: dict[str, ServedAdapter] = {}
-        for name, in_model in engine.facts.adapters.items():
+        for name, info in engine.facts.adapters.items():
             if name in models:
                 raise ValueError(
                     f"{name!r} is the name of the model and of an adapter; give another --served-model-name"
                 )
-            self._known[name] = ServedAdapter(name, name, in_model)
+            self._known[name] = ServedAdapter(name, name, info.owner == "model", info.vocabulary)
 
     def __iter__(self) -> Iterator[ServedAdapter]:
         return iter(self._known.values())
@@ -58,6 +60,16 @@ class Adapters:
     def get(self, name: str) -> ServedAdapter | None:
         """The adapter of this name."""
         return self._known.get(name)
+
+    def vocabulary(self, name: str) -> int:
+        """How many tokens the model of a name knows."""
+        found = self._known.get(name)
+        return (found and found.vocabulary) or self._engine.facts.vocabulary
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens any of them, or the model, knows."""
+        return max(self._engine.facts.vocabulary, *(each.vocabulary or 0 for each in self), 0)
 
     @contextmanager
     def used(self, name: str) -> Iterator[dict[str, Any]]:
@@ -88,17 +100,18 @@ class Adapters:
         own = f"{name}#{self._count}"
         self._loading.add(name)
         try:
-            await self._load(own, path)
+            info = await self._load(own, path)
         finally:
             self._loading.discard(name)
         old = self._known.get(name)
-        self._known[name] = ServedAdapter(name, own, False)
+        self._known[name] = ServedAdapter(name, own, False, info.vocabulary)
         if old is not None:
             self._leave(old)
 
-    async def _load(self, own: str, path: str) -> None:
+    async def _load(self, own: str, path: str) -> Any:
         try:
             await self._engine.call("add_adapter", own, path)
+            return (await self._engine.call("adapters"))[own]
         except CallError as error:  # whatever a reader of files raises
             if error.kind == "FileNotFoundError":
                 raise ApiError(404, str(error), "lora_path") from error

@@ -153,7 +153,7 @@ def _call(service: Service, http: Request, request: Generating) -> EndpointCall:
     context = Context.of(http.scope)
     if service.spans is not None:
         service.spans.note_request(context, request, model)
-    service.sampling.check(request, service.tokenizer.vocabulary)
+    service.sampling.check(request, service.adapters.vocabulary(model))
     return EndpointCall(service, http, context, request, model)
 
 

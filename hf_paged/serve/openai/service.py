@@ -76,10 +76,11 @@ class Service:
         longest = min(facts.longest, options.max_model_len or facts.longest)
         budget = facts.sequences
         metrics = Metrics(options.names[0], options.vllm_metric_names)
+        adapters = Adapters(engine, options.names, limits.adapters)
         sampling = Sampling(facts.defaults, facts.ends, limits, budget, facts.priorities)
         return cls(
             engine,
-            Tokenizer(words, images, facts.vocabulary, longest, limits.chars_per_token, template),
+            Tokenizer(words, images, adapters.most_tokens, longest, limits.chars_per_token, template),
             options,
             sampling,
             QueueLimit(budget + limits.waiting, lambda: not engine.driven, lambda: metrics.end_to_end.mean),
@@ -89,7 +90,7 @@ class Service:
             Turns(EVENTS),
             Turns(BODIES),
             LiveMap(engine, metrics, limits.viewers, options.names[0]),
-            Adapters(engine, options.names, limits.adapters),
+            adapters,
             StructuredOutput(engine, limits),
             Replies(response_template or facts.response_template),
             longest,

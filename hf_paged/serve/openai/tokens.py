@@ -51,8 +51,8 @@ class Tokenizer:
         chars_per_token: int,
         template: str | None = None,
     ) -> None:
-        """vocabulary: how many ids the model has embeddings for. longest: tokens of a sequence. template:
-        instead of the chat template of the processor or of the tokenizer.
+        """vocabulary: how many ids the model, or any adapter, has embeddings for. longest: tokens of a
+        sequence. template: instead of the chat template of the processor or of the tokenizer.
         """
         self.hf = tokenizer
         self.images = images
