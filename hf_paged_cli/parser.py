@@ -175,11 +175,15 @@ def _add_templates(add: Any) -> None:
     add("--response-template", help="a JSON file or the template: how tool calls and reasoning are read")
 
 
-def _add_adapters(add: Any) -> None:
+def _add_modules(add: Any) -> None:
     add(
         "--lora-modules", nargs="+", action="extend", default=[], metavar="NAME=PATH",
         help="adapters that requests choose as their model",
     )  # fmt: skip
+
+
+def _add_adapters(add: Any) -> None:
+    _add_modules(add)
     add("--max-loras", type=number(int, 1), help="adapters on the device at once (16)")
     add(
         "--max-adapter-forwards", type=number(int, 1), metavar="N",
@@ -273,6 +277,10 @@ def _add_generate(to: Parser) -> None:
     )
     asked.add_argument("--chat", action="store_true", help="each prompt is a user's message")
     asked.add_argument("--json", action="store_true", help="print JSON instead of streaming")
+    adapters = to.add_argument_group("adapters").add_argument
+    _add_modules(adapters)
+    help = 'the adapter of all prompts but lines of {"prompt", "adapter"} (none)'
+    adapters("--adapter", metavar="NAME", help=help)
     group = to.add_argument_group("file")
     group.add_argument("--out", type=new_file, metavar="FILE", help="with --lines: write the answers there")
     _add_resume(group.add_argument)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_paged import demo
 from hf_paged.engine import Answers
@@ -64,6 +65,50 @@ def test_lines_have_an_index_and_their_usage(
         "cached_tokens": found[0]["usage"]["cached_tokens"]
     }
     assert set(found[0]) == {"index", "prompt", "text", "finish_reason", "usage"}
+
+
+@pytest.fixture
+def poet(tmp_path: Path) -> tuple[Path, str]:
+    """The folder of an adapter, and its answer to "The fox"."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=8, lora_alpha=32, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(demo.model(), config).eval()
+    model.save_pretrained(tmp_path / "poet")
+    inputs = demo.tokenizer()("The fox", return_tensors="pt")
+    found = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return tmp_path / "poet", demo.tokenizer().decode(found, skip_special_tokens=True)
+
+
+def test_adapters_by_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, poet: tuple[Path, str]) -> None:
+    folder, poem = poet
+    lines: list[Any] = [
+        "The fox",
+        {"prompt": "The fox", "adapter": None},
+        {"prompt": "The fox", "model": "demo"},
+        {"prompt": "The fox", "model": "poet", "max_new_tokens": 3},
+        "{The fox",
+        {"prompt": "The fox", "adapter": "nobody"},
+    ]
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(f"{each if isinstance(each, str) else json.dumps(each)}\n" for each in lines))
+    asked = ["generate", "demo", "--lines", "--file", str(file), "--max-tokens", "12"]
+    assert main([*asked, "--lora-modules", f"poet={folder}", "--adapter", "poet"]) == 1
+    found = rows(capsys.readouterr().out)
+    assert poem != wanted("The fox")
+    assert [found[i]["text"] for i in range(3)] == [poem, wanted("The fox"), wanted("The fox")]
+    assert found[3]["usage"]["completion_tokens"] == 3
+    assert found[4]["prompt"] == "{The fox"
+    assert "there is no adapter 'nobody'" in found[5]["error"]
+
+
+def test_the_adapter_of_one_prompt(capsys: pytest.CaptureFixture[str], poet: tuple[Path, str]) -> None:
+    folder, poem = poet
+    asked = ["generate", "demo", "--prompt", "The fox", "--max-tokens", "12"]
+    assert main([*asked, "--lora-modules", f"poet={folder}", "--adapter", "poet"]) == 0
+    assert capsys.readouterr().out == poem + "\n"
+    assert main([*asked, "--lora-modules", f"poet={folder}", "--adapter", "pirate"]) == 1
+    assert "there is no adapter 'pirate'" in capsys.readouterr().err
 
 
 def test_lines_are_chats(capsys: pytest.CaptureFixture[str]) -> None:

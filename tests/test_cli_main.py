@@ -20,9 +20,8 @@ from transformers.utils import logging as progress
 
 import hf_paged
 from hf_paged import demo
-from hf_paged.cli.arguments import source_of
+from hf_paged.cli.arguments import adapter_sources, source_of
 from hf_paged.cli.serve import (
-    adapter_sources,
     cache_shares,
     chat_template_of,
     engine_of,

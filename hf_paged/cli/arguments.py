@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ..engine import Engine
+from ..model.adapters.files import CONFIG
+from ..model.loading import LOCAL
 from ..serve.link.loading import Source
 
 
@@ -16,6 +21,43 @@ def source_of(given: argparse.Namespace) -> Source:
         raise ValueError("--device and --device-map both place the model; give one of them")
     names = [each.name for each in fields(Source) if hasattr(given, each.name)]
     return Source(**{name: getattr(given, name) for name in names})
+
+
+def adapter_sources(given: Sequence[str], models: Sequence[str]) -> dict[str, str]:
+    """Where adapters lie, by name: of name=path, or of JSON with both as vLLM takes it. models: the names of
+    the model.
+    """
+    found: dict[str, str] = {}
+    for each in given:
+        if each.startswith("{"):
+            try:
+                module = json.loads(each)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"--lora-modules {each} is not JSON: {error}; give name=path") from error
+            name = str(module.get("name", ""))
+            path = str(module.get("path", ""))
+        else:
+            name, _, path = each.partition("=")
+        if not name or not path:
+            raise ValueError(f"--lora-modules takes name=path, got {each!r}")
+        if path.startswith(LOCAL) and not (Path(path) / CONFIG).is_file():  # else a name on the Hub
+            raise ValueError(
+                f"--lora-modules {each}: there is no {path}/{CONFIG}; give a folder as peft saves it"
+            )
+        if name in found or name in models:
+            of = "two adapters" if name in found else "the model and of an adapter"
+            raise ValueError(f"--lora-modules {each}: {name!r} is the name of {of}; choose another one")
+        found[name] = path
+    return found
+
+
+def add_adapters(engine: Engine, modules: Mapping[str, str]) -> None:
+    """Give an engine the adapters of a command."""
+    for name, path in modules.items():
+        try:
+            engine.add_adapter(name, path)
+        except (ValueError, OSError, TypeError, ImportError) as error:
+            raise ValueError(f"--lora-modules {name}={path} cannot be loaded: {error}") from error
 
 
 def sampling_of(given: argparse.Namespace) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from hf_paged_cli.limits import ServerLimits
 from ..engine.batches import model_digest
 from ..engine.outputs.answer_file import AnswerFile
 from ..engine.requests.content import digest_of
-from .arguments import interrupted, require_out, source_of
-from .serve import adapter_sources, chat_template_of, engine_of, engine_options, response_template_of
+from .arguments import adapter_sources, interrupted, require_out, source_of
+from .serve import chat_template_of, engine_of, engine_options, response_template_of
 
 NO_LIMIT = 2**31
 """Of requests that wait, and of their seconds: no other client does."""

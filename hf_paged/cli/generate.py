@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import length_hint
 from typing import Any
@@ -13,7 +14,7 @@ from hf_paged_cli.flags import content_of, is_utf8
 
 from ..engine import Engine
 from ..engine.outputs.answer_file import line_of
-from .arguments import interrupted, require_out, sampling_of, source_of
+from .arguments import adapter_sources, add_adapters, interrupted, require_out, sampling_of, source_of
 
 
 def prompt_of(prompt: str | None, file: str | None) -> str:
@@ -59,10 +60,14 @@ def run(given: Namespace) -> int:
     if given.stop:
         options["stop_strings"] = given.stop
     prompts = prompts_of(given.prompt, given.file) if given.lines else [prompt_of(given.prompt, given.file)]
-    asked = _asked(prompts, given.chat)
     source = source_of(given)
+    modules = adapter_sources(given.lora_modules, [source.name])
+    asked = _asked(prompts, given, [source.name])
+    if given.adapter is not None:
+        options["adapter"] = None if given.adapter == source.name else given.adapter
     tokenizer = source.load_tokenizer()
     with Engine(source.load(quiet=True), tokenizer, fuse_projections=True) as engine:
+        add_adapters(engine, modules)
         if given.out is not None:
             return _write_lines(engine, asked, given, options)
         if given.lines or given.json:
@@ -70,12 +75,32 @@ def run(given: Namespace) -> int:
         return _stream(engine, next(iter(asked)), options)
 
 
-def _asked(prompts: Iterable[str], chat: bool) -> Iterable[Any]:
-    """The prompts, or the chats that begin with them."""
-    if not chat:
+def _asked(prompts: Iterable[str], given: Namespace, models: Sequence[str]) -> Iterable[Any]:
+    """The prompts, or the chats that begin with them. models: names of the model without adapters."""
+    if not given.chat and not given.lora_modules:
         return prompts
-    chats = ([{"role": "user", "content": each}] for each in prompts)
-    return list(chats) if isinstance(prompts, list) else chats
+    of_lines = models if given.lines and given.lora_modules else None
+    items = (_item(each, given.chat, of_lines) for each in prompts)
+    return list(items) if isinstance(prompts, list) else items
+
+
+def _item(line: str, chat: bool, models: Sequence[str] | None) -> Any:
+    """The item of a prompt. models: names of the model, if a line may be JSON that names an adapter."""
+    own: dict[str, Any] = {}
+    if models is not None and line.lstrip().startswith("{"):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None  # a prompt that begins with a brace
+        own = found if isinstance(found, dict) and "prompt" in found else {}
+    if "model" in own and "adapter" in own:
+        raise ValueError(f"a line has a model and an adapter; give one of them: {line:.200}")
+    if "model" in own:
+        name = own.pop("model")
+        own["adapter"] = None if name in (models or ()) else name
+    prompt = own.get("prompt", line)
+    asked = [{"role": "user", "content": prompt}] if chat else prompt
+    return {**own, "prompt": asked} if own else asked
 
 
 def _print_lines(engine: Engine, asked: Iterable[Any], options: dict[str, Any]) -> int:

@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +19,11 @@ from hf_paged_cli.flags import content_of
 from hf_paged_cli.limits import ServerLimits
 
 from ..engine import Engine
-from ..model.adapters.files import CONFIG
-from ..model.loading import LOCAL
 from ..model.servable import longest
 from ..serve.http.options import ServerOptions
 from ..serve.link import ranks
 from ..serve.link.loading import Source
-from .arguments import source_of
+from .arguments import adapter_sources, add_adapters, source_of
 
 
 def run(given: argparse.Namespace) -> int:
@@ -97,40 +94,8 @@ def engine_of(
             f"for; give at most {most}, or leave it out"
         )
     engine = Engine(model, **options, cache_shares=shares)
-    for name, path in modules.items():
-        try:
-            engine.add_adapter(name, path)
-        except (ValueError, OSError, TypeError, ImportError) as error:
-            raise ValueError(f"--lora-modules {name}={path} cannot be loaded: {error}") from error
+    add_adapters(engine, modules)
     return engine
-
-
-def adapter_sources(given: Sequence[str], models: Sequence[str]) -> dict[str, str]:
-    """Where adapters lie, by name: of name=path, or of JSON with both as vLLM takes it. models: the names of
-    the model.
-    """
-    found: dict[str, str] = {}
-    for each in given:
-        if each.startswith("{"):
-            try:
-                module = json.loads(each)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"--lora-modules {each} is not JSON: {error}; give name=path") from error
-            name = str(module.get("name", ""))
-            path = str(module.get("path", ""))
-        else:
-            name, _, path = each.partition("=")
-        if not name or not path:
-            raise ValueError(f"--lora-modules takes name=path, got {each!r}")
-        if path.startswith(LOCAL) and not (Path(path) / CONFIG).is_file():  # else a name on the Hub
-            raise ValueError(
-                f"--lora-modules {each}: there is no {path}/{CONFIG}; give a folder as peft saves it"
-            )
-        if name in found or name in models:
-            of = "two adapters" if name in found else "the model and of an adapter"
-            raise ValueError(f"--lora-modules {each}: {name!r} is the name of {of}; choose another one")
-        found[name] = path
-    return found
 
 
 def engine_options(given: argparse.Namespace) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..cli import serve as cli
-from ..cli.arguments import source_of
+from ..cli.arguments import adapter_sources, source_of
 from ..serve.http import logs
 from ..serve.http.keys import Keys
 from ..serve.link import ranks
@@ -64,7 +64,7 @@ def main(descriptor: int) -> int:
     options = cli.server_options(given, source.name)
     keys = Keys(options.api_keys, admin_keys=options.admin_api_keys)
     shares = cli.cache_shares(given.prefix_cache_share, keys.names)
-    modules = cli.adapter_sources(given.lora_modules, options.names)
+    modules = adapter_sources(given.lora_modules, options.names)
     size = given.tensor_parallel_size
     computing = threading.Event()
     if size > 1:
