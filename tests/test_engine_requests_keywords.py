@@ -41,6 +41,7 @@ EXAMPLES: dict[str, Any] = {
     **{name: value for case in HONOURED_HERE.values() for name, value in case.items()},
     "adapter": "active",
     "prompt_logprobs": 1,
+    "return_routing": False,
     "tenant": "one",
     "max_new_tokens": 2,
     "max_time": 60.0,
@@ -118,6 +119,7 @@ def test_the_types_name_what_submit_takes() -> None:
     shown = {name for name in RequestKeywords.__annotations__ if SHOWN.search(name)}
     openais = OpenAIOptions.__annotations__.keys()
     requests = {"seed", "logprobs", "prompt_logprobs", "priority", "salt", "tenant", "adapter", "task_ids"}
+    requests |= {"return_routing"}
     assert (
         RequestKeywords.__annotations__.keys()
         == HONOURED | accepted_as_neutral().keys() | beside | shown | requests | openais

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from ..blocks.options import check_flag
 from ..model.adapters.virtual import GivenPast
+from ..model.ranks.tensor_parallel import mesh_of
 from ..model.servable import longest, longest_source
 from ..scheduling import Request, why_infeasible
 from .multimodal.cross import CrossMedia, longest_picture
@@ -69,6 +71,9 @@ class RequestBounds:
     def require_computable(self, params: RequestParams) -> None:
         """Raise if a request has embeddings or media that the model does not take."""
         media = params.media
+        check_flag("return_routing", params.return_routing)
+        if params.return_routing:
+            self._require_routing(params)
         if params.past is not None:
             self._require_past(params.past)
         if params.embeds is None and media is None:
@@ -79,6 +84,24 @@ class RequestBounds:
             raise ValueError(f"{self._runner.why_not_cross}; use generate()")
         if media is not None:
             self._runner.merger.require(media)
+
+    def _require_routing(self, params: RequestParams) -> None:
+        """Raise if the routing of a request's answers cannot be kept."""
+        if params.beams > 1:
+            raise ValueError(
+                f"return_routing=True and num_beams={params.beams}: the blocks of beams that have ended are "
+                "gone with their routing; sample or decode greedily"
+            )
+        if mesh_of(self._runner.eager.model) is not None:
+            raise ValueError(
+                f"return_routing=True: several ranks compute {self._name}, and none records; use one rank"
+            )
+        if self._pools.config.compile:
+            raise ValueError(
+                "return_routing=True and an engine with compile=True, whose layers show no routing; make one "
+                "without"
+            )
+        _ = self._runner.eager.routing  # raises for a model that has none
 
     def _require_past(self, past: GivenPast) -> None:
         """Raise if keys and values are not those of the model's layers."""

@@ -234,6 +234,7 @@ class Engine:
         seed: int | None = None,
         logprobs: int | bool | None = None,
         prompt_logprobs: int | bool | None = None,
+        return_routing: bool = False,
         priority: int = 0,
         salt: str | None = None,
         tenant: str = "",
@@ -255,6 +256,8 @@ class Engine:
             seed: of its draws: the same answer whatever runs beside it.
             logprobs: True, or how many top tokens are reported beside each chosen one.
             prompt_logprobs: the same of the prompt's tokens.
+            return_routing: whether each sequence of the output has the experts of its tokens, of a mixture of
+                experts.
             priority: higher is sooner, under policy="priority".
             salt: requests share their prefixes only with requests of the same salt.
             tenant: for whose share of the blocks this request's count, under `cache_shares`.
@@ -277,6 +280,7 @@ class Engine:
             seed,
             logprobs,
             prompt_logprobs,
+            return_routing,
             self._options,
             vocabulary_of(self._adapters, adapter),
         )
@@ -292,6 +296,8 @@ class Engine:
         job = Job(params, None, self.tokenizer, chosen)
         job.active = self._adapters.active
         extra = extra_key(None if salt is None else check_salt(salt))
+        if params.return_routing:  # of tokens that others have cached it may not be known
+            extra = extra_key(extra, "routing")
         number = next(self._books.numbers)
         request = job.request(number, priority, extra, self._bounds.source_length(params), tenant)
         reason = self._bounds.why_never(request, params.virtual)

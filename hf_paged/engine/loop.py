@@ -107,6 +107,9 @@ class StepLoop:
         if not job.params.of_ids or job.prompt_scores is not None:
             self.with_inputs[group] = job.params
         self.jobs[group] = job
+        if job.params.return_routing:
+            self.pools.record_routing()
+            job.routing_of = self.pools.routing_of
         self.adapters.fresh |= bool(job.adapter)
         self.slow.update(set(job.params.slow))
 

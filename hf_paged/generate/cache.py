@@ -21,6 +21,7 @@ from ..model.lazy import Path
 from ..model.offloaded import input_device
 from ..model.ranks.tensor_parallel import mesh_of
 from ..model.registry import base_model, end_forwards, memory_of
+from ..model.routing import RoutingRecord
 from ..model.slots import CROSS, NO_CONTENT, Slot, beside, slots_of
 from ..model.state_functions import WITHOUT_PAST, StateFunctions
 from ..model.state_layers import KeepsStates, RowStates
@@ -148,8 +149,8 @@ class PagedCache(DynamicCache):
         """True if the running call feeds its prompt in several forwards."""
         self.ended: EndedRows | None = None
         """The rows of the running call that have ended; None if all stay to its end."""
+        known_model = model()
         if sequences.states is not None:
-            known_model = model()
             functions = None
             if known_model is not None:
                 functions = StateFunctions(known_model, WITHOUT_PAST)
@@ -160,6 +161,10 @@ class PagedCache(DynamicCache):
                     layer.keep_in_slots(states)
         self.states = states_of(layers)
         """The recurrent states that layers keep in slots; None if none does."""
+        self.routing: RoutingRecord | None = None
+        """The record of its tokens' experts, if the call returns it."""
+        if config.return_routing and known_model is not None and self.own_layers:
+            self.routing = RoutingRecord(known_model, self.own_layers)
         self.torn = False
         """True if a step broke off after it may have advanced states: their content is not known."""
         self._has_beside = not self.complete

@@ -28,6 +28,7 @@ from .cache import PagedCache, paged_parts
 from .forward import wrap
 from .given_past import prepared
 from .ranks import any_rank
+from .routing import ReturnedRouting
 
 
 class _Plug:
@@ -108,6 +109,8 @@ class Call:
     """True once a cache was prepared or left to stock here; a model may prepare its caches without us."""
     made: list[PagedCache] = field(default_factory=list)
     used: list[PagedCache] = field(default_factory=list)
+    routing: ReturnedRouting | None = None
+    """The routing that its answer is to have; None if it has none."""
     thread: int = field(default_factory=threading.get_ident)
     left: bool = False
     """True once the end of the call has begun."""

@@ -309,6 +309,8 @@ def _paged(
                 for part in parts:
                     if part.states is not None:
                         states.enter_context(part.states.forward())
+                    if part.routing is not None:
+                        states.enter_context(part.routing.forward())
                 answer = original(**given) if plain else _with_adapters(model, original, given, parts)
         finally:
             running.set(outer)

@@ -30,6 +30,7 @@ from .cache import PagedCache, paged_parts
 from .call import Call, current_call, settle_models
 from .leaving import LOOP, watched
 from .ranks import begin_on_ranks, check_ranks
+from .routing import check_routing, returned_routing
 
 WORD = "paged"
 EXPECTED = {
@@ -155,6 +156,8 @@ def _wrap_generate(stock: Callable[..., Any], patch: Patch) -> Callable[..., Any
             answer = restoring(lambda: stock(self, *args, **kwargs))
             if paged_parts(getattr(answer, CACHE, None)):
                 add_newer_name(answer)
+            if call.routing is not None:
+                answer["routing"] = call.routing.of(answer)
             return answer
         finally:
             try:
@@ -208,6 +211,8 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
         name = name_in(self)
         given = model_kwargs.get(name)
         options = None if generation_config.cache_config is None else _options(generation_config)
+        if options is not None and options.return_routing:
+            check_routing(self, generation_config, given)
         cache = _made(self, options, slots) if given is None else _given(self, given, options)
         model_kwargs[name] = cache
         if given is not None:
@@ -217,6 +222,7 @@ def _wrap_prepare_cache(stock: Callable[..., Any], patch: Patch) -> Callable[...
         _prepare(cache, parts, generation_config, max_cache_length)
         if generation_config.is_assistant:
             cache.activate_past_recording()
+        call.routing = returned_routing(parts[0], generation_config, model_kwargs.get("attention_mask"))
         call.plug(self, parts, made=given is None)
         return None
 
@@ -267,6 +273,8 @@ def _takes(model: Any, generation_config: Any, model_kwargs: dict[str, Any], slo
         return False
     reason = why_not(model, generation_config, slots) or why_dropped(model) or why_random(model)
     reason = begin_on_ranks(model, reason)
+    if reason is not None and _options(generation_config).return_routing:
+        raise ValueError(f"cache_config={{'return_routing': True}} needs pages, and {reason}")
     if reason is not None:
         warn(reason)
         generation_config.cache_implementation = generation_config.cache_config = None
@@ -278,7 +286,9 @@ def _options(generation_config: Any) -> CacheConfig:
     to others.
     """
     options = CacheConfig.of(generation_config.cache_config)
-    return replace(options, prefix_caching=False) if generation_config.is_assistant else options
+    if not generation_config.is_assistant:
+        return options
+    return replace(options, prefix_caching=False, return_routing=False)
 
 
 def _made(model: Any, options: CacheConfig | None, slots: list[Slot]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import GenerationMixin
 
-from ..kv import LayerGroup, Memory
+from ..kv import LayerGroup, Layout, Memory
 from ..kv.ops import why_in_torch
 from ..model.capture.replay import why_not_captured
 from ..model.registry import base_model, known_memory
@@ -190,7 +190,8 @@ def _parts_off(model: Any, memory: Memory | None) -> dict[str, str]:
     left = why_not(model, model.generation_config, slots) or why_dropped(model) or why_random(model)
     if left is not None:
         return {"pages": left}
-    layouts = {layout for group in memory.groups.values() for layout in group.layouts} if memory else ()
+    found = {layout for group in memory.groups.values() for layout in group.layouts} if memory else ()
+    layouts = [layout for layout in found if isinstance(layout, Layout)]
     complete = all(slot.kind is not None and slot.paged.complete for slot in slots)
     reasons = {
         "prefix_caching": why_never(complete, model) or (None if memory and memory.counts else NOT_ASKED),

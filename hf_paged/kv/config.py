@@ -42,7 +42,11 @@ class CacheConfig:
     drop_ended: "auto" takes rows that have ended out of the steps of a call, where nothing looks at more of
         them than their tokens. "off" computes all rows until the last one ends.
 
-    The last five describe how a call uses a pool, not the pool: configs that differ only there share one.
+    return_routing: whether the experts of each token are kept beside its keys and values, and the call's
+        answer has them as `routing`.
+
+    prefix_caching, salt, verify, keep_pools and drop_ended describe how a call uses a pool, not the pool:
+    configs that differ only there share one.
     """
 
     block_size: int = 16
@@ -57,6 +61,7 @@ class CacheConfig:
     verify: str | None = field(default=None, compare=False)
     keep_pools: bool | None = field(default=None, compare=False)
     drop_ended: str = field(default="auto", compare=False, kw_only=True)
+    return_routing: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
@@ -64,6 +69,7 @@ class CacheConfig:
             raise ValueError(f"kernels={self.kernels!r} is not one of {KERNELS}")
         check_flag("graphs", self.graphs)
         check_flag("prefix_caching", self.prefix_caching)
+        check_flag("return_routing", self.return_routing)
         check_keep_pools(self.keep_pools)
         check_salt(self.salt)
         check_verify(self.verify)

@@ -137,6 +137,7 @@ class HostBlocks:
         """Carry blocks of the host to the device."""
         for source, target in () if self.group.kind.fills else copies:
             self.group.tokens_behind[target] = self._tokens_behind.get(source, 0)
+        self._settle()  # there may be another store since these blocks left
         for store in self.group.stores.values():
             self._buffers[store.layout, store.layers].back(store, copies)
         if self.group.checksums is not None:

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..blocks import LayerKind
-from ..kv import Pages, Rows, Sequences
+from ..kv import Batch, LayerGroup, Pages, Rows, Sequences
 from .lazy import LazyPages, LazyRotated, NotCapturable, Path, as_dense
 from .lengths import DeviceNumber
 
@@ -51,6 +51,22 @@ class PagedLayer(DynamicLayer):
     def rows(self) -> Rows:
         """The rows of the layer's kind."""
         return self.sequences.rows[self.kind]
+
+    @property
+    def group(self) -> LayerGroup:
+        """The pools of the layer's kind."""
+        return self.rows.group
+
+    @property
+    def batch(self) -> Batch:
+        """Where the tokens of the step lie."""
+        static = self.sequences.static
+        return self._step if static is None else static[self.kind]
+
+    @property
+    def _step(self) -> Batch:
+        """The same of a step that is not captured."""
+        return self.rows.batch
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.kind.name}, tokens={self.columns}, path={self.path})"
@@ -110,11 +126,9 @@ class PagedLayer(DynamicLayer):
         return self._pair(pages, key_states, value_states)
 
     def _pages(self) -> Pages:
-        rows = self.sequences.rows[self.kind]
-        static = self.sequences.static
-        store, place = rows.group.store(self.number)
-        batch = rows.batch if static is None else static[self.kind]
-        pages: Pages = store.pages(place, batch, captured=static is not None)
+        store, place = self.group.store(self.number)
+        captured = self.sequences.static is not None
+        pages: Pages = store.pages(place, self.batch, captured=captured)
         return pages
 
     def _pair(

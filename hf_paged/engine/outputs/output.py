@@ -10,6 +10,8 @@ from itertools import chain
 from math import nan
 from typing import Any, Literal, NamedTuple, overload
 
+import torch
+
 from ...model.caller import caller_level
 from .picture import Answer, Usage, answers_picture, shortened
 
@@ -131,6 +133,8 @@ class SequenceOutput:
         (max_new_tokens, max_length or max_time), "abort", "refused" or "error".
     score: of a beam, as generate() scores it.
     logprobs: if they were requested, one for each token.
+    routing: if it was requested, the experts int16 [prompt + answer - 1, layers with experts, k] of each
+        token but the last one, which no forward has computed; None of an answer that was broken off.
     """
 
     token_ids: list[int]
@@ -138,6 +142,7 @@ class SequenceOutput:
     finish_reason: FinishReason
     logprobs: TokenLogprobs | None = None
     score: float | None = None
+    routing: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def cumulative_logprob(self) -> float | None:

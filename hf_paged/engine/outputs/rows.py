@@ -71,12 +71,14 @@ def _sequence(sequence: SequenceOutput) -> dict[str, Any]:
 
 
 def _beside_text(sequence: SequenceOutput) -> dict[str, Any]:
-    """The rest of a sequence: its tokens if it has no text or they have logprobs, and its score."""
+    """The rest of a sequence: its tokens if it has no text or they have logprobs, its routing, its score."""
     row: dict[str, Any] = {}
     if sequence.text is None or sequence.logprobs is not None:
         row["token_ids"] = sequence.token_ids
     if sequence.logprobs is not None:
         row["logprobs"] = _logprobs(sequence.logprobs)
+    if sequence.routing is not None:
+        row["routing"] = sequence.routing.tolist()
     if sequence.score is not None:
         row["score"] = _number(sequence.score)
     return row

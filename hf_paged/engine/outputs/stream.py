@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from .output import FinishReason, Increment, NewTokens, SequenceOutput, TokenLogprob, TokenLogprobs
 from .stops import Stop
 from .text import AnswerText, Decode
@@ -38,6 +40,8 @@ class Stream:
         """Its tokens until it ends; the last one comes with its end."""
         self.logprobs = TokenLogprobs(top_logprobs)
         self.score: float | None = None
+        self.routing: torch.Tensor | None = None
+        """The experts of its tokens, once it has ended, if they are returned."""
         self.trouble: BaseException | None = None
         """Why there is no text, or no more of it."""
         self._end: _StreamEnd | None = None
@@ -164,6 +168,5 @@ class Stream:
                 text = ""
         if self.trouble is not None:
             reason = "error"
-        return SequenceOutput(
-            list(tokens), text, reason, self.logprobs.copy() if with_logprobs else None, self.score
-        )
+        logprobs = self.logprobs.copy() if with_logprobs else None
+        return SequenceOutput(list(tokens), text, reason, logprobs, self.score, self.routing)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ...blocks import BlockTable
 from ...model.adapters.virtual import NO_ADAPTERS, ChosenAdapters
 from ...scheduling import AdapterNames, Request, Scheduler, SequenceGroup, TokenSequence
 from ..outputs.output import FinishReason, Output, Timing, TokenLogprob
@@ -61,6 +62,8 @@ class Job:
         """The error of a processor that runs for the rows of all requests at once."""
         self.grammar_states = [] if params.grammar is None else [params.grammar.begin() for _ in self.streams]
         """Where in its grammar each of its answers is."""
+        self.routing_of: Callable[[Sequence[BlockTable], int], torch.Tensor] | None = None
+        """Reads the routing of a sequence's first tokens by its tables, if it is returned."""
         self.prompt_scores = None
         if params.scored is not None:
             self.prompt_scores = PromptLogprobs(params.prompt, params.scored, params.virtual)
@@ -159,12 +162,19 @@ class Job:
             reason = self._reason(token, len(sequence.tokens), why)
             self._grow(sequence.index, token, notes.get(sequence), reason)
             if reason is not None:
+                self._note_routing(sequence)
                 scheduler.finish(sequence)
 
     def _grow(self, index: int, token: int, note: TokenLogprob | None, reason: FinishReason | None) -> None:
         self.timing.first_token = self.timing.first_token or time.monotonic()
         self.streams[index].add([token], [note] if note else [], reason)
         self.queue.put()
+
+    def _note_routing(self, sequence: TokenSequence) -> None:
+        """Read the routing of a sequence that ends, all but its last token's, while it has its blocks."""
+        if self.routing_of is not None:
+            routing = self.routing_of(sequence.tables, len(sequence.tokens) - 1)
+            self.streams[sequence.index].routing = routing[self.params.virtual :]
 
     def _stopped(self, places: list[int], length: int, device: torch.device) -> list[FinishReason | None]:
         """The answers of the criteria on the first `length` tokens of its running sequences; they see all

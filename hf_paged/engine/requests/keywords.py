@@ -205,6 +205,8 @@ class RequestKeywords(GenerateKeywords, total=False):
     """True, or how many top tokens are reported beside each chosen one, with log-probabilities."""
     prompt_logprobs: int | bool | None
     """The same of the prompt's tokens."""
+    return_routing: bool
+    """True: each sequence of the output has the experts of its tokens, of a mixture of experts."""
     priority: int
     """Higher runs sooner, under policy="priority"."""
     salt: str | None

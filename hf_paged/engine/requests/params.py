@@ -63,6 +63,8 @@ PASSED_ON = ("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt
 
 PROMPTS = ("inputs_embeds", "input_features", "decoder_input_ids")
 """Keywords that are a prompt, or a part of one."""
+BY_NUMBERS = (EosTokenCriteria, MaxLengthCriteria)
+"""Criteria that are read as numbers."""
 KEY = os.urandom(16)
 """This process's key for the names of embeddings and of pictures."""
 
@@ -101,6 +103,7 @@ class RequestParams(SamplingParams):
     virtual: tokens in front of its prompt that an adapter has put there, and that its caller does not see.
     past: their keys and values, if no forward computes them.
     known: the tokens that there are for it.
+    return_routing: whether its answers have the experts of their tokens.
     """
 
     embeds: torch.Tensor | None
@@ -117,6 +120,7 @@ class RequestParams(SamplingParams):
     known: KnownTokens
     virtual: int = 0
     past: GivenPast | None = None
+    return_routing: bool = False
 
     @property
     def width(self) -> int:
@@ -249,6 +253,7 @@ def read_request(
     seed: int | None,
     logprobs: int | bool | None,
     prompt_logprobs: int | bool | None,
+    return_routing: bool,
     options: Options,
     vocabulary: int | None = None,
 ) -> RequestParams:
@@ -280,9 +285,7 @@ def read_request(
     criteria = _criteria(model, config, tokenizer, extras["stopping_criteria"], options)
     at_tokens = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
-    others = StoppingCriteriaList(
-        each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria)
-    )
+    others = StoppingCriteriaList(each for each in criteria if type(each) not in BY_NUMBERS)
     grammar, processor_plan, slow = _processor_plan(config, processors)
     at_tokens = [each for each in at_tokens if each is not config._eos_token_tensor]
     return RequestParams(
@@ -304,6 +307,7 @@ def read_request(
         slow=slow,
         stop=options.stops.stop(tokenizer, asked.stop, config.min_new_tokens or 0),
         known=known,
+        return_routing=return_routing,
     )
 
 

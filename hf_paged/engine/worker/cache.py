@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ...blocks import LayerKind
-from ...kv import Batch, Pages, Sequences
+from ...kv import Batch, LayerGroup, Sequences
 from ...model.layer import PagedLayer
 from ...model.lazy import LazyTensor
 from ...model.servable import Unservable
@@ -114,7 +114,7 @@ class StepLayer(PagedLayer):
         """
         if self.sequences.static is not None:
             return self._captured(key_states, value_states)
-        self.step.pools.groups[self.kind].look_at(self.number, key_states, value_states)
+        self.group.look_at(self.number, key_states, value_states)
         pages = self._pages()
         pages.ops.write(pages, key_states, value_states)
         self.columns = pages.batch.columns
@@ -123,12 +123,13 @@ class StepLayer(PagedLayer):
         self.device = key_states.device
         return self._pair(pages, key_states, value_states)
 
-    def _pages(self) -> Pages:
-        store, place = self.step.pools.groups[self.kind].store(self.number)
-        static = self.sequences.static
-        batch = self.step.batches[self.kind] if static is None else static[self.kind]
-        pages: Pages = store.pages(place, batch, captured=static is not None)
-        return pages
+    @property
+    def group(self) -> LayerGroup:
+        return self.step.pools.groups[self.kind]
+
+    @property
+    def _step(self) -> Batch:
+        return self.step.batches[self.kind]
 
     def _stored(self, which: Any) -> torch.Tensor | None:
         """The past of the one sequence of the step, of which only the shape is known; models read
@@ -140,7 +141,7 @@ class StepLayer(PagedLayer):
             return self._past(self._pages(), which)  # only the device knows its columns
         if not self.step.past:
             raise RuntimeError(UNREADABLE)
-        store, index = self.step.pools.groups[self.kind].store(self.number)
+        store, index = self.group.store(self.number)
         data = store.of_layer[index][which == "values"]
         shape = (1, data.shape[1], self.step.past, data.shape[2])
         return LazyTensor(shape, data.dtype, data.device, _unreadable)

@@ -395,6 +395,8 @@ class CapturedRunner:
         many = len(batch.rows.row_ids)
         if not 0 < many <= self._most or not all(group.stores for group in self.eager.pools.own.values()):
             return None  # the pools were given back, and come again with this step
+        if self.eager.pools.routing and not self.eager.routing.begun:
+            return None  # so does the place of the routing
         # Stock's code advances the states of one token a row, behind others.
         stateful = self.eager.cache.states is not None
         several = stateful and (batch.rows.decodes < many or 0 in batch.rows.starts)
@@ -523,7 +525,7 @@ class CapturedRunner:
             head = self._head(step.size.adapters > 0)
             states = nullcontext() if self.states is None else self.states.forward()
             headed_rows = eager.head.of_rows(head, len(step.ids), step.places)
-            with self._with_adapters(step), headed_rows as headed, states:
+            with self._with_adapters(step), headed_rows as headed, states, eager.recording():
                 answer = eager.model(
                     **arguments, **{eager.cache_name: eager.cache}, use_cache=True, return_dict=True
                 )

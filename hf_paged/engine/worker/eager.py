@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,7 @@ from ...model.fp32_head import Fp32Head
 from ...model.mla import defer_expansion, expanding_classes
 from ...model.offloaded import input_device
 from ...model.ranks.tensor_parallel import local_forwards
+from ...model.routing import RoutingRecord
 from ...model.servable import Unservable
 from ...model.slots import CROSS
 from ...model.state_functions import StateFunctions
@@ -352,6 +354,7 @@ class EagerModel:
                 decoder_arguments(self.model, extras),
                 self._with_adapters(batch, last),
                 self._with_states(flat),
+                self.recording(),
             ):
                 if self.checks.skips_autograd:
                     answer = below_autograd(self.model, arguments)
@@ -365,6 +368,15 @@ class EagerModel:
                 f"{type(self.model).__name__} continued with another cache than the engine's; use generate()"
             )
         return answer
+
+    @functools.cached_property
+    def routing(self) -> RoutingRecord:
+        """The record of its tokens' experts. ValueError says why there can be none."""
+        return RoutingRecord(self.model, self.cache.layers)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Let a forward record the routing of its tokens, once a request has asked for its own."""
+        return self.routing.forward() if self.pools.routing else nullcontext()
 
     def _with_states(self, flat: bool) -> AbstractContextManager[None]:
         """Let a forward read and write the recurrent states of its rows."""

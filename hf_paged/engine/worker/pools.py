@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...blocks import Copy, LayerKind, OutOfBlocks
+from ...blocks import BlockTable, Copy, LayerKind, OutOfBlocks
 from ...kv import HostBlocks, LayerGroup, Layout, Transfer
 from ...kv.budget import Room, free_bytes
 from ...kv.checksums import NO_CHECKS, ByteChecks
+from ...kv.token_numbers import read_numbers
 from ...model.registry import memory_of
+from ...model.routing import ROUTING
 from ...model.servable import Unservable
 from ...model.slots import CROSS, NO_CONTENT, STATES, slots_of
 from ...scheduling import KVCacheGroup, StepPlan, Swaps
@@ -73,6 +75,8 @@ class Pools:
         self.config = config
         self.agree: Callable[[Sequence[int]], list[int]] = list
         """Numbers of blocks as all ranks can have them, where several processes have a part of each."""
+        self.routing = False
+        """True once a request has asked for the experts of its tokens: those of all tokens are kept then."""
         self.checks = BlockChecks(())
         """The checks of the blocks' bytes, once the pools have their size."""
         self.slots = slots
@@ -285,6 +289,23 @@ class Pools:
             if pairs:
                 group.copy(list(pairs))
 
+    # ---- routing
+
+    def record_routing(self) -> None:
+        """Keep the routing of all tokens from now on. Captured steps do not, and are made anew."""
+        if not self.routing:
+            with self.memory.lock:
+                for group in self.groups.values():
+                    self.memory.moved(group)
+                self.routing = True
+
+    def routing_of(self, tables: Sequence[BlockTable], tokens: int) -> torch.Tensor:
+        """The routing int16 [tokens, layers, k] of the first tokens of a sequence with these tables."""
+        kind, table = next(
+            (kind, table) for kind, table in zip(self.groups, tables, strict=False) if kind.linear
+        )
+        return read_numbers(self.groups[kind], ROUTING, table.blocks, tokens)
+
     # ---- swaps
 
     @property
@@ -363,7 +384,8 @@ class Pools:
     def layouts(self) -> set[Layout]:
         """The layouts of all layers of keys and values, as far as they are known."""
         groups = [group for group in self.groups.values() if group.kind.fills]
-        return {layout for group in groups for layout in group.layouts}
+        found = {layout for group in groups for layout in group.layouts}
+        return {layout for layout in found if isinstance(layout, Layout)}
 
     def usage(self) -> dict[str, dict[str, Any]]:
         """Blocks of every kind: total, held, cached (also by tenant), free; and how many tenants have lost

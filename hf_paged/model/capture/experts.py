@@ -17,9 +17,9 @@ from torch import nn
 
 from ...kv.ops import on
 from ...kv.reference import invariant
+from ..mixtures import SEAM, in_form
 from .chains import computed
 
-SEAM = "transformers.integrations.moe"
 OTHERS = ("eager", "grouped_mm", "batched_mm", None)
 """Implementations that these products stand for. Any other is the user's choice."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,11 +27,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def is_mixture(module: nn.Module) -> bool:
     """True if a module's experts are in transformers' form, with weights that kernels can read."""
-    code = getattr(type(module).forward, "__code__", None)
-    if SEAM not in sys.modules or code is None or code.co_filename != sys.modules[SEAM].__file__:
-        return False
     mixture: Any = module
-    if getattr(mixture, "_is_expert_parallel", False):
+    if not in_form(module) or getattr(mixture, "_is_expert_parallel", False):
         return False
     weights = _weights(mixture)
     return (

@@ -55,7 +55,7 @@ def jobs(model: Any, step: ReplayableStep, fusion: Fusion) -> Sequence[Job]:
             batch = partial(static_batch, kind, rows, bucket, step.new, META)
             ops = rows.group.captured_ops
             if isinstance(ops, TritonOps) and batch().new:
-                for layout in rows.group.layouts:
+                for layout in (each for each in rows.group.layouts if isinstance(each, Layout)):
                     shape = attention_shape(model, layout, rows.group.pool.block_size, kind.window, fusion)
                     found += shape.step(ops, batch)
     return [*found, *fusion.calls(bucket, model.dtype)]
