@@ -118,6 +118,9 @@ def test_a_card_by_its_size() -> None:
     assert large.pools[0].blocks == 256 * 17
     assert 0 < small.pools[0].bytes < 0.8 * (5 * 2**20 - small.weights)
     without = outline("llama", Room("cuda", 5 * 2**20), graphs=False)
+    assert "captured steps" in large.facts()
+    assert large.captures > 0 == without.captures
+    assert "captured steps" not in without.facts()
     assert without.pools[0].blocks == int(0.8 * (5 * 2**20 - small.weights)) // 4096
     assert outline("llama", Room("cuda", 1000)).requests == 0
 

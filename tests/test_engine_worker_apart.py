@@ -422,6 +422,8 @@ def test_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         forwards = [each.runner.captured for each in apart_of(engine).by_slot.values()]
         assert len(forwards) == 2
         assert all(each is not None and each.captures.counts["replayed"] > 3 for each in forwards)
+        assert engine.stats()["adapters"]["captured_apart"] >= 2
+        assert "captured steps: " in repr(engine)
 
 
 def test_recurrent_states() -> None:

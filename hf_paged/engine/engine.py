@@ -204,7 +204,8 @@ class Engine:
     def __repr__(self) -> str:
         words = [type(self.model).__name__, f"form={self.runner.form!r}", f"requests={len(self._books.jobs)}"]
         words += [word for word in (self.state.word,) if word is not None]
-        return f"Engine({', '.join(words)}): {EngineMemory.of(self.pools, self.model, self._bounds)}"
+        memory = EngineMemory.of(self.pools, self.model, self._bounds, self.runner.capture_bytes)
+        return f"Engine({', '.join(words)}): {memory}"
 
     @in_turn
     def _repr_html_(self) -> str:

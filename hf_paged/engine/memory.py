@@ -56,7 +56,8 @@ class EngineMemory(NamedTuple):
 
     weights: bytes, of `dtype` for the most part. tokens: how many the pools hold. requests: how many of
     `length` tokens fit at once. adapter: bytes of one of rank RANK on every linear layer. adapters: how many
-    are on the device at once.
+    are on the device at once. captures: bytes that captured steps may take at most, which the pools leave to
+    them. Each adapter that peft's own modules compute may take as many again.
     """
 
     weights: int
@@ -67,11 +68,13 @@ class EngineMemory(NamedTuple):
     requests: int
     adapter: int
     adapters: int
+    captures: int
 
     @classmethod
-    def of(cls, pools: Pools, model: nn.Module, bounds: RequestBounds) -> EngineMemory:
+    def of(cls, pools: Pools, model: nn.Module, bounds: RequestBounds, captures: int) -> EngineMemory:
         """That of an engine's pools, as they are."""
-        return _memory(pools, model, bounds, [group.pool.total for group in pools.groups.values()])
+        blocks = [group.pool.total for group in pools.groups.values()]
+        return _memory(pools, model, bounds, blocks, captures)
 
     @classmethod
     def outlined(cls, model: Any, config: EngineConfig, room: Room) -> EngineMemory:
@@ -85,9 +88,8 @@ class EngineMemory(NamedTuple):
             bounds = RequestBounds(runner)
             Trial(runner).outline()
             left = room._replace(free=max(0, room.free - bytes_of_weights(model)))
-            return _memory(
-                pools, model, bounds, pools.planned(*bounds.lengths, runner.capture_bytes_in(left), left)
-            )
+            captures = runner.capture_bytes_in(left)
+            return _memory(pools, model, bounds, pools.planned(*bounds.lengths, captures, left), captures)
         finally:
             pools.free()
 
@@ -105,6 +107,7 @@ class EngineMemory(NamedTuple):
         """All of it in words, by subject."""
         pools = "pool" if len(self.pools) == 1 else "pools"
         requests = "request" if self.requests == 1 else "requests"
+        captured = f"{sized(self.captures)} at most, as much again for an adapter that peft's modules compute"
         states = f", {sized(self.state_bytes)} of states a sequence" if self.state_bytes else ""
         return {
             "weights": f"{sized(self.weights)} in {str(self.dtype).removeprefix('torch.')}",
@@ -112,6 +115,7 @@ class EngineMemory(NamedTuple):
             pools: f"{self._blocks}, {sized(sum(each.bytes for each in self.pools))}",
             "room for": f"{self.tokens:,} tokens, {self.requests:,} {requests} of {self.length:,}",
             "adapters": f"{self.adapters} at once, {sized(self.adapter)} each of rank {RANK}",
+            **({"captured steps": captured} if self.captures else {}),
         }
 
     @property
@@ -130,12 +134,16 @@ class EngineMemory(NamedTuple):
 
     def __str__(self) -> str:
         """In two lines."""
-        weights, keys, pools, room, adapters = self.facts().items()
+        weights, keys, pools, room, *others = self.facts().items()
         first = f"weights {weights[1]}; {keys[0]} {keys[1]}"
-        return f"{first}\n{pools[0]} of {pools[1]}: {room[1]}; {adapters[0]}: {adapters[1]}"
+        return f"{first}\n{pools[0]} of {pools[1]}: {room[1]}; " + "; ".join(
+            f"{name}: {value}" for name, value in others
+        )
 
 
-def _memory(pools: Pools, model: Any, bounds: RequestBounds, blocks: Sequence[int]) -> EngineMemory:
+def _memory(
+    pools: Pools, model: Any, bounds: RequestBounds, blocks: Sequence[int], captures: int
+) -> EngineMemory:
     longest, source = bounds.lengths
     length = min(LENGTH, longest or LENGTH)
     groups = list(zip(pools.groups.values(), blocks, strict=True))
@@ -159,6 +167,7 @@ def _memory(pools: Pools, model: Any, bounds: RequestBounds, blocks: Sequence[in
         requests=requests,
         adapter=bytes_of_rank(model, RANK),
         adapters=pools.config.max_adapters,
+        captures=captures,
     )
 
 

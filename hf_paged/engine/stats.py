@@ -56,6 +56,9 @@ class AdapterStats(TypedDict):
     bytes: int
     forwards_apart: int
     """Forwards of adapters that peft's own modules compute, so far."""
+    captured_apart: int
+    """Captured steps of such adapters that are kept."""
+    captured_apart_bytes: int
 
 
 class SlotStats(TypedDict, total=False):

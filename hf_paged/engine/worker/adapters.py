@@ -187,7 +187,7 @@ class EngineAdapters:
         total = sum(adapter.bytes for adapter in held if adapter is not None) + self.table.bytes
         total += sum(each.bytes for each in self.contents.own.values() if each.why_apart is not None)
         counts = {"on_device": len(there), "slots": self.slots.count, "bytes": total}
-        return {**counts, "forwards_apart": self.apart.count}
+        return {**counts, **self.apart.stats()}
 
     def close(self) -> None:
         """Forget all that lies on the device."""

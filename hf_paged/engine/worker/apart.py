@@ -84,6 +84,16 @@ class ForwardsApart:
         self._tried: dict[str, Verdicts] = {}
         """By the settings of adapters the findings of a trial."""
 
+    def stats(self) -> dict[str, int]:
+        """How many were computed, and the captured steps of those that there are."""
+        captured = [each.runner.captured for each in self.by_slot.values()]
+        pools = [each.captures for each in captured if each is not None]
+        return {
+            "forwards_apart": self.count,
+            "captured_apart": sum(map(len, pools)),
+            "captured_apart_bytes": sum(pool.bytes for pool in pools),
+        }
+
     def __contains__(self, slot: int) -> bool:
         return slot in self.by_slot
 
