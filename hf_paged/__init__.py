@@ -20,13 +20,14 @@ from .kv.config import CacheConfig
 from .model.invariant.known import NotInvariant
 from .model.invariant.mode import batch_invariant
 from .model.registry import invalidate, release
+from .model.replayed_routing import replay_routing
 from .model.support import FallbackWarning
 
 __all__ = [
     "CacheConfig", "Engine", "EngineConfig", "FallbackWarning", "Handle", "Increment", "LogprobGap",
     "Mismatch", "NotInvariant", "OutOfBlocks", "Output", "PagedCache", "RowMismatch", "SequenceOutput",
-    "Stats", "batch_invariant", "check_mismatch", "install", "installed", "invalidate", "release", "stats",
-    "trace", "uninstall",
+    "Stats", "batch_invariant", "check_mismatch", "install", "installed", "invalidate", "release",
+    "replay_routing", "stats", "trace", "uninstall",
 ]  # fmt: skip
 
 install()

@@ -88,7 +88,7 @@ MOST_INNER = 34
 """Places in tests that reach for an engine's inner objects; `support/engine_parts.py` has most."""
 MOST_UNTESTED = 24
 """Modules with a class that keeps state, and no test of their stem; to come down."""
-MOST_PUBLIC = 24
+MOST_PUBLIC = 25
 """Names in `hf_paged.__all__`."""
 MOST_CLASSES = 362
 """Classes of the code, as `scripts/figures` counts them."""

@@ -27,7 +27,7 @@ def mixtures_of(model: nn.Module) -> dict[str, nn.Module]:
     if not found:
         raise ValueError(
             f"{kind} has no experts in transformers' form ({SEAM}), so there is no routing; leave "
-            "return_routing out"
+            "return_routing and replay_routing() out"
         )
     if any(getattr(module, "_is_expert_parallel", False) for module in found.values()):
         raise ValueError(
