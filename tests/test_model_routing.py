@@ -15,8 +15,10 @@ from tape import record
 from hf_paged.engine import Engine
 from hf_paged.model.rehearsal import RECORDERS
 
-FAMILIES = ["mixtral", "qwen3-moe", "gpt-oss", "deepseek_v3", "qwen3_next", "lfm2_moe"]
-"""Softmax before and behind the choice, windows, latents without experts in the first layer, states."""
+FAMILIES = ["mixtral", "qwen3-moe", "gpt-oss", "deepseek_v3", "qwen3_next", "lfm2_moe", "nemotron_h"]
+"""Softmax before and behind the choice, windows, latents without experts in the first layer, states, experts
+before the only attention.
+"""
 
 
 @pytest.fixture
@@ -108,6 +110,15 @@ def test_rows_of_generate_end_with_their_last_token(mixtral: Any, pad: int) -> N
     first = output.sequences[0, 9:].tolist().index(end)
     kept = (output.routing[0] >= 0).all(-1).all(-1).sum()
     assert kept == 9 + first
+
+
+def test_without_an_end_no_token_is_padding(mixtral: Any) -> None:
+    ids = torch.tensor([PROMPTS[2]])
+    greedy: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    last = int(mixtral.generate(ids, pad_token_id=0, **greedy)[0, -1])
+    output = returned(mixtral, ids, pad_token_id=last, **greedy)
+    assert (output.routing[0, :-1] >= 0).all()
+    assert (output.routing[0, -1] == -1).all()
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

@@ -62,9 +62,9 @@ def returned_routing(
     if cache.routing is None:
         return None
     pad, ends = generation_config._pad_token_tensor, generation_config._eos_token_tensor
-    if pad is None:
+    if pad is None or ends is None:  # then no row has pad tokens behind it
         return ReturnedRouting(cache, mask, None, False)
-    return ReturnedRouting(cache, mask, int(pad), ends is not None and int(pad) in ends.tolist())
+    return ReturnedRouting(cache, mask, int(pad), int(pad) in ends.tolist())
 
 
 def check_routing(model: Any, generation_config: Any, given: Any) -> None:

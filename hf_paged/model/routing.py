@@ -1,7 +1,7 @@
 """Records of routing: the experts that each token was sent to, in the blocks of its keys and values.
 
-A hook of each mixture notes the numbers that its router hands over. The last one's writes those of all
-layers, by the slots of the step's tokens. In a captured step these are operations of the graph.
+A hook of each mixture notes the numbers that its router hands over. Behind the last layer those of all layers
+are written, by the slots of the step's tokens. In a captured step that is a part of the graph.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ class RoutingRecord:
         self._layer = whole[-1]
         self._chosen: list[torch.Tensor] = []
         """The experts that the mixtures of the running forward have been given so far."""
-        self._written = False
-        """True once the running forward has written the routing of its tokens."""
         self._hooks: list[Any] = []
 
     @property
@@ -53,15 +51,13 @@ class RoutingRecord:
         """Record the tokens of a forward inside."""
         self._remove_hooks()  # an interrupt may have left some
         self._chosen = []
-        self._written = False
         try:
             for number, mixture in enumerate(self._mixtures):
                 module = mixture()
                 assert module is not None
                 self._hooks.append(module.register_forward_pre_hook(self._hook(number), with_kwargs=True))
             yield
-            if not self._written or self._chosen:
-                raise self._unlike(len(self._chosen))
+            self._write()
         finally:
             self._remove_hooks()
             self._chosen = []
@@ -80,17 +76,24 @@ class RoutingRecord:
         return note
 
     def _note(self, number: int, chosen: torch.Tensor) -> None:
-        """Note what the mixture of that number was given, and write it with the last one's."""
+        """Note what the mixture of that number was given. The first one's begins anew: a forward that failed
+        may run again.
+        """
+        if number == 0:
+            self._chosen = []
         if number != len(self._chosen):
             raise self._unlike(number)
         self._chosen.append(chosen)
-        if number + 1 < len(self._mixtures):
-            return
-        every, self._chosen = self._chosen, []
+
+    def _write(self) -> None:
+        """Write what the mixtures of the forward were given, by the slots of its tokens."""
+        every = self._chosen
+        if len(every) != len(self._mixtures):
+            raise self._unlike(len(every))
         layer = self._layer
         batch = layer.batch
         tokens = batch.rows * batch.new
-        if {(len(each), each.shape[-1]) for each in every} != {(tokens, chosen.shape[-1])}:
+        if {each.shape for each in every} != {(tokens, every[0].shape[-1])}:
             shapes = ", ".join(str(list(each.shape)) for each in every)
             raise ValueError(
                 f"the layers choose experts {shapes}, expected [{tokens}, k] of every layer with one k; "
@@ -98,9 +101,8 @@ class RoutingRecord:
             )
         if layer.sequences.static is not None and not self.begun:
             raise NotCapturable("routing has no place before its first forward")
-        device = chosen.device
+        device = every[0].device
         write_numbers(layer.group, ROUTING, batch, torch.stack([each.to(device) for each in every], 1))
-        self._written = True
 
     def _unlike(self, number: int) -> Exception:
         return RuntimeError(
