@@ -7,7 +7,8 @@ Each is tried in five ways: a paged generate() with one active (greedy, beams, a
 found again), with adapter_names, the engine with one active, the engine with one for each request, and an
 engine that is given a saved folder. Right are the tokens of stock transformers and peft; where these refuse,
 the paged call must raise the same. A method or an option of LoRA without a case is an error. Exit code 1 if
-anything differs or fails in another way than by a refusal.
+anything differs or fails in another way than by a refusal. Then the steps of a kind are timed, on the CUDA device
+where there is one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import copy
 import dataclasses
 import os
 import re
+import statistics
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -51,6 +54,11 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 BEAMS = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3}
 PAGED = {"cache_implementation": "paged", "cache_config": {"block_size": 4, "prefix_caching": True}}
 ROWS = ["one", "__base__", "two"]
+WARM_UP = 8
+MEASURED = 24
+"""Tokens of the requests whose steps are timed, before and meanwhile."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where they are timed."""
 NOISE = 0.2
 """What is added to the adapters' weights, so that each changes the tokens."""
 
@@ -98,6 +106,8 @@ class Case:
     noise: float = NOISE
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Further arguments of generate()."""
+    new_tokens: int = 0
+    """What the adapters' base has beyond the model that the engine is given a folder for."""
 
 
 def lora(**options: Any) -> Callable[[], Any]:
@@ -207,6 +217,12 @@ LORA = [
     Case('`bias="lora_only"`', lora(bias="lora_only"), "bias", "qwen2", make=wrap_one),
     Case("`lora_bias`", lora(lora_bias=True), "lora_bias"),
     Case("`modules_to_save` (the head)", lora(modules_to_save=["lm_head"]), "modules_to_save"),
+    Case(
+        "new tokens (`resize_token_embeddings`)",
+        lora(modules_to_save=["embed_tokens", "lm_head"]),
+        "modules_to_save",
+        new_tokens=8,
+    ),
     Case(
         "trained tokens (`trainable_token_indices`)",
         lora(trainable_token_indices={"embed_tokens": IDS[:, 2].tolist()}),
@@ -355,9 +371,18 @@ def base_of(family: str) -> Any:
     return model
 
 
+def tuned_base(case: Case) -> Any:
+    """The model that a case's adapters are trained on."""
+    base = base_of(case.family)
+    if case.new_tokens:
+        torch.manual_seed(2)
+        base.resize_token_embeddings(base.config.vocab_size + case.new_tokens)
+    return base
+
+
 def made(case: Case) -> Any:
     """A model with the case's adapters, whose weights are random."""
-    base = base_of(case.family)
+    base = tuned_base(case)
     before = {id(each) for each in base.parameters()}
     torch.manual_seed(1)
     model = case.make(case.config, base).eval()
@@ -515,7 +540,7 @@ def from_folder(model: Any, case: Case) -> Cell:
     ):
         model.save_pretrained(folder)
         path = Path(folder, name) if Path(folder, name).exists() else folder
-        loaded = peft.PeftModel.from_pretrained(base_of(case.family), str(path), name).eval()
+        loaded = peft.PeftModel.from_pretrained(tuned_base(case), str(path), name).eval()
         expected = [alone(loaded, row, case) for row in (0, 1)]
         plain = dataclasses.replace(case, extra={})
         expected.append(alone(base_of(case.family), 2, plain))
@@ -530,6 +555,40 @@ WAYS = {
     "engine, `adapter=`": by_request,
     "`add_adapter(folder)`": from_folder,
 }
+
+
+def milliseconds(case: Case) -> str:
+    """The median of decode steps of three requests, of each adapter and the model alone; of what is active
+    where requests cannot choose; nothing where the engine serves neither.
+    """
+    names = ["one", None, "two"] if case.make in TWO else ["one", None, "one"]
+    for wanted in (names, ["active"] * 3):
+        try:
+            with Engine(made(case).to(DEVICE), block_size=4, num_blocks=100) as engine:
+                # First twins are tried out, kernels compiled and steps captured.
+                for tokens in (WARM_UP, MEASURED):
+                    handles = submit_all(engine, wanted, case, tokens)
+                    took = []
+                    while not all(handle.done for handle in handles):
+                        begin = time.perf_counter()
+                        engine.step()
+                        took.append(time.perf_counter() - begin)
+                if all(handle.result().error is None for handle in handles):
+                    return f"{1000 * statistics.median(took):.1f}"
+        except Exception:
+            continue
+    return ""
+
+
+def submit_all(engine: Engine, adapters: list[Any], case: Case, tokens: int) -> list[Any]:
+    """A request of so many tokens for each adapter."""
+    handles = []
+    options = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": -1}
+    for row, each in enumerate(adapters):
+        named = {} if each == "active" else {"adapter": each}
+        named |= {} if each is None else {name: value[row] for name, value in case.extra.items()}
+        handles.append(engine.submit(IDS[row].tolist(), **options, **named))
+    return handles
 
 
 def tried(way: Callable[[Any, Case], Cell], case: Case) -> Cell:
@@ -580,7 +639,8 @@ Made by `python scripts/adapter_table.py --write docs/adapters.md` on {date} wit
 | refused | the engine refuses at once, with the message of the note; `...` is the name of the method or option |
 
 The columns `generate()` and `engine` use the active adapter. `adapter=` gives each request its own or the base. `add_adapter` adds a saved
-folder to an engine on the plain model.
+folder to an engine on the plain model. `ms a step` is the median of {steps} decode steps of three requests, of each adapter and the model
+alone, on {device}: a model this small shows what a kind costs beside the others, not what it costs in a large one.
 """
 SHORT = {"peft raises": "raises", "other": "DIFFERENT", "fails": "FAILS"}
 
@@ -593,6 +653,7 @@ class Row:
     by: str
     cells: list[Cell]
     untried: str = ""
+    milliseconds: str = ""
 
 
 def row_of(case: Case) -> Row:
@@ -602,7 +663,7 @@ def row_of(case: Case) -> Row:
         return Row(case, "", [], untried)
     lora = ModelSnapshot(unwrapped(made(case))).lora
     by = ("both" if lora.invoked else "kernels") if lora.apart else "peft"
-    return Row(case, by, [tried(way, case) for way in WAYS.values()])
+    return Row(case, by, [tried(way, case) for way in WAYS.values()], milliseconds=milliseconds(case))
 
 
 VARYING = (
@@ -625,17 +686,24 @@ def _words(text: str) -> str:
     return text
 
 
+def device_name() -> str:
+    """The place where steps are timed."""
+    return (
+        torch.cuda.get_device_name() if DEVICE == "cuda" else f"a CPU with {torch.get_num_threads()} threads"
+    )
+
+
 def page(rows: list[Row]) -> str:
     """The section of docs/adapters.md."""
     notes: dict[str, int] = {}
     versions = {name: sys.modules[name].__version__ for name in ("peft", "transformers", "torch")}
-    lines = [LEGEND.format(date=date.today(), **versions)]
+    lines = [LEGEND.format(date=date.today(), steps=MEASURED, device=device_name(), **versions)]
     for title, cases in (("LoRA and its options", LORA), ("Other methods", OTHERS)):
         lines += [
             f"### {title}",
             "",
-            "| adapter | by | " + " | ".join(WAYS) + " |",
-            "|---" * (len(WAYS) + 2) + "|",
+            "| adapter | by | " + " | ".join(WAYS) + " | ms a step |",
+            "|---" * (len(WAYS) + 3) + "|",
         ]
         for row in rows:
             if row.case not in cases or row.untried:
@@ -644,7 +712,7 @@ def page(rows: list[Row]) -> str:
             for cell in row.cells:
                 note = f" [{notes.setdefault(_words(cell.words), len(notes) + 1)}]" if cell.words else ""
                 found.append(SHORT.get(cell.mark, cell.mark) + note)
-            lines.append(f"| {row.case.name} | {row.by} | " + " | ".join(found) + " |")
+            lines.append(f"| {row.case.name} | {row.by} | " + " | ".join([*found, row.milliseconds]) + " |")
         lines.append("")
     lines += ["### The notes", "", "| note | message |", "|---|---|"]
     lines += [f"| {number} | {text} |" for text, number in notes.items()]
