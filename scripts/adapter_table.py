@@ -688,9 +688,10 @@ def _words(text: str) -> str:
 
 def device_name() -> str:
     """The place where steps are timed."""
-    return (
-        torch.cuda.get_device_name() if DEVICE == "cuda" else f"a CPU with {torch.get_num_threads()} threads"
-    )
+    if DEVICE == "cuda":
+        return f"one {torch.cuda.get_device_name()}"
+    threads = torch.get_num_threads()
+    return "one thread of a CPU" if threads == 1 else f"{threads} threads of a CPU"
 
 
 def page(rows: list[Row]) -> str:
