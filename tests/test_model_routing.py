@@ -12,6 +12,7 @@ from engine_parts import preempt, running
 from routed import mixture, routing_of
 from tape import record
 
+from hf_paged import OutOfBlocks
 from hf_paged.engine import Engine
 from hf_paged.model.rehearsal import RECORDERS
 
@@ -205,7 +206,9 @@ def test_checksums_cover_routing(mixtral: Any) -> None:
         require_stocks(mixtral, *(handle.result() for handle in handles))
 
 
-def test_models_and_requests_without_routing_are_refused_by_name(mixtral: Any) -> None:
+def test_models_and_requests_without_routing_are_refused_by_name(
+    mixtral: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llama = mixture("llama")
     ids = torch.tensor([PROMPTS[2]])
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
@@ -224,8 +227,13 @@ def test_models_and_requests_without_routing_are_refused_by_name(mixtral: Any) -
     with small_engine(mixtral) as engine:
         with pytest.raises(ValueError, match="num_beams=3"):
             engine.submit(PROMPTS[0], num_beams=3, return_routing=True)
+        with monkeypatch.context() as full:
+            full.setattr("hf_paged.engine.worker.pools.free_bytes", lambda device: 100)
+            with pytest.raises(OutOfBlocks, match=r"takes \d+ bytes beside \d+ of a pool on cpu, and 100"):
+                engine.submit(PROMPTS[0], return_routing=True)
         with pytest.raises(TypeError, match="return_routing must be True or False"):
             engine.submit(PROMPTS[0], return_routing=1)  # type: ignore[arg-type]
+        require_stocks(mixtral, engine.submit(PROMPTS[0], max_new_tokens=3, return_routing=True).result())
         cancelled = engine.submit(PROMPTS[0], max_new_tokens=9, return_routing=True)
         engine.step()
         cancelled.cancel()

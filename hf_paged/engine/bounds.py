@@ -101,7 +101,8 @@ class RequestBounds:
                 "return_routing=True and an engine with compile=True, whose layers show no routing; make one "
                 "without"
             )
-        _ = self._runner.eager.routing  # raises for a model that has none
+        record = self._runner.eager.routing  # raises for a model that has none
+        self._pools.require_room_for_routing(record.token_bytes)
 
     def _require_past(self, past: GivenPast) -> None:
         """Raise if keys and values are not those of the model's layers."""

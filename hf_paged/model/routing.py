@@ -46,6 +46,13 @@ class RoutingRecord:
         """True once there is a place for the numbers, which the first forward shows."""
         return self._layer.group.layout(ROUTING) is not None
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the routing of a token; 0 where no config says how many experts it has."""
+        configs = [getattr(each(), "config", None) for each in self._mixtures]
+        experts = [getattr(config, "num_experts_per_tok", None) for config in configs]
+        return sum(2 * each for each in experts if isinstance(each, int))
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Record the tokens of a forward inside."""

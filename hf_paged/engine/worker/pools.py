@@ -291,6 +291,18 @@ class Pools:
 
     # ---- routing
 
+    def require_room_for_routing(self, token_bytes: int) -> None:
+        """Raise OutOfBlocks if there is no memory for the routing of all tokens, and none is kept yet."""
+        group = next(group for kind, group in self.groups.items() if kind.linear)
+        need = group.backed * group.pool.block_size * token_bytes
+        pages = 0 if group.stores else group.backed * group.block_bytes  # which come with the first token
+        for device in () if self.routing else {layout.device for layout in group.layouts}:
+            if need + pages > (free := free_bytes(device)):
+                raise OutOfBlocks(
+                    f"return_routing=True takes {need} bytes beside {pages} of a pool on {device}, and "
+                    f"{free} are free; lower memory_fraction or num_blocks"
+                )
+
     def record_routing(self) -> None:
         """Keep the routing of all tokens from now on. Captured steps do not, and are made anew."""
         if not self.routing:
