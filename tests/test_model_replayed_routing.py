@@ -153,6 +153,15 @@ def test_generates_routing_is_replayed(mixtral: Any) -> None:
         assert torch.equal(mixtral(output.sequences, attention_mask=mask).logits, expected)
 
 
+def test_two_models_take_the_same_routing(mixtral: Any) -> None:
+    """A trainer's model and its reference."""
+    reference = mixture("mixtral")
+    routing = other_routing(mixtral)
+    with hf_paged.replay_routing(routing):
+        losses = [loss_of(model) for model in (mixtral, reference, mixtral)]
+    assert losses[0] == losses[1] == losses[2]
+
+
 def test_the_routers_own_loss_counts_its_own_choice(mixtral: Any) -> None:
     """The auxiliary loss is of all layers' logits: no routing of tokens."""
     with hf_paged.replay_routing(other_routing(mixtral)):

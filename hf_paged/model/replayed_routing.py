@@ -73,6 +73,8 @@ class _Replay:
         """By device and number of tokens the experts [layers, tokens, k]."""
         self._mixtures: dict[nn.Module, tuple[int, str]] = {}
         """The modules with experts: the number of each, and the model's name."""
+        self._experts = 0
+        """The fewest experts of a layer."""
         self._known: set[nn.Module] = set()
         """Modules that need no look."""
         self._checkpointing: list[tuple[nn.Module, Callable[..., Any]]] = []
@@ -110,6 +112,8 @@ class _Replay:
                 "experts; use model.gradient_checkpointing_enable()"
             )
         self._mixtures |= {each: (number, kind) for number, each in enumerate(mixtures.values())}
+        self._experts = min(int(getattr(each, "num_experts", 1)) for each in self._mixtures)
+        self._take_out()
         self._put_in()
         for each in modules:
             own = each.__dict__.get(CHECKPOINTING)
@@ -201,11 +205,6 @@ class _Replay:
     def _lengths(self) -> tuple[int, int]:
         """The tokens that a forward may have: those that were recorded, or with a last column more."""
         return self.rows * self.columns, self.rows * (self.columns + 1)
-
-    @property
-    def _experts(self) -> int:
-        """The fewest experts of a layer."""
-        return min(int(getattr(each, "num_experts", 1)) for each in self._mixtures)
 
     def _recorded(self, device: torch.device, tokens: int) -> torch.Tensor:
         found = self._on.get((device, tokens))
