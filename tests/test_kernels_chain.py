@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from chain_functions import FUNCTIONS
+from chain_functions import FUNCTIONS, PARTS
 from kernel_cases import DEVICE, GPU, load
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities
@@ -31,6 +31,7 @@ def run(inputs: list[torch.Tensor], *operations: Any) -> torch.Tensor:
 
 def test_all_operations_are_compared() -> None:
     assert set(FUNCTIONS) == set(kernels.FUNCTIONS)
+    assert set(PARTS) == set(kernels.PARTS)
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
@@ -46,6 +47,7 @@ def test_operations_are_torchs(kind: str) -> None:
             x[0, 3] = 1.0  # torch's answer to infinity is NaN on CPUs
         operands: tuple[Any, ...] = (0, 1) if kind in ("add", "sub", "mul", "div") else (0,)
         operands = (0, 0.5) if kind.startswith("at_") else operands
+        operands = (0, -0.5, 0.25) if kind == "clamp" else operands
         y = noise(6, 40, dtype=dtype, seed=1)
         wanted = FUNCTIONS[kind](*((x, y)[i] if isinstance(i, int) else i for i in operands)).expand(6, 40)
         got = run([x, y], Operation(kind, operands, dtype))
@@ -93,6 +95,63 @@ def test_layouts(name: str) -> None:
     torch.testing.assert_close(got, y / x.square().mean(-1, keepdim=True), rtol=1e-5, atol=1e-6)
 
 
+def _turned(x: int, cos: int, sin: int, first: int, dim: int, dtype: torch.dtype) -> list[Any]:
+    """x * cos + rotate_half(x) * sin of lines of `dim`; first: the place of the first operation."""
+    half = dim / 2
+    return [
+        Operation("slice", (x, half, float(dim), 1.0), dtype),
+        Operation("neg", (first,), dtype),
+        Operation("slice", (x, 0.0, half, 1.0), dtype),
+        Operation("cat", (first + 1, first + 2, half), dtype),
+        Operation("mul", (first + 3, sin), dtype),
+        Operation("mul", (x, cos), dtype),
+        Operation("add", (first + 5, first + 4), dtype),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("rotary", [12, 8])
+def test_lines_put_together(rotary: int, dtype: torch.dtype) -> None:
+    """Rotary positions of a norm's answer, of all its columns and of some."""
+    x, weight = noise(3, 2, 1, 12, dtype=dtype).transpose(1, 2), noise(12, seed=1, dtype=dtype)
+    cos, sin = noise(3, 1, 1, rotary, dtype=dtype, seed=2), noise(3, 1, 1, rotary, dtype=dtype, seed=3)
+    inputs = [x, *(each.expand(*x.shape[:3], -1) for each in (weight, cos, sin))]
+    steps = [
+        Operation("square", (0,), FP32),
+        Operation("mean", (4,), FP32),
+        Operation("div", (0, 5), dtype),
+        Operation("mul", (6, 1), dtype),
+        Operation("slice", (7, 0.0, float(rotary), 1.0), dtype),
+        *_turned(8, 2, 3, 9, rotary, dtype),
+        Operation("slice", (7, float(rotary), 12.0, 1.0), dtype),
+        Operation("cat", (15, 16, float(rotary)), dtype),
+    ]
+    steps = steps if rotary < 12 else steps[:-2]
+    normed = (x.float() / x.float().square().mean(-1, keepdim=True)).to(dtype) * weight
+    left, right = normed[..., : rotary // 2], normed[..., rotary // 2 : rotary]
+    turned = normed[..., :rotary] * cos + torch.cat([-right, left], -1) * sin
+    wanted = torch.cat([turned, normed[..., rotary:]], -1)
+    torch.testing.assert_close(run(inputs, *steps), wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
+
+
+def test_pairs_of_columns() -> None:
+    """Every other column, two values by turns, and a number of each line beside them."""
+    x, y = noise(4, 10), noise(4, 1, seed=1)
+    steps = [
+        Operation("slice", (0, 1.0, 10.0, 2.0), FP32),
+        Operation("neg", (2,), FP32),
+        Operation("slice", (0, 0.0, 10.0, 2.0), FP32),
+        Operation("interleave", (3, 4), FP32),
+        Operation("add", (5, 1), FP32),
+    ]
+    wanted = torch.stack([-x[:, 1::2], x[:, ::2]], -1).flatten(-2) + y
+    assert torch.equal(run([x, y], *steps), wanted)
+    three = [Operation("neg", (0,), FP32), Operation("cat", (0, 1, 0, 10.0, 20.0), FP32)]
+    out = torch.empty(4, 30, device=DEVICE)
+    kernels.chain([x], three, {2: out})
+    assert torch.equal(out, torch.cat([x, -x, x], -1))
+
+
 def test_answers_may_lie_in_any_order() -> None:
     x = noise(3, 4, 5)
     out = torch.empty(5, 4, 3, device=DEVICE).permute(2, 1, 0)
@@ -116,5 +175,8 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match="no input"):
         kernels.chain([], double, {0: out})
     wide = torch.empty(1, 20000, device=DEVICE)
+    parts = [Operation("cat", (0, 0, 8.0), FP32)]
+    with pytest.raises(ValueError, match=r"expected \[2, 16\].*got \[\(\[3, 8\]"):
+        kernels.chain([noise(3, 8)], parts, {1: torch.empty(2, 16, device=DEVICE)})
     with pytest.raises(ValueError, match=r"lines of 1 to 16384, got \[1, 20000\]"):
         kernels.chain([wide], [Operation("sum", (0,), FP32)], {1: torch.empty_like(wide)})

@@ -65,9 +65,62 @@ def cast_where_it_is(dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype=torch.float16, device=x.device) * 3.0
 
 
+def _positions(dtype: torch.dtype, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return noise(2, 1, 1, dim, dtype=dtype, seed=2), noise(2, 1, 1, dim, dtype=dtype, seed=3)
+
+
+def turned(dtype: torch.dtype) -> torch.Tensor:
+    """Rotary positions of a norm's answer, as OLMo has them."""
+    x, weight, (cos, sin) = noise(2, 3, 1, 8, dtype=dtype), noise(8, dtype=dtype), _positions(dtype, 8)
+    h = x.float()
+    h = weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
+    return h * cos + torch.cat((-h[..., 4:], h[..., :4]), dim=-1) * sin
+
+
+def turned_in_part(dtype: torch.dtype) -> torch.Tensor:
+    """Phi-3's: some of the columns pass, or none."""
+    x, (cos, sin) = noise(2, 3, 1, 8, dtype=dtype), _positions(dtype, 6)
+    rot, passed = x[..., :6], x[..., 6:]
+    rotated = rot * cos + torch.cat((-rot[..., 3:], rot[..., :3]), dim=-1) * sin
+    return torch.cat([torch.cat([rotated, passed], dim=-1), x[..., 8:]], dim=-1)
+
+
+def turned_in_pairs(dtype: torch.dtype) -> torch.Tensor:
+    """GLM-4's."""
+    x, (cos, sin) = noise(2, 3, 1, 8, dtype=dtype), _positions(dtype, 3)
+    cos, sin = cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+    rot, passed = x[..., :6], x[..., 6:]
+    pairs = torch.stack((-rot[..., 1::2], rot[..., 0::2]), dim=-1).flatten(-2)
+    return torch.cat([rot * cos + pairs * sin, passed], dim=-1)
+
+
+def turned_in_halves(dtype: torch.dtype) -> torch.Tensor:
+    """gpt-oss's."""
+    x, (cos, sin) = noise(2, 3, 1, 8, dtype=dtype), _positions(dtype, 4)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def powers(dtype: torch.dtype) -> torch.Tensor:
+    x = noise(3, 8, dtype=dtype).abs() + 1.0
+    return (torch.pow(x, -0.5) * x.pow(0.5)).clamp(0.25, 0.75)
+
+
 PIECES = {
     each.__name__: each
-    for each in (cast_where_it_is, gates, gated_norm, softmax_by_hand, numbers, transposed)
+    for each in (
+        cast_where_it_is,
+        gates,
+        gated_norm,
+        softmax_by_hand,
+        numbers,
+        powers,
+        transposed,
+        turned,
+        turned_in_halves,
+        turned_in_pairs,
+        turned_in_part,
+    )
 }
 
 
@@ -182,6 +235,66 @@ def test_a_view_sees_what_is_written_later() -> None:
         assert torch.equal(computed(half), (x.sigmoid() * x).to(BF16).mul_(x))
 
 
+OVER: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "columns": lambda x: x[..., 1:],
+    "every other column": lambda x: x[..., ::2],
+    "columns of columns": lambda x: x[..., 1:][..., 1:],
+}
+
+
+@pytest.mark.parametrize("name", OVER)
+@pytest.mark.parametrize("read", ["", "view", "base"])
+@pytest.mark.parametrize("written", ["base", "view"])
+def test_columns_are_views(name: str, read: str, written: str) -> None:
+    """A change of a tensor or of some of its columns is seen in both, read before or not."""
+
+    def change() -> tuple[torch.Tensor, torch.Tensor]:
+        base = noise(3, 6).sigmoid() * 2.0
+        view = OVER[name](base)
+        total = view.exp() + 1.0
+        if read:
+            assert computed({"base": base, "view": view}[read]).isfinite().all()
+        ({"base": base, "view": view}[written]).mul_(total.mean())
+        view += 1.0
+        return computed(base), computed(view)
+
+    expected = change()
+    with Chains(Kernels()):
+        got = change()
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_columns_alone_are_no_copy() -> None:
+    kernels = Kernels()
+    with Chains(kernels):
+        base = noise(3, 6).sigmoid() * 2.0
+        part = base[:, 2:]
+        assert computed(part).data_ptr() == computed(base)[:, 2:].data_ptr()
+    assert kernels.calls == {"chain": 1}
+
+
+NOT_PUT_TOGETHER: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "of lines": lambda x: torch.cat([x, x], 0),
+    "of two types": lambda x: torch.cat([x, x.half()], -1),
+    "lines": lambda x: x[1:] * 2.0,
+    "one column for all": lambda x: x[..., 1:2] * x + x[..., 2:4:2],
+    "nothing": lambda x: torch.cat([x[..., 4:], x[..., :0]], -1),
+    "three by turns": lambda x: torch.stack([x, x, x], -1).flatten(-2),
+    "by turns in another place": lambda x: torch.stack([x, x], 1).flatten(1),
+    "two by turns, otherwise": lambda x: torch.stack([x, x], -1).view(-1, 3),
+    "numbers by turns": lambda x: torch.stack([x, x], -1),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PUT_TOGETHER)
+def test_other_parts_are_torchs(name: str) -> None:
+    x = noise(3, 4)
+    expected = NOT_PUT_TOGETHER[name](x.sigmoid() * x)
+    with Chains(Kernels()):
+        assert torch.equal(computed(NOT_PUT_TOGETHER[name](x.sigmoid() * x)), expected)
+
+
 ROUTERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a softmax": lambda x: x.softmax(-1, dtype=FP32).topk(3),
     "logits": lambda x: x.topk(3),
@@ -233,7 +346,7 @@ NOT_NOTED: dict[str, Callable[[torch.Tensor], Any]] = {
     "a mean in fp64": lambda x: x.mean(-1, keepdim=True, dtype=torch.float64),
     "another slope": lambda x: F.softplus(x, beta=2.0),
     "a share of the other": lambda x: torch.add(x, x, alpha=2),
-    "both limits": lambda x: x.clamp(-1, 1),
+    "limits that cross": lambda x: x.clamp(1, -1),
     "nothing": lambda x: x[:, :0] * 2.0,
     "one number": lambda x: x[0, 0] * 2.0,
 }
@@ -280,10 +393,17 @@ def test_a_rehearsal_sees_what_a_chain_reads() -> None:
             computed(foreign.sigmoid() * known)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "nemotron_h", "lfm2", "olmo2", "phi3", "glm4", "gpt_oss"])  # fmt: skip
-def test_families_answer_the_same(family: str) -> None:
-    """In fewer launches than operations, bit by bit."""
-    model = build("causal", config_class("causal", family)).eval()
+FAMILIES = [
+    "cohere", "gemma2", "gemma3_text", "gemma4_text", "glm4", "gpt_oss", "kimi_linear", "lfm2", "nemotron_h",
+    "olmo2", "olmo3", "phi3", "qwen3_5_text",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_answer_the_same(family: str, dtype: torch.dtype) -> None:
+    """In fewer launches than operations, in bf16 bit by bit."""
+    model = build("causal", config_class("causal", family)).eval().to(dtype)
     ids = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 
     def step() -> torch.Tensor:
@@ -294,6 +414,8 @@ def test_families_answer_the_same(family: str) -> None:
     expected, kernels = step(), Kernels()
     with fused(Fusion(model, kernels)):
         got = step()
+    if dtype == BF16:
+        assert torch.equal(got, expected)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     assert kernels.calls["chain"] >= 4
 

@@ -119,7 +119,7 @@ class TritonOps(Ops):
             whole = not seen.causal
         if masked or whole or query.dtype != pages.keys.dtype:
             return super().attend(query, pages, seen, new, scale=scale, softcap=softcap, sinks=sinks)
-        options = {"scale": scale, "softcap": softcap, "sinks": None if sinks is None else sinks.float()}
+        options = {"scale": scale, "softcap": softcap, "sinks": sinks}
         with on(query.device):
             spans = batch.spans_on(query.device)
             if spans is not None:

@@ -119,6 +119,7 @@ class PagedLayer(DynamicLayer):
         if batch is None or not batch.new:
             raise NotCapturable("cross-attention layers are given another image")
         pages = self._pages()
+        value_states = as_dense(value_states)
         if isinstance(key_states, LazyRotated) and key_states.rotation.fits(pages, value_states):
             key_states.rotation.write(pages, value_states)
         else:

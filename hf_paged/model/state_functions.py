@@ -142,7 +142,7 @@ class SlotState(LazyTensor):
         begins, ends = self.spans
         slots = self.states, self.source, self.target
         with on(self.device):
-            getattr(self.steps, f"{kernel}_step")(*given, *slots, spans=self.spans, **options)
+            getattr(self.steps, f"{kernel}_step")(*map(as_dense, given), *slots, spans=self.spans, **options)
         return self.step(f"{kernel}_spans", *given, begins=begins, ends=ends, least=2, **options)
 
     @property
@@ -158,7 +158,7 @@ class SlotState(LazyTensor):
         """Step the states by one token of each row; the answer of that kernel."""
         with on(self.device):
             answer: torch.Tensor = getattr(self.steps, kernel)(
-                *given, self.states, self.source, self.target, **options
+                *map(as_dense, given), self.states, self.source, self.target, **options
             )
         self._advance()
         return answer

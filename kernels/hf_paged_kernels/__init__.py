@@ -6,7 +6,7 @@ captured in a CUDA graph.
 """
 
 from .advance import advance
-from .chain import FUNCTIONS, SUMS, Operation, chain
+from .chain import FUNCTIONS, PARTS, SUMS, Operation, chain
 from .conv_spans import conv_spans
 from .conv_step import conv_step
 from .copy import copy
@@ -40,6 +40,7 @@ know_kernels()
 __all__ = [
     "FUNCTIONS",
     "GOLDEN",
+    "PARTS",
     "SUMS",
     "AdapterPlan",
     "Invariant",

@@ -1,4 +1,5 @@
-"""Chains of operations on numbers, and sums along lines between them, as one kernel that is written for them.
+"""Chains of operations on numbers, sums along lines, and parts of lines put together otherwise, as one kernel
+that is written for them.
 
 Each operation is computed in fp32 and rounded to the type of its answer, as torch computes and rounds it.
 """
@@ -23,6 +24,7 @@ WIDEST = 16384
 TILE = 1024
 TYPES = {torch.float32: "tl.float32", torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
 SUMS = ("sum", "mean")
+PARTS = ("cat", "slice", "interleave")
 FUNCTIONS = {
     "copy": "{0}",
     "add": "{0} + {1}",
@@ -38,6 +40,7 @@ FUNCTIONS = {
     "relu": "tl.where({0} < 0.0, 0.0, {0})",
     "at_least": "tl.where({0} < {1}, {1}, {0})",
     "at_most": "tl.where({0} > {1}, {1}, {0})",
+    "clamp": "tl.where(tl.where({0} < {1}, {1}, {0}) > {2}, {2}, tl.where({0} < {1}, {1}, {0}))",
     "exp": "exact.exp({0}, EXACT)",
     "tanh": "exact.tanh({0}, EXACT)",
     "sigmoid": "exact.sigmoid({0}, EXACT)",
@@ -55,7 +58,10 @@ class Operation(NamedTuple):
     """An operation of a chain."""
 
     kind: str
-    """One of FUNCTIONS; "sum" and "mean" go along lines, and what they answer counts for the whole line."""
+    """One of FUNCTIONS, of which "sum" and "mean" go along lines, and what they answer counts for the whole
+    line; or one of PARTS: "cat" of values and the columns where all but the first begin; "slice" of a value,
+    with the first column, the one behind the last, and the step; "interleave" of two values column by column.
+    """
     operands: tuple[int | float, ...]
     """An integer is a value's place among inputs and, behind them, operations; a float is a number."""
     dtype: torch.dtype
@@ -67,26 +73,36 @@ def chain(
 ) -> None:
     """Compute operations on inputs, and put some values, named by their places, into outputs.
 
-    Inputs and outputs have one shape [..., n], any strides, and types of TYPES; with sums n is at most 16384.
+    Inputs and outputs have one shape [..., n], any strides, and types of TYPES; with sums or parts n is at
+    most 16384. With parts inputs may have another last size, or 1: a number that counts for the whole line.
     """
     tensors = [*outputs.values(), *inputs]
     shape = tensors[0].shape
-    wrong = [x for x in tensors if x.shape != shape or x.dtype not in TYPES]
+    parts = any(each.kind in PARTS for each in operations)
+    wrong = [
+        x
+        for i, x in enumerate(tensors)
+        if x.dtype not in TYPES
+        or (x.shape != shape and (not parts or i < len(outputs) or x.ndim == 0 or x.shape[:-1] != shape[:-1]))
+    ]
     if wrong or not inputs:
         raise ValueError(
             f"Invalid shape or type of a tensor: expected {list(shape)} in one of "
             f"{', '.join(map(str, TYPES))}, got {[(list(x.shape), x.dtype) for x in wrong] or 'no input'}"
         )
-    whole = any(each.kind in SUMS for each in operations)
+    whole = parts or any(each.kind in SUMS for each in operations)
     if whole and (not shape or shape[-1] > WIDEST):
-        raise ValueError(f"Invalid shape: sums go along lines of 1 to {WIDEST}, got {list(shape)}")
+        raise ValueError(f"Invalid shape: sums and parts are of lines of 1 to {WIDEST}, got {list(shape)}")
     if not tensors[0].numel():
         return
     *dims, (n, *along) = _dims(tensors, whole)
     dims = dims or [[1] + [0] * len(tensors)]
     sizes = [size for size, *_ in dims]
     strides = tuple((*(each[1 + i] for each in dims), stride) for i, stride in enumerate(along))
-    form = _Form(tuple(sizes[1:]), strides, len(inputs), tuple(operations), tuple(outputs), n if whole else 0)
+    widths = tuple(x.shape[-1] for x in inputs) if parts else ()
+    form = _Form(
+        tuple(sizes[1:]), strides, len(inputs), tuple(operations), tuple(outputs), n if whole else 0, widths
+    )
     count = prod(sizes)
     padded = triton.next_power_of_2(n)
     padded = padded if whole else min(padded, TILE)
@@ -129,7 +145,9 @@ class _Form(NamedTuple):
     stored: tuple[int, ...]
     """The places of the values that outputs get."""
     width: int
-    """The length of a line that is summed; 0 if none is."""
+    """The length of a line that is summed or put together; 0 if none is."""
+    widths: tuple[int, ...]
+    """That of every input's lines, if any is put together."""
 
 
 @lru_cache(1024)
@@ -151,29 +169,84 @@ def _source(form: _Form) -> list[str]:
     text = [
         "line = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)",
         "column = (tl.program_id(1) * PADDED + tl.arange(0, PADDED))[None, :]",
-        "real = (line < count)[:, None] & (column < n)",
+        "there = (line < count)[:, None]",
+        "real = there & (column < n)",
     ]
     if form.width:
         text.append(f"FACTOR: tl.constexpr = {1.0 / form.width!r}")
     for d, size in reversed([*enumerate(form.lines, 1)]):
         text += [f"at{d} = (line % {size}).to(tl.int64)[:, None]", f"line = line // {size}"]
     text.append("at0 = line.to(tl.int64)[:, None]")
-    indices = [*(f"at{d}" for d in range(len(form.lines) + 1)), "column"]
-    places = [
-        " + ".join(f"{index} * {stride}" for index, stride in zip(indices, of, strict=True))
-        for of in form.strides
-    ]
-    for i, place in enumerate(places[outs:]):
-        text.append(f"v{i} = tl.load(IN{i} + {place}, mask=real, other=0.0).to(tl.float32)")
-    for i, each in enumerate(form.operations, form.inputs):
-        named = [f"v{x}" if isinstance(x, int) else _number(x) for x in each.operands]
-        text.append(f"v{i} = {FUNCTIONS[each.kind].format(*named)}")
-        if each.dtype != torch.float32:
-            text.append(f"v{i} = v{i}.to({TYPES[each.dtype]}).to(tl.float32)")
+    values = _Values(form, text)
     for i, value in enumerate(form.stored):
-        text.append(f"tl.store(OUT{i} + {places[i]}, v{value}.to(OUT{i}.dtype.element_ty), mask=real)")
+        name = values.at(value, COLUMN)
+        place = _address(form.strides[i], COLUMN)
+        text.append(f"tl.store(OUT{i} + {place}, {name}.to(OUT{i}.dtype.element_ty), mask=real)")
     sizes = "count, n, AT_ONCE: tl.constexpr, PADDED: tl.constexpr, EXACT: tl.constexpr"
     return [f"def chain({tensors}, {sizes}):", *(f"    {each}" for each in text)]
+
+
+COLUMN = "column"
+
+
+def _address(strides: Sequence[int], column: str) -> str:
+    indices = [*(f"at{d}" for d in range(len(strides) - 1)), column]
+    return " + ".join(f"{index} * {stride}" for index, stride in zip(indices, strides, strict=True))
+
+
+class _Values:
+    """The code of values, each at the columns where it is asked for."""
+
+    def __init__(self, form: _Form, text: list[str]) -> None:
+        self.form = form
+        self.text = text
+        self._names: dict[tuple[int, str], str] = {}
+
+    def at(self, value: int, column: str) -> str:
+        """The name of a value at columns, given as code."""
+        if value >= self.form.inputs and self._operation(value).kind in SUMS:
+            column = COLUMN  # a number for the whole line
+        key = value, column
+        if key not in self._names:
+            code = self._loaded(*key) if value < self.form.inputs else self._computed(*key)
+            self._names[key] = f"v{len(self._names)}"
+            self.text.append(f"{self._names[key]} = {code}")
+        return self._names[key]
+
+    def _operation(self, value: int) -> Operation:
+        return self.form.operations[value - self.form.inputs]
+
+    def _loaded(self, value: int, column: str) -> str:
+        strides = self.form.strides[len(self.form.stored) + value]
+        width = self.form.widths[value] if self.form.widths else self.form.width
+        inside = "real"
+        if width == 1 < self.form.width:
+            inside, strides = "there", (*strides[:-1], 0)
+        elif column != COLUMN or width != self.form.width:
+            inside = f"there & ({column} >= 0) & ({column} < {width})"
+        place = _address(strides, column)
+        return f"tl.load(IN{value} + {place}, mask={inside}, other=0.0).to(tl.float32)"
+
+    def _computed(self, value: int, column: str) -> str:
+        kind, operands, dtype = self._operation(value)
+        if kind == "cat":
+            return self._joined(operands, column)
+        if kind == "slice":
+            of, begin, _, step = map(int, operands)
+            return self.at(of, f"(({column}) * {step} + {begin})")
+        if kind == "interleave":
+            first, second = (self.at(int(of), f"(({column}) // 2)") for of in operands)
+            return f"tl.where(({column}) % 2 == 0, {first}, {second})"
+        named = [self.at(x, column) if isinstance(x, int) else _number(x) for x in operands]
+        code = FUNCTIONS[kind].format(*named)
+        return code if dtype == torch.float32 else f"({code}).to({TYPES[dtype]}).to(tl.float32)"
+
+    def _joined(self, operands: Sequence[int | float], column: str) -> str:
+        first, *others = [x for x in operands if isinstance(x, int)]
+        code = self.at(first, column)
+        for of, begin in zip(others, [int(x) for x in operands if isinstance(x, float)], strict=True):
+            code = f"tl.where(({column}) < {begin}, {code}, {self.at(of, f'(({column}) - {begin})')})"
+        return code
 
 
 def _number(x: float) -> str:

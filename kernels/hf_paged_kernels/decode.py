@@ -103,7 +103,7 @@ def decode(
 
     query [rows, query_heads, key_dim]; keys and values [blocks, block_size, heads, dim] of one layer; table
     [rows, blocks of a row], int32: token t of row i lies in block table[i, t // block_size]; sinks
-    [query_heads], fp32, only take weight. The answer is [rows, query_heads, value_dim]; a row without tokens
+    [query_heads] only take weight. The answer is [rows, query_heads, value_dim]; a row without tokens
     gives 0.
     """
     check(query, keys, values, table)

@@ -105,7 +105,7 @@ def prefill(
     cache; most_queries: no row has more. keys and values [blocks, block_size, heads, dim] of one layer; table
     [rows, blocks of a row]; lengths and starts [rows], all int32 on the device: tokens before starts[i] are
     not seen, nor those `window` or more behind a query token. With causal False every query token sees what
-    the last one sees. sinks [query_heads], fp32. The answer is [tokens, query_heads, value_dim]; a
+    the last one sees. sinks [query_heads]. The answer is [tokens, query_heads, value_dim]; a
     query token that sees nothing gives 0. spans: instead of most_queries, which tiles there are, updated for
     these borders; tokens of no tile are left as they are. invariant: a query token's bits depend on its own
     row alone, and are those of `decode`.

@@ -1,4 +1,4 @@
-"""The operations of chains in torch."""
+"""The operations of chains in torch, and parts of lines."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "relu": torch.relu,
     "at_least": lambda x, least: x.clamp(min=least),
     "at_most": lambda x, most: x.clamp(max=most),
+    "clamp": lambda x, least, most: x.clamp(least, most),
     "exp": torch.exp,
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
@@ -31,4 +32,19 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "sum": lambda x: x.sum(-1, keepdim=True),
     "mean": lambda x: x.mean(-1, keepdim=True),
+}
+
+
+def _cat(*operands: torch.Tensor | float) -> torch.Tensor:
+    return torch.cat([x for x in operands if isinstance(x, torch.Tensor)], -1)
+
+
+def _slice(x: torch.Tensor, begin: float, end: float, step: float) -> torch.Tensor:
+    return x[..., int(begin) : int(end) : int(step)]
+
+
+PARTS: dict[str, Callable[..., torch.Tensor]] = {
+    "cat": _cat,
+    "slice": _slice,
+    "interleave": lambda x, y: torch.stack([x, y], -1).flatten(-2),
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers as tf
-from chain_functions import FUNCTIONS
+from chain_functions import FUNCTIONS, PARTS
 from families import LONG, SMALL, TOKENS
 from torch import nn
 from torch.nn.functional import gelu, silu
@@ -101,7 +101,7 @@ class Kernels:
         values = [x.float() for x in inputs]
         for kind, operands, dtype in operations:
             given = [values[x] if isinstance(x, int) else x for x in operands]
-            values.append(FUNCTIONS[kind](*given).to(dtype).float())
+            values.append({**FUNCTIONS, **PARTS}[kind](*given).to(dtype).float())
         for place, out in outputs.items():
             out.copy_(values[place])
 

@@ -1,8 +1,8 @@
 """Small operations of a captured forward that follow each other, computed by one kernel.
 
-While the forward runs, operations on single numbers and means along lines are noted instead of computed. What
-is noted is computed when something else needs it, together with what it was computed from. So a chain is
-found by what the modules compute, whatever their code is.
+While the forward runs, operations on single numbers, means along lines, and lines that are put together of
+parts are noted instead of computed. What is noted is computed when something else needs it, together with
+what it was computed from. So a chain is found by what the modules compute, whatever their code is.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,11 @@ WIDEST = 16384
 """The longest line that the kernel sums."""
 SOFTMAX = "softmax"
 """The operation that only the kernel which finds the largest numbers computes along."""
+STACK = "stack"
+"""The operation that no kernel computes alone: two lines side by side, to be one of twice their length."""
+VIEWS = ("slice", "interleave")
+"""Operations whose answers torch lays over what they are given."""
+PARTS = (*VIEWS, "cat")
 LONGEST, LARGEST = 1024, 32
 """The longest line, and the most numbers of it, of the kernel that finds the largest."""
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -39,7 +45,7 @@ class Recipe(NamedTuple):
 
     kind: str
     operands: tuple[Any, ...]
-    """Tensors and numbers."""
+    """Tensors, notes and numbers."""
 
 
 class Note:
@@ -47,7 +53,7 @@ class Note:
 
     def __init__(self, run: Callable[[], torch.Tensor], recipe: Recipe, answer: torch.Tensor) -> None:
         """run: computes it alone; answer: a tensor without data of its shape, strides and type."""
-        self.device = next(x.device for x in recipe.operands if isinstance(x, torch.Tensor))
+        self.device = next(x.device for x in recipe.operands if not isinstance(x, float))
         self.run: Callable[[], torch.Tensor] | None = run
         self.kind = recipe.kind
         self.operands = [each.note if isinstance(each, Noted) else each for each in recipe.operands]
@@ -57,6 +63,8 @@ class Note:
         self.value: torch.Tensor | None = None
         self.tensor: weakref.ref[Noted] | None = None
         """The answer in the forward, while something holds it."""
+        self.base: Note | None = None
+        """The note whose answer this one is a view of."""
         self.stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     @classmethod
@@ -83,17 +91,32 @@ class Note:
 
     @property
     def is_trivial(self) -> bool:
-        """True of a product with one."""
-        return self.kind == "mul" and 1.0 in [each for each in self.operands if isinstance(each, float)]
+        """True of a product with one, and of a part of a line."""
+        ones = self.kind == "mul" and 1.0 in [each for each in self.operands if isinstance(each, float)]
+        return ones or self.kind in VIEWS
+
+    @property
+    def widens(self) -> bool:
+        """True of a cast that loses nothing."""
+        return self.kind == "copy" and self.dtype == torch.float32
 
     def joins(self, later: Note) -> bool:
         """True if the kernel of a later operation can compute this one: a sum, along whole lines of it."""
-        if self.kind == SOFTMAX:
+        if self.kind in (SOFTMAX, STACK):
             return False
+        if self.kind in VIEWS:  # what it is a part of is computed, if not with it
+            return all(each.joins(later) for each in self.behind())
         if not self.sums:
             return True
         (of,) = self.operands
         return of.shape == later.shape
+
+    def behind(self) -> Iterator[Note]:
+        """The operations that it waits for."""
+        for each in self.operands:
+            if isinstance(each, Note) and each.waits:
+                yield each
+                yield from each.behind()
 
     @property
     def sums(self) -> bool:
@@ -139,6 +162,7 @@ class Chains(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels = kernels
         self._noted: list[weakref.ref[Noted]] = []
+        self._views: list[weakref.ref[Noted]] = []
         self._computing = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -173,6 +197,7 @@ class Chains(TorchDispatchMode):
         if in_place is not None and not (
             isinstance(target, Noted)
             and not target.is_read
+            and not self._shares(target.note)
             and (answer.shape, answer.stride(), answer.dtype) == (target.shape, target.stride(), target.dtype)
         ):
             return None
@@ -188,7 +213,16 @@ class Chains(TorchDispatchMode):
             return target.becomes(note)  # type: ignore[no-any-return]
         noted = Noted.of(note, self)
         self._noted.append(weakref.ref(noted))
+        if isinstance(target, Noted) and note.kind in VIEWS:
+            note.base = target.note
+            self._views.append(weakref.ref(noted))
         return noted
+
+    def _shares(self, note: Note) -> bool:
+        """True if a note is a view of another, or the forward holds a view of it."""
+        held = [view for each in self._views if (view := each()) is not None]
+        self._views = [weakref.ref(view) for view in held]
+        return note.base is not None or any(view.note.base is note for view in held)
 
     def _largest(
         self, x: torch.Tensor, count: int, dim: int = -1, largest: bool = True, sorted: bool = True
@@ -199,6 +233,8 @@ class Chains(TorchDispatchMode):
             return None
         of_softmax = isinstance(x, Noted) and x.note.waits and x.note.kind == SOFTMAX
         given = x.note.operands[0] if isinstance(x, Noted) and of_softmax else computed(x)
+        while isinstance(given, Note) and given.waits and given.widens:
+            (given,) = given.operands  # which the kernel reads as fp32
         given = self.compute(given) if isinstance(given, Note) else given
         with self.paused(), on(given.device):
             aten.alias(given)  # lets a mode that watches the forward see what is read
@@ -215,17 +251,6 @@ class Chains(TorchDispatchMode):
             tensor = each()
             if tensor is not None:
                 tensor.dense()
-
-    def sum_of(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The two tensors whose sum x will be, if that is all that is to be computed."""
-        if not isinstance(x, Noted) or not x.note.waits or x.note.kind != "add":
-            return None
-        operands = [each.value if isinstance(each, Note) else each for each in x.note.operands]
-        alike = all(
-            isinstance(each, torch.Tensor) and (each.shape, each.dtype) == (x.shape, x.dtype)
-            for each in operands
-        )
-        return (operands[0], operands[1]) if alike else None  # type: ignore[return-value]
 
     # ---- computing
 
@@ -248,7 +273,7 @@ class Chains(TorchDispatchMode):
 
     def _compute(self, note: Note) -> None:
         tree = self._tree(note)
-        if sum(not each.is_trivial for each in tree) < LEAST:
+        if note.base is not None or sum(not each.is_trivial for each in tree) < LEAST:
             assert note.run is not None
             note.settle(note.run())
             return
@@ -258,7 +283,12 @@ class Chains(TorchDispatchMode):
                 x = x.value if isinstance(x, Note) else x
                 if isinstance(x, torch.Tensor):
                     leaves[id(x)] = x
-        kept = [each for each in tree if each is note or (each.held and each.shape == note.shape)]
+        parts = any(each.kind in PARTS for each in tree)
+        kept = [
+            each
+            for each in tree
+            if each is note or (each.held and each.shape == note.shape and each.base is None)
+        ]
         for leaf in leaves.values():
             aten.alias(leaf)  # lets a mode that watches the forward see what is read
         places: dict[int, int] = {key: i for i, key in enumerate(leaves)}
@@ -269,7 +299,7 @@ class Chains(TorchDispatchMode):
             places[id(each)] = i
         with on(note.device):
             made = [torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=note.device) for x in kept]
-            inputs = [leaf.expand(note.shape) for leaf in leaves.values()]
+            inputs = [_lines(leaf, note.shape, parts) for leaf in leaves.values()]
             outputs = {places[id(x)]: out for x, out in zip(kept, made, strict=True)}
             self.kernels.chain(inputs, operations, outputs)
         for each, value in zip(kept, made, strict=True):
@@ -300,7 +330,7 @@ class Chains(TorchDispatchMode):
                     met.add(id(x))
             found[id(each)] = each
 
-        if note.sums or note.kind == SOFTMAX:
+        if note.sums or note.kind in (SOFTMAX, STACK) or note.base is not None:
             found[id(note)] = note
         else:
             visit(note)
@@ -312,21 +342,29 @@ def computed(value: Any) -> Any:
     return value.dense() if isinstance(value, Noted) else value
 
 
+def _lines(leaf: torch.Tensor, shape: torch.Size, parts: bool) -> torch.Tensor:
+    """A tensor with the lines of a shape, of their length or, in a chain with parts, of its own."""
+    if not parts:
+        return leaf.expand(shape)
+    return leaf.expand(*shape[:-1], leaf.shape[-1] if leaf.ndim else 1)
+
+
 def _fits(recipe: Recipe) -> bool:
     """True if a kernel can compute it: floats of one device."""
-    tensors = [x for x in recipe.operands if isinstance(x, torch.Tensor)]
+    given = [x for x in recipe.operands if not isinstance(x, (float, Note))]
+    if not all(isinstance(x, torch.Tensor) for x in given):
+        return False
     return (
-        len({x.device for x in tensors}) == 1
+        len({x.device for x in recipe.operands if not isinstance(x, float)}) == 1
         and all(
             (type(x) in PLAIN_TENSORS or isinstance(x, Noted))
             and x.dtype in FLOATS
             and x.layout == torch.strided
             and not x.is_meta
             and x.numel()
-            for x in tensors
+            for x in given
         )
-        and all(isinstance(x, (torch.Tensor, float)) for x in recipe.operands)
-        and any(x.ndim for x in tensors)
+        and any(len(x.shape) for x in recipe.operands if not isinstance(x, float))
     )
 
 
@@ -391,7 +429,56 @@ def _reversed(x: Any, y: Any, *rest: Any, **named: Any) -> Recipe | None:
 
 
 def _power(x: Any, exponent: Any) -> Recipe | None:
-    return Recipe("square", (x,)) if isinstance(exponent, (int, float)) and exponent == 2 else None
+    kind = POWERS.get(exponent) if isinstance(exponent, (int, float)) else None
+    return None if kind is None else Recipe(kind, (x,))
+
+
+def _waits(x: Any) -> bool:
+    """True of what is noted and can be part of a kernel's lines."""
+    return isinstance(x, Noted) and x.note.waits and x.note.kind not in (STACK, SOFTMAX)
+
+
+def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Recipe | None:
+    known = all(isinstance(each, int) for each in (start or 0, end or 0))
+    if not known or not _waits(x) or dim not in (-1, x.ndim - 1):
+        return None
+    begin, end, _ = slice(start, end).indices(x.shape[-1])
+    several = end - begin > step  # one counts for the whole line where it meets others
+    return Recipe("slice", (x, float(begin), float(end), float(step))) if several else None
+
+
+def _cat(tensors: Any, dim: int = 0) -> Recipe | None:
+    if not any(map(_waits, tensors)):
+        return None
+    tensors = [x for x in tensors if x.numel()]
+    if len(tensors) == 1:
+        return Recipe("copy", tuple(tensors))
+    alike = len({x.dtype for x in tensors}) == 1 and len({x.shape[:-1] for x in tensors}) == 1
+    last = dim in (-1, tensors[0].ndim - 1)
+    ends = [*accumulate(x.shape[-1] for x in tensors if x.ndim)]
+    if not alike or not last or ends[-1] > WIDEST:
+        return None
+    return Recipe("cat", (*tensors, *map(float, ends[:-1])))
+
+
+def _stack(tensors: Any, dim: int = 0) -> Recipe | None:
+    pair = any(map(_waits, tensors)) and len(tensors) == 2 and dim in (-1, tensors[0].ndim)
+    return Recipe(STACK, tuple(tensors)) if pair and len({(x.dtype, x.shape) for x in tensors}) == 1 else None
+
+
+def _clone(x: Any, *, memory_format: Any = None) -> Recipe | None:
+    """Each number twice, as of `repeat_interleave`."""
+    twice = type(x) in PLAIN_TENSORS and x.ndim > 1 and x.shape[-1] == 2 and x.stride(-1) == 0
+    return Recipe(STACK, (x[..., 0],) * 2) if twice and memory_format == torch.contiguous_format else None
+
+
+def _view(x: Any, shape: Any) -> Recipe | None:
+    """Two lines side by side as one."""
+    if not isinstance(x, Noted) or not x.note.waits or x.note.kind != STACK:
+        return None
+    one = [*x.shape[:-2], 2 * x.shape[-2]]
+    joined = len(shape) == len(one) and all(each in (-1, size) for each, size in zip(shape, one, strict=True))
+    return Recipe("interleave", tuple(x.note.operands)) if joined and one[-1] <= WIDEST else None
 
 
 def _softplus(x: Any, beta: float = 1, threshold: float = 20) -> Recipe | None:
@@ -408,6 +495,8 @@ def _clamped(x: Any, least: Any = None, most: Any = None, **named: Any) -> Recip
         return Recipe("at_least", (x, float(least)))
     if isinstance(most, (int, float)) and least is None:
         return Recipe("at_most", (x, float(most)))
+    if isinstance(least, (int, float)) and isinstance(most, (int, float)) and least <= most:
+        return Recipe("clamp", (x, float(least), float(most)))
     return None
 
 
@@ -473,6 +562,15 @@ RECIPES: dict[Any, Callable[..., Recipe | None]] = {
     aten._softmax: _softmax,
     aten._to_copy: _cast,
     aten.to: _cast,
+    aten.slice: _slice,
+    aten.cat: _cat,
+    aten.stack: _stack,
+    aten.clone: _clone,
+    aten.view: _view,
+    aten._unsafe_view: _view,
+    aten.reshape: _view,
 }
+POWERS = {2: "square", 0.5: "sqrt", -0.5: "rsqrt"}
+"""Powers that torch computes otherwise."""
 IN_PLACE = {aten.add_: aten.add, aten.sub_: aten.sub, aten.mul_: aten.mul, aten.div_: aten.div}
 """Operations in place, and what they put there."""

@@ -27,7 +27,7 @@ from ...kv.ops import on
 from ...kv.reference import invariant
 from ..adapters.apply import read_together
 from ..device_map import runs_class_forward
-from ..lazy import Rotation
+from ..lazy import Rotation, as_dense
 from ..patches import ReplacedForward
 from ..ranks.symmetric_memory import FUSED, SENT, LazySum, memory_of, shots_of
 from ..ranks.tensor_parallel import mesh_of
@@ -56,6 +56,9 @@ class Fusion:
         """The norm that reads what a layer answers."""
         self._last: set[nn.Module] = set()
         """Of these norms those behind which a stack ends."""
+        self._norms_alone = True
+        """True if one kernel adds and norms. Other layers do more around their norms, which are in chains."""
+        self._in_chains = False
         self._device_type = next((each.device.type for each in model.parameters()), "cpu")
         self._mesh = mesh_of(model)
         self.ranks = None if self._mesh is None else memory_of(self._mesh.get_group())
@@ -70,6 +73,7 @@ class Fusion:
             self._look_at(model)
 
     def _look_at(self, model: nn.Module) -> None:
+        self._norms_alone = any(map(is_layer, model.modules()))
         for module in model.modules():
             replacement = self._replacement(module)
             if replacement is not None and runs_class_forward(module):
@@ -87,9 +91,7 @@ class Fusion:
             return partial(self.norm, module)
         if reads_like(type(module).forward, llama().LlamaMLP.forward) and activation(module) is not None:
             return partial(self.feed_forward, module)
-        if reads_like(type(module).forward, llama().LlamaDecoderLayer.forward) and is_norm(
-            module.post_attention_layernorm
-        ):
+        if is_layer(module):
             return partial(self.layer, module)
         if self._mesh is None and is_mixture(module):
             gate = self.gates[module] = gate_of(module, activation)
@@ -124,11 +126,14 @@ class Fusion:
         """
         calls: dict[Any, Callable[[], object]] = {}
         norms = {module for module in self.forwards if is_norm(module)}
+        alone = self._norms_alone or self._mesh is not None
         widest = max([len(module.weight) for module in norms], default=0)  # type: ignore[arg-type]
         for module, gate in self.gates.items():
             calls.update(calls_of(self.kernels, gate, module, rows, dtype))
         for module in self.forwards:
             if module in norms:
+                if not alone:
+                    continue
                 weight: Any = torch.empty_like(module.weight, device="meta")  # type: ignore[arg-type]
                 x = torch.empty(rows, 1, len(weight), dtype=dtype, device="meta")
                 centered = is_centered(module)
@@ -161,9 +166,13 @@ class Fusion:
         if self.kernels is None or self._mesh is not None or recorded or invariant.get():
             yield
             return
-        with Chains(self.kernels) as chains:
-            yield
-            chains.compute_all()
+        self._in_chains = True
+        try:
+            with Chains(self.kernels) as chains:
+                yield
+                chains.compute_all()
+        finally:
+            self._in_chains = False
 
     # ---- what the modules do instead
 
@@ -183,22 +192,13 @@ class Fusion:
         known = self.take_ahead(module, x)
         if known is not None:
             return known
-        if isinstance(x, Noted) and x.note.waits:
-            return self._norm_of_noted(module, x)
-        with on(x.device):
-            normed: torch.Tensor = self.kernels.rms_norm(
-                computed(x), module.weight, epsilon(module), centered=is_centered(module)
-            )
-        return normed
-
-    def _norm_of_noted(self, module: nn.Module, x: Noted) -> torch.Tensor:
-        """The norm of what is not computed yet: together with that."""
-        summed = x.chains.sum_of(x)
-        if summed is None:
+        if self._in_chains and (not self._norms_alone or (isinstance(x, Noted) and x.note.waits)):
             chained: torch.Tensor = type(module).forward(module, x)
             return chained
-        total, normed = self.add_norm(module, *summed)
-        x.note.settle(total)
+        with on(x.device):
+            normed: torch.Tensor = self.kernels.rms_norm(
+                as_dense(x), module.weight, epsilon(module), centered=is_centered(module)
+            )
         return normed
 
     def add_norm(
@@ -348,6 +348,12 @@ def is_norm(module: object) -> bool:
     if not isinstance(module, nn.Module) or not runs_class_forward(module):
         return False
     return reads_like(type(module).forward, llama().LlamaRMSNorm.forward) or is_centered(module)
+
+
+def is_layer(module: Any) -> bool:
+    """True if a module adds and norms as Llama's decoder layers do."""
+    like = reads_like(type(module).forward, llama().LlamaDecoderLayer.forward)
+    return like and is_norm(module.post_attention_layernorm)
 
 
 def is_centered(module: object) -> bool:
