@@ -16,7 +16,7 @@ OURS = (f"{REPOSITORY}/blob/main/", f"{REPOSITORY}/tree/main/", f"{REPOSITORY.re
 """How links begin that lead to a file of this repository from anywhere."""
 DEFINITION = re.compile(r"^\[([^\]]+)\]: (\S+)$", re.M)
 """The target of all links `[...]` of a page."""
-TABLES = {"engine_models.md", "models.md"}
+TABLES = {"engine_models.md", "families.md", "models.md"}
 """Pages that scripts write from measurements: mostly errors of models and of transformers."""
 RECORDS = {"CHANGELOG.md", "benchmarks.md"}
 """Pages that keep what was said on a date."""
