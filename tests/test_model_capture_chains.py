@@ -274,6 +274,21 @@ def test_columns_alone_are_no_copy() -> None:
     assert kernels.calls == {"chain": 1}
 
 
+def test_columns_of_a_long_chain() -> None:
+    """Each operation is looked at once, though two read it."""
+    x, kernels = noise(3, 8), Kernels()
+
+    def folded() -> torch.Tensor:
+        y = x
+        for i in range(MOST):
+            y = y * 0.5 + y * float(i % 2)
+        return torch.cat([-y[..., 4:], y[..., :4]], -1) * 2.0
+
+    expected = folded()
+    with Chains(kernels):
+        assert torch.equal(computed(folded()), expected)
+
+
 NOT_PUT_TOGETHER: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of lines": lambda x: torch.cat([x, x], 0),
     "of two types": lambda x: torch.cat([x, x.half()], -1),

@@ -105,18 +105,21 @@ class Note:
         if self.kind in (SOFTMAX, STACK):
             return False
         if self.kind in VIEWS:  # what it is a part of is computed, if not with it
-            return all(each.joins(later) for each in self.behind())
+            return all(each.joins(later) for each in self.behind() if each.kind not in VIEWS)
         if not self.sums:
             return True
         (of,) = self.operands
         return of.shape == later.shape
 
-    def behind(self) -> Iterator[Note]:
-        """The operations that it waits for."""
-        for each in self.operands:
-            if isinstance(each, Note) and each.waits:
-                yield each
-                yield from each.behind()
+    def behind(self) -> list[Note]:
+        """The operations that it waits for, each once."""
+        found: dict[int, Note] = {}
+        todo = [self]
+        while todo:
+            waiting = [each for each in todo.pop().operands if isinstance(each, Note) and each.waits]
+            todo += [each for each in waiting if id(each) not in found]
+            found.update((id(each), each) for each in waiting)
+        return [*found.values()]
 
     @property
     def sums(self) -> bool:
