@@ -107,6 +107,11 @@ class Part(Protocol):
         """True if ranks can have parts of it beside their parts of the module's output."""
         return False
 
+    @property
+    def stays_whole(self) -> bool:
+        """True if each rank can have all of it, beside a module that gives whole outputs."""
+        return False
+
     def vocabulary(self, known: int) -> int:
         """The ids that an embedding or a head has rows for with it, if it knows so many without it."""
         return known
@@ -183,7 +188,7 @@ class LowRank(Part):
 
     @property
     def divides(self) -> bool:
-        return self.bias is None and self.magnitude is None
+        return self.magnitude is None
 
     def mapped(self, change: Change) -> LowRank:
         a, b = change(self.a), change(self.b)
@@ -253,6 +258,10 @@ class LowRankEmbedding(Part):
         a, b = change(self.a), change(self.b)
         magnitude = None if self.magnitude is None else change(self.magnitude)
         return LowRankEmbedding(a, b, self.scale, magnitude)
+
+    @property
+    def stays_whole(self) -> bool:
+        return self.magnitude is None
 
     def padded(self) -> LowRankEmbedding:
         return replace(self, a=_padded_rows(self.a), b=_padded_rows(self.b.T).T.contiguous(), _factor=None)
@@ -342,6 +351,10 @@ class TrainedTokens(Part):
     def alone(self) -> bool:
         return True
 
+    @property
+    def stays_whole(self) -> bool:
+        return True
+
     def mapped(self, change: Change) -> TrainedTokens:
         return replace(self, rows=change(self.rows), _index=[])
 
@@ -395,6 +408,10 @@ class SavedModule(Part):
     @property
     def kernel(self) -> str:
         return "rows" if isinstance(self.module, (nn.Linear, nn.Embedding)) else ""
+
+    @property
+    def stays_whole(self) -> bool:
+        return self.kernel != ""
 
     def vocabulary(self, known: int) -> int:
         own: Any = self.module

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from .parts import LowRank, LowRankEmbedding, Part, SavedModule, TrainedTokens
-from .patches import own_forward
+from .patches import is_of_transformers, own_forward
 from .shards import local_part
 
 LINEAR = frozenset(
@@ -99,7 +99,10 @@ def why_not_by_row(module: nn.Module) -> str | None:
     ]
     if len(needed) > 2:
         return f"a {type(module).__name__} in modules_to_save has several inputs"
-    if own_forward(module) is not None or any(each.device.type == "meta" for each in module.parameters()):
+    forward = own_forward(module)
+    if (forward is not None and not is_of_transformers(forward)) or any(
+        each.device.type == "meta" for each in module.parameters()
+    ):
         return "an adapter's weights are loaded for each forward"
     return None
 

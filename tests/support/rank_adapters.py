@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -192,6 +193,48 @@ def adapters_that_come_and_go(rank: int) -> None:
             assert set(engine.adapters()) == {"one", "two"}, "what rank 0 has removed is gone here, too"
 
 
+def whole_parts(rank: int) -> None:
+    """Saved embeddings and heads, trained tokens, LoRA of embeddings, biases, and new tokens."""
+    cases: dict[str, tuple[int, dict[str, Any]]] = {
+        "saved": (0, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+        "new": (8, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+        "tokens": (0, {"trainable_token_indices": [5, 7, 30]}),
+        "embeddings": (0, {"target_modules": ["q_proj", "embed_tokens"]}),
+        "biases": (0, {"lora_bias": True}),
+    }
+    states = {}
+    for seed, (name, (more, options)) in enumerate(cases.items()):
+        torch.manual_seed(seed)
+        base = copy.deepcopy(whole("llama"))
+        if more:
+            rows, width = base.lm_head.weight.shape
+            base.lm_head = torch.nn.Linear(width, rows + more, bias=False)
+            base.model.embed_tokens = torch.nn.Embedding(rows + more, width)
+        layers = {"target_modules": ["q_proj", "v_proj", "down_proj"], **options}
+        config = lora(r=4, init_lora_weights=False, **layers)
+        tuned = peft.get_peft_model(base, config, name)
+        with torch.no_grad():
+            for path, each in tuned.named_parameters():
+                if any(part in path for part in ("modules_to_save", "delta", "lora_B")):
+                    each.add_(torch.randn(each.shape) * 0.3 * each.std().nan_to_num(1.0))
+        states[name] = peft.get_peft_model_state_dict(tuned, adapter_name=name), tuned.peft_config[name]
+
+    def answered(engine: Engine) -> Any:
+        for name, (state, config) in states.items():
+            engine.add_adapter(name, state, config)
+        handles = [engine.submit(PROMPTS[1], adapter=each, **GREEDY) for each in (*cases, None)]
+        return checked_answers(engine, handles)
+
+    def act(engine: Engine) -> None:
+        with Engine(whole("llama"), **SMALL) as one:
+            expected = answered(one)
+        assert len(set(map(str, expected))) > 3
+        found = answered(engine)
+        assert found == expected, (found, expected)
+
+    led(rank, loaded("llama"), act)
+
+
 def layers_divided_in_another_way(rank: int) -> None:
     """An adapter of a layer whose part the engine does not know is refused by the layer's name."""
 
@@ -360,8 +403,9 @@ def adapters_that_differ_among_ranks(rank: int) -> None:
     model, one = (fine_tuned(each, "llama") for each in (loaded("llama"), build(BY_NAME["llama"])))
     base = model.base_model.model
     raises(ValueError, "each rank has a part of 'one'", lambda: load_adapter(base, model, None, "one"))
-    state = {**adapter_of("llama", 0, 4), "lm_head.weight": whole("llama").lm_head.weight}
-    words = "saved with lm_head.weight, of which each rank has a part"
+    path = "model.layers.0.mlp.up_proj.weight"
+    state = {**adapter_of("llama", 0, 4), path: whole("llama").get_parameter(path)}
+    words = f"saved with {path}, of which each rank has a part"
     raises(ValueError, words, lambda: load_adapter(base, state, lora(r=4), "four"))
     last = base.model.layers[0].mlp.down_proj
     last.base_layer.register_forward_hook(lambda *_: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from ..parts import LowRank, Part, Parts
@@ -27,7 +28,8 @@ def part_here(model: nn.Module, layers: Parts) -> Parts:
     """This rank's part of an adapter, by the names of layers; all of it if one process has the model.
 
     Where ranks divide a layer's outputs, each has B's rows of its own. Where they divide its inputs, each has
-    A's columns of its own: the products of all ranks are added up with the layer's output.
+    A's columns of its own: the products of all ranks are added up with the layer's output. Each has all of
+    embeddings, heads and tokens, whose modules give whole outputs.
     Raises ValueError for layers that are divided in another way, on all ranks alike.
     """
     mesh = mesh_of(model)
@@ -41,6 +43,11 @@ def part_here(model: nn.Module, layers: Parts) -> Parts:
 
 
 def _part(model: nn.Module, path: str, part: Part, rank: int, size: int) -> Part:
+    style = style_of(model, path)
+    names = path.split(".")
+    above = [style_of(model, ".".join(names[:count])) for count in range(1, len(names))]
+    if part.stays_whole and not any(above) and style in (*WHOLE, "embedding_rowwise"):
+        return part
     if not part.divides:
         raise ValueError(
             f"the adapter has {part.name} at {path}, which the engine does not divide among {size} ranks; "
@@ -48,9 +55,6 @@ def _part(model: nn.Module, path: str, part: Part, rank: int, size: int) -> Part
         )
     assert isinstance(part, LowRank)
     module = base_of(model.get_submodule(path))
-    style = style_of(model, path)
-    names = path.split(".")
-    above = [style_of(model, ".".join(names[:count])) for count in range(1, len(names))]
     divided = is_divided(module, size)
     if not any(above) and style in WHOLE and (style is not None or not divided):
         return part
@@ -60,6 +64,9 @@ def _part(model: nn.Module, path: str, part: Part, rank: int, size: int) -> Part
             f"{path} is divided over {size} ranks as {how!r}, as the engine divides no adapter; "
             "leave the layer out of target_modules, or merge the adapter into the model"
         )
+    bias = part.bias
     if style == "colwise":
-        return replace(part, b=part.b.chunk(size)[rank].contiguous())
-    return replace(part, a=part.a.chunk(size, dim=1)[rank].contiguous())
+        own = None if bias is None else bias.chunk(size)[rank].contiguous()
+        return replace(part, b=part.b.chunk(size)[rank].contiguous(), bias=own)
+    own = bias if bias is None or rank == 0 else torch.zeros_like(bias)  # the parts are summed
+    return replace(part, a=part.a.chunk(size, dim=1)[rank].contiguous(), bias=own)
