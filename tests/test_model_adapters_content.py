@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from adapters import adapted, lora
+from families import BY_NAME, build
 
 from hf_paged.model.adapters.content import AdapterContents
+from hf_paged.model.adapters.loading import HostAdapter, load_adapter
 from hf_paged.model.adapters.virtual import VirtualPrompts
+from hf_paged.model.lora import Adapter
 
 
 @pytest.fixture
@@ -69,3 +72,24 @@ def test_a_step_of_an_optimizer_is_a_write_to_what_has_gradients(
     assert contents.changed(["one", "two"]) == {"one"}
     assert not contents.differ()  # nothing was written after all
     assert contents.changed(["one", "two"]) == set()
+
+
+def test_steps_look_at_no_tensor_of_an_adapter_of_our_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = build(BY_NAME["llama"])
+    source = adapted(lora(use_dora=True))
+    found = AdapterContents(plain, VirtualPrompts(None, plain, lambda rows: ()))
+    found.own["one"] = HostAdapter(plain, load_adapter(plain, source, None, "one"), False)
+    key = found.key(["one"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Adapter, "versions", property(lambda self: pytest.fail("the adapter is read")))
+        assert found.changed(["one"]) == set()
+    with torch.no_grad():
+        plain.model.layers[0].self_attn.q_proj.weight.mul_(2)
+    found.note_weights()
+    assert found.changed(["one"]) == {"one"}
+    assert found.key(["one"]) != key
+    assert found.changed(["one"]) == set()
+    found.refresh()
+    assert found.changed(["one"]) == {"one"}

@@ -346,6 +346,7 @@ class EngineAdapters:
         """Let groups that have begun go on with their adapters as these are now, on the blocks that they
         have. Their keys stay, so that no other request finds what old and new weights have computed.
         """
+        self.contents.note_weights()
         keys: dict[AdapterNames, bytes] = {}
         self._kept = {}
         for group in groups:

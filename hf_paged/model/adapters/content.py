@@ -224,9 +224,17 @@ class AdapterContents:
         return any(before.get(name, number) != number for name, number in now.items())
 
     def changed(self, names: Iterable[str]) -> set[str]:
-        """Which of these were written to since they were looked at, as far as the host sees it."""
+        """Which of these were written to since they were looked at, as far as the host sees it. The weights
+        of the model that `own` read are looked at with the model.
+        """
         seen = [name for name in names if name in self._seen and not self._is_fixed(name)]
-        return {name for name in seen if name in self._stale or self._is_written(name)}
+        return {
+            name for name in seen if name in self._stale or (name not in self.own and self._is_written(name))
+        }
+
+    def note_weights(self) -> None:
+        """The model's weights are others: adapters that are computed from them are to be read again."""
+        self._stale |= {name for name, own in self.own.items() if own.reads_base and name in self._seen}
 
     def _is_written(self, name: str) -> bool:
         try:
