@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import combinations, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_paged.blocks import shared_reads
-from hf_paged.blocks.shared_reads import GRAIN, LAUNCH, SharedRead, SharedReads
+from hf_paged.blocks import Full, Window, shared_reads
+from hf_paged.blocks.shared_reads import FIELDS, GRAIN, LAUNCH, Read, SharedRead, SharedReads
 
 BLOCK = 16
 
@@ -175,3 +176,60 @@ def test_levels_are_a_number(levels: int, monkeypatch: pytest.MonkeyPatch) -> No
     groups = entered(tables, LAUNCH).groups()
     require_true(groups, tables)
     assert unread(groups) == most(tables)
+
+
+def read_of(tables: dict[int, list[int]]) -> Read:
+    return lambda row, count: tables[row][:count]
+
+
+def as_groups(
+    numbers: Sequence[int], rows: Sequence[int], block: int
+) -> set[tuple[tuple[int, ...], int, int]]:
+    """The groups that numbers of rows say, by the rows: checked against what they say of each row."""
+    entries = [numbers[i : i + FIELDS] for i in range(0, len(numbers), FIELDS)]
+    members = [place for entry in entries for place in entry[6:]]
+    found = set()
+    around: dict[int, list[int]] = {row: [] for row in rows}
+    for number, (first, count, begin, end, outer, *_) in enumerate(entries, 1):
+        if count:
+            mine = tuple(rows[place] for place in members[first : first + count])
+            found.add((mine, begin // block, end // block))
+            for row in mine:
+                assert around[row] == ([] if outer == 0 else [outer])
+                around[row].append(number)
+    for place, row in enumerate(rows):
+        assert entries[place][5] == (around[row] or [0])[-1]
+    return found
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_rows_are_followed_step_by_step(data: st.DataObject) -> None:
+    """Rows come, go, grow and take other blocks; the numbers are those of books made anew."""
+    tables: dict[int, list[int]] = {}
+    books = SharedReads(BLOCK, always=True)
+    for _ in range(data.draw(st.integers(1, 8))):
+        rewritten = set(data.draw(st.lists(st.integers(0, 6), max_size=4)))
+        for row in rewritten:
+            tables[row] = data.draw(st.lists(st.integers(0, 1), max_size=5))
+        for row in data.draw(st.lists(st.sampled_from(sorted(tables)), unique=True)) if tables else ():
+            tables[row] = tables[row] + [9 + row]
+        rows = [row for row in sorted(tables) if data.draw(st.booleans())]
+        lengths = [len(tables[row]) * BLOCK + row for row in rows]
+        numbers = books.follow(rows, lengths, read_of(tables), rewritten)
+        groups = as_groups(numbers, rows, BLOCK)
+        assert groups == {(each.rows, each.begin, each.end) for each in books.groups()}
+        require_true(books.groups(), tables)
+        fresh = SharedReads(BLOCK, always=True)
+        fresh.follow(rows, lengths, read_of(tables), ())
+        assert unread(fresh.groups()) >= unread(books.groups())
+
+
+def test_steps_count_what_they_do_not_read_again() -> None:
+    tables = {row: chunks(*range(30), 50 + row) for row in range(4)}
+    books = SharedReads(BLOCK)
+    numbers = books.follow([0, 1, 2, 3], [31 * GRAIN * BLOCK] * 4, read_of(tables), ())
+    assert books.follow([0, 1, 2, 3], [31 * GRAIN * BLOCK + 1] * 4, read_of(tables), ()) is numbers
+    assert books.unread == 2 * 3 * 30 * GRAIN * BLOCK
+    assert SharedReads.of(Full(), BLOCK, "off") is None
+    assert SharedReads.of(Window(5), BLOCK, "always") is None

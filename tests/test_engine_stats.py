@@ -64,6 +64,12 @@ def test_what_is_off_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {
         "graphs": False, "prefix_caching": False, "preemption": "recompute", "kernels": "torch", "run_ahead": False,
     }  # fmt: skip
+    with Engine(model, num_blocks=40, shared_reads="always") as engine:
+        assert engine.stats()["off"]["shared_reads"] == "only captured steps with the Triton kernels do"
+    with Engine(model, num_blocks=40, shared_reads="off") as engine:
+        assert engine.stats()["off"]["shared_reads"] == "shared_reads='off'"
+    with pytest.raises(ValueError, match=r"shared_reads='on' is not one of \('auto', 'off', 'always'\)"):
+        Engine(model, num_blocks=40, shared_reads="on")  # type: ignore[arg-type]
     with Engine(model, num_blocks=40, **options) as engine:
         assert engine.stats()["off"] == {
             "graphs": "graphs=False",

@@ -28,6 +28,7 @@ from .prefix import Match, Partial, adopt, commit, commit_tail, tail_name
 from .prefix_lookup import PrefixLookup, Prompt, detach, reach_in_all
 from .prompt_scores import PromptScores
 from .sealed import Corruption, Due, SealedBlocks
+from .shared_reads import SharedReads
 from .table import BlockTable, Copy, TableView, append, blocks_needed, check_sources, reorder
 
 __all__ = [
@@ -35,7 +36,7 @@ __all__ = [
     "STATE_READ", "STATE_WRITTEN", "WANTED", "BlockPool", "BlockTable", "BlockTableArray", "Column",
     "ColumnFillers", "Copy", "Corruption", "Cross", "Due", "Evictor", "Full", "LayerKind", "Match", "Numbers",
     "OutOfBlocks", "Partial", "PartialBlockIndex", "PrefixLookup", "Prompt", "PromptScores", "SealedBlocks",
-    "State", "TableView", "Window", "adopt", "append", "blocks_needed", "chain", "check_salt",
+    "SharedReads", "State", "TableView", "Window", "adopt", "append", "blocks_needed", "chain", "check_salt",
     "check_sources", "commit", "commit_tail", "detach", "distinct", "extra_key", "leading", "move",
     "parent_key", "reach_in_all", "reorder", "tail_name",
 ]  # fmt: skip

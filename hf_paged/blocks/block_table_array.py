@@ -24,6 +24,8 @@ class BlockTableArray:
         """Replaced by a new array whenever it grows, so that an array in use never changes its size."""
         self.journal: list[tuple[int, int, int]] | None = None
         """Row, first entry and number of entries of every write, for a reader that empties it."""
+        self.rewritten: set[int] = set()
+        """Rows that name other blocks than new ones at their end, for a reader that empties it."""
 
     def put(self, row: int, table: BlockTable, first: int = 0) -> None:
         """Write down a table, or what it names from its block `first` on."""
@@ -36,6 +38,7 @@ class BlockTableArray:
             self._fit(row, first + len(blocks))
         begin = row * self.width + first
         self.ids[begin : begin + len(blocks)] = blocks
+        self.rewritten.add(row)
         if self.journal is not None:
             self.journal.append((row, first, len(blocks)))
 
@@ -52,6 +55,10 @@ class BlockTableArray:
         """Block ids of a row from its block `first` on."""
         begin = row * self.width + first
         return self.ids[begin : begin + count]
+
+    def first(self, row: int, count: int) -> array[int]:
+        """The first block ids of a row."""
+        return self.read(row, 0, count)
 
     def matches(self, row: int, table: BlockTable) -> bool:
         """True if a row agrees with its table."""

@@ -25,6 +25,8 @@ class LayerKind:
     which holds what all its tokens have come to: forks write in copies, and a prefix is found by its number
     of tokens.
     """
+    reads_all: ClassVar[bool] = False
+    """Every token attends to all before it: rows that begin with the same blocks read the same."""
     window: int | None
 
     def __new__(cls, window: int | None = None) -> LayerKind:
@@ -94,6 +96,7 @@ class Full(LayerKind):
 
     __slots__ = ()
     name = "full"
+    reads_all = True
 
 
 class Window(LayerKind):

@@ -1,18 +1,23 @@
-"""Which rows of a step read the same blocks at the same places: groups, from tables.
+"""Rows of a step that read the same blocks at the same places: groups, from tables.
 
 A group is a run of equal block ids from the front of its members' tables, wherever that comes from: samples,
 beams, hits of the prefix cache, copies of kept caches. Comparing one place would not do: two blocks may hold
 the same content under other ids, and so name one block behind them.
 
-The books are a tree of chunks, GRAIN full blocks each. A row is entered when it comes, again when it has
-filled a chunk, and taken out when it ends: steps in between ask for the same groups.
+The books are a tree of chunks, GRAIN full blocks each. A row is entered when it comes, again when its table
+begins with other blocks, and taken out when it ends: steps in between ask for the same groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from .kinds import LayerKind
+
+Read = Callable[[int, int], Sequence[int]]
+"""The first so many blocks of a row."""
 GRAIN = 8
 """Blocks of a chunk: common parts are as long as some number of chunks."""
 LAUNCH = 2100
@@ -21,6 +26,8 @@ STAYS = 0.5
 """The share of that at which a level that is in use stays, so that it does not come and go."""
 LEVELS = 2
 """Groups that a row may be in: a system prompt under a prompt with its samples."""
+FIELDS = 8
+"""Numbers of a row's entry."""
 FORKS = 16
 """Forks on one way through the tree. With more of them a row is in one group at most: to find those takes a
 time that grows with the rows alone.
@@ -88,23 +95,99 @@ class _Choice(NamedTuple):
 class SharedReads:
     """The books: rows by the chunks of their tables, and the groups that are worth a launch."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, always: bool = False) -> None:
+        """always: groups however little they save, from one common block on."""
+        self._block_size = block_size
+        self._grain = 1 if always else GRAIN
         self._root = _Chunk()
         self._ends: dict[int, _Chunk] = {}
         """The last chunk of each row."""
         self._levels = 0
         """Levels of groups in use."""
-        self._least = LAUNCH / (block_size * GRAIN)
+        self._least = 0 if always else LAUNCH / (block_size * GRAIN)
         self._known: tuple[SharedRead, ...] | None = ()
         """The groups, until a row comes or ends."""
+        self._laid_out: tuple[tuple[SharedRead, ...], Sequence[int], array[int]] | None = None
+        """Groups and rows of a step, and the numbers of these."""
+        self.unread = 0
+        """Tokens that no step has read again, of those that were followed."""
+
+    @classmethod
+    def of(cls, kind: LayerKind, block_size: int, option: str) -> SharedReads | None:
+        """Books for layers of a kind under an option, where rows may read together."""
+        return cls(block_size, option == "always") if option != "off" and kind.reads_all else None
+
+    def follow(
+        self, rows: Sequence[int], lengths: Sequence[int], read: Read, rewritten: Collection[int]
+    ) -> array[int]:
+        """The groups of these rows as numbers; each row has so many tokens before the step that is to be
+        computed. read: a row's first blocks. rewritten: rows whose tables may begin with others than before.
+
+        There are 8 numbers a row, as kernels read them. Rows are counted by their places, groups from 1.
+        Entry i has the place of group i's first member, its number of members, its first token, the end of
+        its tokens, and the group around it; then the innermost group of row i, and places 2 i and 2 i + 1 of
+        the list of members.
+        """
+        if rewritten or self._laid_out is None or self._laid_out[1] != rows:
+            self._enter_all(dict(zip(rows, lengths, strict=True)), read, rewritten)
+            groups = self.groups()
+            if self._laid_out is None or self._laid_out[0] is not groups or self._laid_out[1] != rows:
+                self._laid_out = groups, rows, self._numbers(groups, rows)
+        groups, _, numbers = self._laid_out
+        self.unread += sum(group.unread for group in groups) * self._block_size
+        return numbers
+
+    def _enter_all(self, lengths: Mapping[int, int], read: Read, rewritten: Collection[int]) -> None:
+        """Let these be all rows."""
+        for row in self._ends.keys() - lengths.keys():
+            self.leave(row)
+        known = [row for row in rewritten if row in lengths and row in self._ends]
+        for row in lengths.keys() - self._ends.keys():
+            self.enter(row, read(row, lengths[row] // self._block_size))
+        for row in known:
+            blocks = read(row, lengths[row] // self._block_size)
+            if not self._begins_with(row, blocks):
+                self.leave(row)
+            self.enter(row, blocks)
+
+    def _begins_with(self, row: int, blocks: Sequence[int]) -> bool:
+        """True if blocks begin with those that a row was entered with."""
+        chunk: _Chunk | None = self._ends[row]
+        while chunk is not None and chunk.above is not None:
+            end = chunk.depth * self._grain
+            if tuple(blocks[end - self._grain : end]) != chunk.ids:
+                return False
+            chunk = chunk.above
+        return True
+
+    def _numbers(self, groups: Sequence[SharedRead], rows: Sequence[int]) -> array[int]:
+        places = {row: place for place, row in enumerate(rows)}
+        found = array("i", bytes(4 * FIELDS * len(rows)))
+        inner = dict.fromkeys(rows, 0)
+        members = 0
+        for number, group in enumerate(sorted(groups, key=lambda each: each.begin)):
+            entry = number * FIELDS
+            end = group.end * self._block_size
+            around = inner[group.rows[0]]
+            found[entry : entry + 5] = array(
+                "i", [members, len(group.rows), group.begin * self._block_size, end, around]
+            )
+            for row in group.rows:
+                inner[row] = number + 1
+                found[members // 2 * FIELDS + 6 + members % 2] = places[row]
+                members += 1
+        for place, row in enumerate(rows):
+            found[place * FIELDS + 5] = inner[row]
+        return found
 
     def enter(self, row: int, blocks: Sequence[int]) -> None:
         """Enter the full blocks of a row, or those that it has filled since behind those that it had."""
         chunk = self._ends.get(row, self._root)
         chunk.rows.discard(row)
         chunk.count += row not in self._ends
-        for begin in range(chunk.depth * GRAIN, len(blocks) - GRAIN + 1, GRAIN):
-            ids = tuple(blocks[begin : begin + GRAIN])
+        grain = self._grain
+        for begin in range(chunk.depth * grain, len(blocks) - grain + 1, grain):
+            ids = tuple(blocks[begin : begin + grain])
             if ids not in chunk.below:
                 chunk.below[ids] = _Chunk(chunk, ids)
             chunk = chunk.below[ids]
@@ -142,7 +225,7 @@ class SharedReads:
                     levels = more
             self._levels = levels
             self._known = tuple(
-                SharedRead(tuple(sorted(chunk.members())), begin * GRAIN, chunk.depth * GRAIN)
+                SharedRead(tuple(sorted(chunk.members())), begin * self._grain, chunk.depth * self._grain)
                 for chunk, begin in choices[levels].groups
             )
         return self._known

@@ -87,6 +87,16 @@ class CaptureStats(TypedDict, total=False):
     """The rows of trusted steps, by their form."""
 
 
+class SharedReadStats(TypedDict, total=False):
+    """Rows that read common blocks together; nothing where steps are not captured."""
+
+    groups: int
+    """Those of the last step."""
+    members: int
+    tokens_unread: int
+    """Tokens that no step has read again, so far."""
+
+
 class EngineStats(TypedDict):
     """The answer of `engine.stats()`."""
 
@@ -103,6 +113,7 @@ class EngineStats(TypedDict):
     states: SlotStats
     adapters: AdapterStats
     graphs: CaptureStats
+    shared_reads: SharedReadStats
     steps: int
     tokens: int
     preemptions: int
@@ -145,6 +156,7 @@ def stats_of(loop: StepLoop, state: EngineState, counts: Mapping[str, int]) -> E
         "states": loop.pools.slot_usage(),
         "adapters": loop.adapters.stats(),
         "graphs": {} if runner.captured is None else runner.captured.stats(),
+        "shared_reads": {} if runner.captured is None else runner.captured.shared_reads(),
         **{name: scheduler.counts[name] for name in get_args(Count)},
         "verify": loop.pools.checks.stats(),
         "slow_processors": dict(loop.slow),
@@ -167,6 +179,7 @@ def parts_off(loop: StepLoop) -> dict[str, str]:
         "graphs": _why_no_graphs(loop),
         "compile": None if compilation is None else compilation.why_not,
         "kernels": why_in_torch(config.kernels, loop.pools.layouts),
+        "shared_reads": _why_no_shared_reads(loop),
         "prefix_caching": _why_no_prefixes(loop),
         "swap": None if loop.pools.swaps else _why_no_swaps(loop.pools),
         "run_ahead": None if loop.ahead else _why_not_ahead(config.run_ahead, runner.eager.device.type),
@@ -190,6 +203,21 @@ def _why_no_graphs(loop: StepLoop) -> str | None:
     if loop.adapters.table.why_eager is not None:
         refused[loop.adapters.table.why_eager] = None
     return "some steps: " + "; ".join(refused) if refused else None
+
+
+def _why_no_shared_reads(loop: StepLoop) -> str | None:
+    """Why no rows read common blocks together."""
+    pools = loop.pools
+    if pools.config.shared_reads == "off":
+        return "shared_reads='off'"
+    if pools.config.batch_invariant:
+        return "batch_invariant=True: sums have one order, whatever is computed beside"
+    if not any(kind.reads_all for kind in pools.paged):
+        return "no layer attends to all tokens of a sequence"
+    possible = loop.runner.captures and why_in_torch(pools.config.kernels, pools.layouts) is None
+    if pools.config.shared_reads == "always" and not possible:
+        return "only captured steps with the Triton kernels do"
+    return None  # what else is off says why
 
 
 def _why_no_prefixes(loop: StepLoop) -> str | None:

@@ -80,10 +80,12 @@ class PagedCache(DynamicCache):
         state_slots: int | None = None,
         state_dtype: str | None = None,
         drop_ended: str = "auto",
+        shared_reads: str = "auto",
     ) -> None:
         config = CacheConfig(
             block_size, num_blocks, memory_fraction, kernels, graphs, prefix_caching, salt, verify,
             keep_pools, state_slots=state_slots, state_dtype=state_dtype, drop_ended=drop_ended,
+            shared_reads=shared_reads,
         )  # fmt: skip
         self._open(base_model(model), config, cross=False)
 

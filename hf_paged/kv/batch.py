@@ -110,6 +110,12 @@ class Batch(ABC):
     spans: SpanTensors | None = None
     """Sequences of several tokens among rows that are single tokens."""
 
+    def groups_on(self, device: torch.device) -> torch.Tensor | None:
+        """Groups of sequences that read common blocks together [sequences, 8]; None if each reads all of its
+        own.
+        """
+        return None
+
     def spans_on(self, device: torch.device) -> SpanTensors | None:
         """The same for the layers of a device."""
         return self.spans

@@ -15,6 +15,7 @@ KERNELS = ("auto", "triton", "native", "torch")
 VERIFY = (None, "tokens", "bytes")
 STATE_DTYPES = (None, "bfloat16")
 DROP_ENDED = ("auto", "off")
+SHARED_READS = ("auto", "off", "always")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class CacheConfig:
     prefix_caching: whether a prompt may begin with blocks of earlier calls, and later calls with blocks of
         this one.
     salt: calls share blocks only with calls of the same salt: one salt per tenant keeps them apart.
+    shared_reads: "auto" reads blocks that several rows of a captured step have in common once for all of
+        them, where that saves more than it costs; "always" from one common block on, for tests; "off" never.
     verify: "tokens" compares a prompt's tokens with those of every block found by its hash. "bytes" also
         takes a checksum of the keys and values in each full block, and compares it when the block is shared,
         copied, swapped or evicted.
@@ -56,6 +59,7 @@ class CacheConfig:
     state_dtype: str | None = field(default=None, kw_only=True)
     kernels: str = "auto"
     graphs: bool = True
+    shared_reads: str = field(default="auto", kw_only=True)
     prefix_caching: bool = field(default=False, compare=False)
     salt: str = field(default="", compare=False)
     verify: str | None = field(default=None, compare=False)
@@ -73,6 +77,11 @@ class CacheConfig:
         check_keep_pools(self.keep_pools)
         check_salt(self.salt)
         check_verify(self.verify)
+        if self.shared_reads not in SHARED_READS:
+            raise ValueError(
+                f'shared_reads={self.shared_reads!r} is not one of {SHARED_READS}; "off" has every row read '
+                "its own blocks"
+            )
         if self.drop_ended not in DROP_ENDED:
             raise ValueError(
                 f'drop_ended={self.drop_ended!r} is not one of {DROP_ENDED}; "off" computes rows that have '

@@ -137,7 +137,8 @@ class TritonOps(Ops):
         """Attention of one token [query_heads, key_dim] of each sequence."""
         batch = pages.batch
         keys, values = (_by_block(data, batch.block_size) for data in (pages.keys, pages.values))
-        plan = self._plan(tokens, keys, values, window, batch, batch.lengths(tokens.device))
+        lengths, groups = batch.lengths(tokens.device), batch.groups_on(tokens.device)
+        plan = self._plan(tokens, keys, values, window, batch, lengths, groups)
         out: torch.Tensor = self.kernels.decode(
             tokens, keys, values, batch.table(tokens.device), plan, **options
         )
@@ -145,18 +146,23 @@ class TritonOps(Ops):
 
     def _plan(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, batch: Batch,
-        lengths: torch.Tensor,
+        lengths: torch.Tensor, groups: torch.Tensor | None,
     ) -> Any:  # fmt: skip
-        """The step's plan for layers of one shape and window."""
+        """The step's plan for layers of one shape and window. groups: of rows that read blocks together."""
+        shared = groups is not None and window is None and not invariant.get()
         key = (
             query.shape, query.dtype, query.device, values.shape[2:], window, batch.columns.bit_length(),
-            invariant.get(),
+            invariant.get(), shared,
         )  # fmt: skip
 
         def make() -> Any:
-            return self.kernels.Plan(query, keys, values, mean_length=batch.columns, window=window)
+            return self.kernels.Plan(
+                query, keys, values, mean_length=batch.columns, window=window, shared=shared
+            )
 
-        return _kept(batch, "plans", key, make, lambda plan: plan.update(lengths))
+        return _kept(
+            batch, "plans", key, make, lambda plan: plan.update(lengths, groups=groups if shared else None)
+        )
 
     def _prefill(
         self, tokens: torch.Tensor, pages: Pages, window: int | None, options: dict[str, Any]
@@ -186,7 +192,9 @@ class TritonOps(Ops):
         packed = query[:, :, 0]
         few = min(len(table), batch.rows)
         out = packed.new_zeros(*packed.shape[:2], values.shape[3])
-        plan = self._plan(packed[:few], keys, values, window, batch, alone[:few])
+        groups = batch.groups_on(query.device)
+        groups = None if groups is None else groups[:few]
+        plan = self._plan(packed[:few], keys, values, window, batch, alone[:few], groups)
         self.kernels.decode(packed[:few], keys, values, table[:few], plan, out=out[:few], **options)
         self.read_chunks(packed, pages, spans, window, options, out)
         return out.unsqueeze(1)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..blocks import BlockTableArray
+from ..blocks import BlockTableArray, SharedReads
 from .batch import SpanTensors
 from .static import StaticBatch, UploadPart, tokens_of
 
@@ -31,9 +31,10 @@ class StaticSpans(StaticBatch):
         columns: int,
         device: torch.device,
         window: int | None = None,
+        shared: SharedReads | None = None,
     ) -> None:
         self.most = most
-        super().__init__(rows, 1, width, block_size, columns, device, window)
+        super().__init__(rows, 1, width, block_size, columns, device, window, shared)
         parts = self.uploaded.parts
         self._owners = parts["owners"]
         self.spans: SpanTensors = SpanTensors(
@@ -76,6 +77,8 @@ class StaticSpans(StaticBatch):
             borders[0] = 0
             borders[1 : len(rows) + 1] = many.cumsum()
             borders[len(rows) + 1 :] = len(places)
+            if self.shared is not None:
+                self._load_groups(self.shared, parts, tables, row_ids, starts, counts)
 
     def begin(self, advance: Callable[..., None]) -> None:
         """Begin a run: work out where the new tokens are written, and which sequences bring one."""

@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..blocks import BlockTable, BlockTableArray, Copy
+from ..blocks import BlockTable, BlockTableArray, Copy, SharedReads
+from ..blocks.shared_reads import FIELDS
 from .batch import Batch
 from .ordinary import ordinary_tensors
 
+GROUPS = "groups"
+"""The part of an upload that has the groups of rows that read common blocks together."""
 BUFFERS = 2
 """Staging buffers that take turns, so that the host fills one while the device still reads the other."""
 PIECE = 2**21
@@ -153,7 +156,10 @@ class StaticBatch(Batch):
         columns: int,
         device: torch.device,
         window: int | None = None,
+        shared: SharedReads | None = None,
     ) -> None:
+        """shared: the books of rows that read common blocks together."""
+        self.shared = shared
         self.rows = rows
         self.new = new
         self.longest = new
@@ -173,7 +179,9 @@ class StaticBatch(Batch):
         self._visible: dict[tuple[torch.device, int | None], torch.Tensor] = {}
         self._elsewhere: dict[tuple[torch.device, int], torch.Tensor] = {}
         """Tensors of the step for layers on other devices, by device and the id of the tensor here."""
-        self.uploaded = StagedTensors(self._parts(), device)
+        sequences, *_ = next(part.shape for part in self._parts() if part.name == "table")
+        groups = [UploadPart(GROUPS, (sequences, FIELDS), empty=0)] if shared is not None else []
+        self.uploaded = StagedTensors([*self._parts(), *groups], device)
         """The step as the host has uploaded it."""
         self.tokens = self.uploaded.parts["tokens"]
         with ordinary_tensors():
@@ -214,6 +222,10 @@ class StaticBatch(Batch):
             if copies:
                 sources, targets = parts["sources"], parts["targets"]
                 sources[: len(copies)], targets[: len(copies)] = zip(*copies, strict=True)
+            if self.shared is not None:
+                before, rows = [table.length - new for table in tables], range(len(tables))
+                groups = self.shared.follow(rows, before, lambda row, count: tables[row].blocks[:count], rows)
+                parts[GROUPS].reshape(-1)[: len(groups)] = groups
 
     def load_array(
         self, tables: BlockTableArray, row_ids: array[int], starts: array[int], counts: array[int]
@@ -230,6 +242,24 @@ class StaticBatch(Batch):
         with self.uploaded.filled() as parts:
             parts["tokens"][: len(rows)] = positions
             parts["table"][: len(rows), :width] = blocks.take(rows, 0)[:, :width]
+            if self.shared is not None:
+                self._load_groups(self.shared, parts, tables, row_ids, starts, counts)
+
+    @staticmethod
+    def _load_groups(
+        shared: SharedReads,
+        parts: dict[str, Any],
+        tables: BlockTableArray,
+        row_ids: array[int],
+        starts: array[int],
+        counts: array[int],
+    ) -> None:
+        """Upload the groups of the rows of one token, which come first."""
+        several = (i for i, count in enumerate(counts) if count != 1)
+        single = next(several, len(counts))
+        groups = shared.follow(row_ids[:single], starts[:single], tables.first, tables.rewritten)
+        tables.rewritten.clear()
+        parts[GROUPS].reshape(-1)[: len(groups)] = groups
 
     def load_nothing(self) -> None:
         """Upload a step without tokens: a run writes nothing and sees nothing."""
@@ -297,6 +327,10 @@ class StaticBatch(Batch):
 
     def lengths(self, device: torch.device) -> torch.Tensor:
         return self._on(device, self.seen)
+
+    def groups_on(self, device: torch.device) -> torch.Tensor | None:
+        groups = self.uploaded.parts.get(GROUPS)
+        return None if groups is None else self._on(device, groups)
 
     def slots(self, first: int, device: torch.device) -> torch.Tensor:
         """For plain torch: the slot [rows, positions] of every position, outside what a row sees that of the

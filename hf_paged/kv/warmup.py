@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..blocks import BlockPool, BlockTable, append
+from ..blocks import BlockPool, BlockTable, SharedReads, append
 from .batch import Batch
 from .flat import FlatBatch
 from .forks import fork_safe_lock, in_forked_process
@@ -196,6 +196,8 @@ class AttentionShape(NamedTuple):
     softcap: float | None = None
     turns: bool = False
     """True if the kernel that writes keys in captured steps gives them their positions, too."""
+    shared: SharedReads | None = None
+    """Books of rows that read common blocks together in captured steps."""
 
     def jobs(self, ops: TritonOps, rows: int, width: int, captured: bool) -> Iterator[Job]:
         """Jobs of prompts and decoding, and if `captured`, of steps of `rows` rows with tables of `width`
@@ -246,12 +248,16 @@ class AttentionShape(NamedTuple):
     def _update(self, ops: TritonOps, make: Callable[[], StaticBatch]) -> None:
         batch = make()
         if batch.new == 1:
-            self._plan(ops, batch).update(torch.empty(batch.rows, dtype=torch.int32, device=META))
+            lengths = torch.empty(batch.rows, dtype=torch.int32, device=META)
+            self._plan(ops, batch).update(lengths, groups=batch.groups_on(META))
 
     def _plan(self, ops: TritonOps, batch: StaticBatch) -> Any:
         keys, values = self._blocks()
         query = self._heads(batch.rows, 1, self.query_heads, self.layout.key_dim)[:, :, 0]
-        return ops.kernels.Plan(query, keys, values, mean_length=batch.columns, window=self.window)
+        shared = batch.shared is not None
+        return ops.kernels.Plan(
+            query, keys, values, mean_length=batch.columns, window=self.window, shared=shared
+        )
 
     def _decode(self, ops: TritonOps, rows: int, width: int, captured: bool) -> None:
         if captured:
@@ -300,7 +306,8 @@ class AttentionShape(NamedTuple):
         return FlatBatch([table], [new])
 
     def _captured(self, rows: int, width: int) -> StaticBatch:
-        return StaticBatch(rows, 1, width, self.block_size, width, META, self.window)
+        shared = self.shared if rows > 1 else None
+        return StaticBatch(rows, 1, width, self.block_size, width, META, self.window, shared)
 
     def _pages(self, ops: TritonOps, batch: Batch) -> Pages:
         keys, values = (data.flatten(0, 1) for data in self._blocks())

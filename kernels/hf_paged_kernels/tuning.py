@@ -6,6 +6,21 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has; in the interpreter a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def room_for(rows: int) -> int:
+    """For how many rows the kernel of a plan is compiled: a few numbers serve all."""
+    room = 32
+    while room < rows:
+        room *= 8
+    return room
+
 
 class Tiling(NamedTuple):
     """How one launch of an attention kernel is cut."""
@@ -64,6 +79,12 @@ def decode_tiling(group: int, token_bytes: int, rows: int, heads: int, mean_leng
         ),
         token_bytes,
     )
+
+
+def shared_tiling(token_bytes: int, exact: bool) -> Tiling:
+    """The tiling of blocks that several rows read together; `exact` as for prefill."""
+    choice = Tiling(32, 32, 4, 2, 2) if exact else Tiling(64, 64, 4, 3, 2)
+    return shrink_to_fit(choice, token_bytes, choice.block_m * token_bytes // 2)
 
 
 def prefill_tiling(token_bytes: int, queries: int, exact: bool) -> Tiling:

@@ -28,6 +28,7 @@ Admission = Literal["watermark", "future"]
 Kernels = Literal["auto", "triton", "native", "torch"]
 Verify = Literal["tokens", "bytes"]
 StateDtype = Literal["bfloat16"]
+SharedReadsMode = Literal["auto", "off", "always"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class EngineConfig:
     kernels: "torch", "triton", "native" (the C++ op of CPUs) or "auto": Triton on a CUDA device, on a CPU the
         C++ op if it is built.
     graphs: whether decoding steps are captured in CUDA graphs and replayed.
+    shared_reads: "auto" reads blocks that several rows of a captured step have in common once for all of
+        them, where that saves more than it costs; "always" from one common block on, for tests; "off" never.
     run_ahead: whether a step is launched before the last one's tokens have reached the host, except for
         requests whose next token needs the host (beams, processors). None means on CUDA devices.
     rank_timeout: where several processes compute the model (tensor parallel), the seconds after which a step
@@ -115,6 +118,7 @@ class EngineConfig:
     compile: bool = False
     fuse_projections: bool = False
     graphs: bool = True
+    shared_reads: SharedReadsMode = "auto"
     state_slots: int | None = None
     state_snapshots: int | None = None
     state_every: int = 512
@@ -207,7 +211,7 @@ class EngineConfig:
         """The options of the pools, checked."""
         return CacheConfig(
             self.block_size, self.num_blocks, self.memory_fraction, self.kernels, graphs=False,
-            state_dtype=self.state_dtype,
+            state_dtype=self.state_dtype, shared_reads=self.shared_reads,
         )  # fmt: skip
 
     def limits(self) -> Limits:
@@ -277,6 +281,7 @@ class EngineOptions(TypedDict, total=False):
     compile: bool
     fuse_projections: bool
     graphs: bool
+    shared_reads: SharedReadsMode
     state_slots: int | None
     state_snapshots: int | None
     state_every: int

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ...blocks import SharedReads
 from ...kv import Layout, TritonOps, is_out_of_memory
 from ...kv.ops import choose
 from ...kv.warmup import AttentionShape, Job, Warming, compile_digest
@@ -80,8 +81,11 @@ def _expected(eager: EagerModel, captures: bool) -> _Expected | None:
     if not isinstance(ops, TritonOps):
         return None
     fusion = Fusion(model, ops.kernels) if captures else None
+    options = eager.pools.config
     attentions = [
-        attention_shape(model, layout, eager.pools.config.block_size, kind.window, fusion)
+        attention_shape(model, layout, options.block_size, kind.window, fusion)._replace(
+            shared=SharedReads.of(kind, options.block_size, options.shared_reads)
+        )
         for kind in eager.pools.paged
     ]
     return _Expected(ops, fusion, attentions, layout.dtype, config.vocab_size)

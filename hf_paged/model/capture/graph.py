@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from ...blocks import COLUMNS, LayerKind
+from ...blocks import COLUMNS, LayerKind, SharedReads
 from ...kv import LayerGroup, Rows, Sequences, StaticBatch
 from ...kv.columns import StaticColumns
 from ...kv.config import CacheConfig
@@ -342,7 +342,11 @@ def static_batch(kind: LayerKind, rows: Rows, bucket: int, new: int, device: tor
     pool = rows.group.pool
     fixed = _fixed(kind, rows.columns)
     width = pool.blocks_for(fixed) if fixed else _width(rows, new)
-    return StaticBatch(bucket, 0 if fixed else new, width, pool.block_size, rows.columns, device, kind.window)
+    shared = None
+    if new == 1 and not fixed and bucket > 1 and rows.group.captured_ops.kernels is not None:
+        shared = SharedReads.of(kind, pool.block_size, rows.group.config.shared_reads)
+    new = 0 if fixed else new
+    return StaticBatch(bucket, new, width, pool.block_size, rows.columns, device, kind.window, shared)
 
 
 def _static(value: Any, rows: int, bucket: int) -> Any:

@@ -1,0 +1,162 @@
+"""Decode attention in which rows read common blocks together, against the float64 reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import DEVICE, GPU, Case, assert_close, ints, load
+
+from hf_paged.blocks.shared_reads import SharedReads
+
+kernels = load()
+Tiling = kernels.tuning.Tiling
+SMALL = None if GPU else Tiling(16, 16, 1, 1, 2)
+WIDE = None if GPU else Tiling(16, 16, 1, 1, 1)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+Common = list[tuple[list[int], int]]
+"""Rows, and the blocks with which all of them begin."""
+
+
+def with_common(case: Case, common: Common) -> Case:
+    """The case, in which rows begin with the blocks of the first of them."""
+    for rows, count in common:
+        case.table[rows, :count] = case.table[rows[0], :count]
+    return case
+
+
+def groups_of(case: Case, lengths: list[int] | None = None) -> torch.Tensor:
+    """The groups of a case's tables as the books find them, from one common block on."""
+    tables = case.table.tolist()
+    before = [max(length - 1, 0) for length in lengths or case.lengths]
+    books = SharedReads(case.block_size, always=True)
+    numbers = books.follow(range(len(before)), before, lambda row, count: tables[row][:count], ())
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE).view(-1, 8)
+
+
+def plan_of(case: Case, tiling: Any = SMALL, shared: Any = WIDE) -> Any:
+    mean = sum(case.lengths) // len(case.lengths)
+    plan = kernels.Plan(
+        case.query, case.keys, case.values, mean_length=mean, tiling=tiling, shared=True, shared_tiling=shared
+    )
+    for each in (plan.partial, plan.weight):
+        each.fill_(torch.nan)
+    for each in (plan.pieces, plan.shared.pieces):
+        each.fill_(2**28)
+    return plan
+
+
+def attend(case: Case, plan: Any, groups: torch.Tensor) -> torch.Tensor:
+    plan.update(ints(case.lengths), groups=groups)
+    out = torch.full_like(case.expected(), torch.nan, dtype=case.dtype)
+    return kernels.decode(
+        case.query, case.keys, case.values, case.table, plan,
+        softcap=case.softcap, sinks=case.sinks, out=out,
+    )  # fmt: skip
+
+
+def verify(case: Case, common: Common, tiling: Any = SMALL, shared: Any = WIDE) -> Any:
+    with_common(case, common)
+    plan = plan_of(case, tiling, shared)
+    assert_close(attend(case, plan, groups_of(case)), case.expected())
+    assert plan.done.count_nonzero() == 0
+    return plan
+
+
+LONG = 20 if GPU else 1
+SHAPES: dict[str, tuple[list[int], Common]] = {
+    "one group": ([70 * LONG, 66 * LONG, 90 * LONG], [([0, 1, 2], 4 * LONG)]),
+    "an own part of one token": ([65, 66, 80], [([0, 1, 2], 4)]),
+    "two groups and rows apart": ([50, 1, 60, 0, 70, 40, 33], [([0, 2], 3), ([4, 5], 2)]),
+    "a group in a group": ([90, 99, 80, 70, 40], [([0, 1, 2, 3, 4], 2), ([0, 1], 5), ([2, 3], 4)]),
+    "a group of many": ([40 + i for i in range(19)], [(list(range(19)), 2)]),
+    "nothing": ([40, 17, 1], []),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_groups_read_what_their_rows_would(name: str) -> None:
+    lengths, common = SHAPES[name]
+    for dtype in (BF16, FP32) if GPU else (FP32,):
+        plan = verify(Case(lengths, group=4, key_dim=128 if GPU else 32, dtype=dtype), common)
+        assert bool(int(plan.shared.count)) == bool(common)
+
+
+@pytest.mark.parametrize(
+    "features", [{"softcap": 5.0}, {"with_sinks": True}, {"key_dim": 48, "value_dim": 32}]
+)
+def test_features(features: dict[str, Any]) -> None:
+    verify(Case([70, 66, 33], group=2, seed=3, **{"key_dim": 32, **features}), [([0, 1], 4)])
+
+
+@pytest.mark.parametrize("group", [1, 3] if not GPU else [1, 2, 3, 4, 5, 7, 8, 16])
+def test_query_heads_of_a_key_head(group: int) -> None:
+    verify(Case([70, 66, 65, 33], heads=2, group=group, key_dim=32), [([0, 1, 2], 4), ([0, 1, 2, 3], 1)])
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 32])
+def test_block_sizes(block_size: int) -> None:
+    verify(Case([70, 66, 33], key_dim=32, block_size=block_size, by_head=True), [([0, 1], 64 // block_size)])
+
+
+def test_a_plan_serves_groups_that_come_and_go() -> None:
+    """A step that was captured without groups is replayed with, and the reverse."""
+    case = with_common(Case([70, 66, 90, 40], key_dim=32), [([0, 1, 2], 4)])
+    found = groups_of(case)
+    groups = torch.zeros_like(found)
+    plan = plan_of(case)
+    for now in (torch.zeros_like(found), found, torch.zeros_like(found), found):
+        groups.copy_(now)
+        assert_close(attend(case, plan, groups), case.expected())
+        assert bool(int(plan.shared.count)) == bool(now.count_nonzero())
+
+
+def test_common_parts_that_end_at_the_last_token() -> None:
+    """A row whose own part has no token: all that it has is common."""
+    case = with_common(Case([64, 70], key_dim=32, with_sinks=True), [([0, 1], 4)])
+    groups = groups_of(case, [65, 70])  # as if row 0 had one more
+    assert groups[0, 3] == 64
+    assert_close(attend(case, plan_of(case), groups), case.expected())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_trees(seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(most: int) -> int:
+        return int(torch.randint(0, most, (), generator=random))
+
+    rows = [3, 9, 14][seed] * (4 if GPU else 1)
+    lengths = [33 + draw(60 * LONG) for _ in range(rows)]
+    common: Common = []
+    begin = 0
+    while begin < rows:
+        several = list(range(begin, min(rows, begin + 1 + draw(5))))
+        most = min(lengths[row] for row in several) // 16
+        common.append((several, 1 + draw(most)))
+        begin = several[-1] + 1
+    everyone = [(list(range(rows)), 1)]
+    verify(
+        Case(lengths, heads=1, group=2, key_dim=16 if not GPU else 64, seed=seed),
+        common + everyone * (seed % 2),
+    )
+
+
+def test_query_heads_that_fill_a_tile_leave_no_room_for_other_rows() -> None:
+    case = with_common(Case([70, 66], heads=1, group=16, key_dim=16), [([0, 1], 4)])
+    plan = kernels.Plan(
+        case.query, case.keys, case.values, mean_length=9, tiling=SMALL, shared=True,
+        shared_tiling=Tiling(16, 16, 1, 1, 1),
+    )  # fmt: skip
+    assert_close(attend(case, plan, groups_of(case)), case.expected())
+    assert plan.shared is None
+
+
+def test_refuses_what_does_not_fit() -> None:
+    case = Case([4], key_dim=32)
+    with pytest.raises(ValueError, match="Invalid shared"):
+        kernels.Plan(case.query, case.keys, case.values, mean_length=4, window=3, shared=True)
+    plan = kernels.Plan(case.query, case.keys, case.values, mean_length=4, tiling=SMALL, shared=True)
+    with pytest.raises(ValueError, match="Invalid groups"):
+        plan.update(ints([4]), groups=ints([0] * 7).view(1, 7))
