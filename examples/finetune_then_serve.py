@@ -97,3 +97,13 @@ print(
     f"moral has {engine.adapters()['moral'].bytes / 1e6:.1f} MB, loud {engine.adapters()['loud'].bytes / 1e6:.1f} MB"
 )
 engine.close()
+
+# The folder of this adapter, served beside the model without the token.
+with tempfile.TemporaryDirectory() as folder, Engine(demo.model(), tokenizer) as plain:
+    model.save_pretrained(folder, selected_adapters=["moral"])
+    plain.add_adapter("moral", f"{folder}/moral")
+    served, alone = (plain.submit(prompt, adapter=name, **options).result() for name in ("moral", None))
+    known = plain.adapters()["moral"].vocabulary
+same = served.sequences == handles["moral"].result().sequences
+print(f"from its folder, with {known} tokens: {'the same answer' if same else 'another answer'}")
+print(f"the model, with one token less: {prompt}{alone.text}")

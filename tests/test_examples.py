@@ -64,6 +64,7 @@ def test_example(
         assert styles[4] == [False, False, True]
         assert stories[5:] == stories[:2]
         assert re.search(r"^moral *: .*<moral> Sleep well", out, re.M)
+        assert re.search(r"^from its folder, with \d+ tokens: the same answer$", out, re.M)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
