@@ -23,7 +23,8 @@ from tiny import build, mappings
 
 LEGEND = """Launches of a decoding step inside its layers, divided by their number, as the family's code is written and as a captured
 step has them. Views launch nothing. Where `other` is 0, nothing is left that is not a product, attention or one fused
-kernel.
+kernel. Steps of several rows have one launch more in a layer that attends to the whole past: it reads
+[blocks that rows have in common](engine_reference.md#common-blocks-are-read-once), and is not counted here.
 
 | | |
 |---|---|

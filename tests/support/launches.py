@@ -150,7 +150,7 @@ def _noting(launches: Launches, file: str, launch: Callable[..., None]) -> Calla
 
 def launches_of(model: Any, arguments: dict[str, Any], fused: bool = True) -> Launches:
     """The launches of a decoding step of generate() with these arguments, as it is captured on a GPU. Without
-    `fused` modules compute as they are written.
+    `fused` modules compute as they are written. No blocks are read for several rows.
     """
     model = deepcopy(model)  # its captured steps go with it
     found: list[Launches] = []
@@ -170,7 +170,8 @@ def launches_of(model: Any, arguments: dict[str, Any], fused: bool = True) -> La
         if not fused:
             make = fusion.Fusion.__init__
             patch.setattr(fusion.Fusion, "__init__", lambda self, model, kernels: make(self, model, None))
-        model.generate(**arguments, max_new_tokens=6, do_sample=False, cache_implementation="paged")
+        options = {"cache_implementation": "paged", "cache_config": {"shared_reads": "off"}}
+        model.generate(**arguments, max_new_tokens=6, do_sample=False, **options)
         why = reasons(model)
     if not found:
         raise NotCapturable(why or "no step was captured")
