@@ -214,7 +214,8 @@ def _why_no_shared_reads(loop: StepLoop) -> str | None:
         return "batch_invariant=True: sums have one order, whatever is computed beside"
     if not any(kind.reads_all for kind in pools.paged):
         return "no layer attends to all tokens of a sequence"
-    possible = loop.runner.captures and why_in_torch(pools.config.kernels, pools.layouts) is None
+    on_gpu = loop.runner.eager.device.type == "cuda"
+    possible = on_gpu and loop.runner.captures and pools.config.kernels in ("auto", "triton")
     if pools.config.shared_reads == "always" and not possible:
         return "only captured steps with the Triton kernels do"
     return None  # what else is off says why

@@ -13,7 +13,6 @@ from tiny import config_class, model_class_of, tiny
 from hf_paged.model.mixtures import mixtures_of
 
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
     "lfm2_moe": {"num_dense_layers": 0},
     "gemma4_text": {
         "enable_moe_block": True,
