@@ -107,7 +107,7 @@ class Case:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Further arguments of generate()."""
     new_tokens: int = 0
-    """What the adapters' base has beyond the model that the engine is given a folder for."""
+    """Tokens that the adapters' base has beyond the model that the engine is given a folder for."""
 
 
 def lora(**options: Any) -> Callable[[], Any]:

@@ -255,8 +255,9 @@ class StaticBatch(Batch):
         counts: array[int],
     ) -> None:
         """Upload the groups of the rows of one token, which come first."""
-        several = (i for i, count in enumerate(counts) if count != 1)
-        single = next(several, len(counts))
+        single = len(counts)
+        if counts.count(1) < single:  # all have one in most steps
+            single = next(i for i, count in enumerate(counts) if count != 1)
         groups = shared.follow(row_ids[:single], starts[:single], tables.first, tables.rewritten)
         tables.rewritten.clear()
         parts[GROUPS].reshape(-1)[: len(groups)] = groups
