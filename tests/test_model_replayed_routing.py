@@ -11,7 +11,7 @@ from routed import mixture, routing_of, seen_routing
 
 import hf_paged
 
-FAMILIES = ["mixtral", "qwen3-moe", "gpt-oss", "qwen3_next", "lfm2_moe", "granitemoe", "gemma4_text"]  # fmt: skip
+FAMILIES = ["mixtral", "qwen3-moe", "gpt-oss", "deepseek_v3", "qwen3_next", "lfm2_moe", "granitemoe", "gemma4_text"]  # fmt: skip
 """Softmax before and behind the choice, sigmoids with biases and groups, routers that call a tensor's topk."""
 IDS = torch.tensor([PROMPTS[3][:12], PROMPTS[1][:12]])
 

@@ -16,7 +16,7 @@ from hf_paged import OutOfBlocks
 from hf_paged.engine import Engine
 from hf_paged.model.rehearsal import RECORDERS
 
-FAMILIES = ["mixtral", "qwen3-moe", "gpt-oss", "qwen3_next", "lfm2_moe", "nemotron_h"]
+FAMILIES = ["mixtral", "qwen3-moe", "gpt-oss", "deepseek_v3", "qwen3_next", "lfm2_moe", "nemotron_h"]
 """Softmax before and behind the choice, windows, latents without experts in the first layer, states, experts
 before the only attention.
 """
