@@ -162,7 +162,9 @@ def parts(bench: AdapterBench) -> None:
         memory=("an adapter on the device, MB", ".0f"), replayed=("steps replayed", "d"),
     )  # fmt: skip
     plain: dict[int, float] = {}
-    for kind, (options, sizes) in PARTS.items():
+    for kind in dict.fromkeys(["products", *bench.options.kinds]):
+        options, measured = PARTS[kind]
+        sizes = [rows for rows in measured if rows in bench.options.rows]
         with bench.report.surviving(kind), bench.engine_with(0, max(sizes), max_adapters=count) as engine:
             config = peft.LoraConfig(
                 **{
@@ -420,6 +422,7 @@ def main() -> None:
     parser = common_parser(__doc__, SECTIONS, engine=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--counts", type=int, nargs="+", default=[0, 1, 8, 64])
+    parser.add_argument("--kinds", nargs="+", choices=PARTS, default=list(PARTS), help="of the section parts")
     parser.add_argument("--requests", type=int, default=512)
     options = parser.parse_args()
     report = report_of(options)

@@ -2,7 +2,7 @@
 the engine.
 
 python benchmarks/families.py [qwen30b_a3b_half gpt_oss_20b_half llama8b ...] [--rows 1 8 64] [--engine 1 8 64 256]
-    [--stock] [--layers N]
+    [--stock] [--routing] [--layers N]
 OMP_NUM_THREADS=1 python benchmarks/families.py qwen_moe_tiny --rows 1 --engine 2    # does it run? on a CPU
 
 Random weights, bf16, 384 tokens of context. The floor counts the weights that a step must read, of experts those that
@@ -36,9 +36,11 @@ def floor(model: Any, rows: int, rate: float) -> float:
             continue
         hit = 1 - (1 - config.num_experts_per_tok / experts) ** rows if experts and ".experts." in name else 1
         read += weight.nbytes * hit
-    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    read += 2 * rows * CONTEXT * config.num_hidden_layers * heads * dim * model.dtype.itemsize
+    widths = [each.out_features for name, each in model.named_modules() if name.endswith("k_proj")]
+    if not widths:  # one product makes queries, keys and values
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        widths = [config.num_key_value_heads * dim] * config.num_hidden_layers
+    read += 2 * rows * CONTEXT * sum(widths) * model.dtype.itemsize
     return 1e3 * read / rate
 
 
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("--engine", type=int, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument("--layers", type=int, help="instead of the shape's own")
     parser.add_argument("--stock", action="store_true", help="measure stock too")
+    parser.add_argument("--routing", action="store_true", help="also steps that record the experts of tokens")
     given = parser.parse_args()
     print(line(where(DEVICE)))
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else ""
@@ -77,8 +80,11 @@ def main() -> None:
                 for rows in given.engine:
                     taken = engine_step(engine, rows)
                     least = floor(model, rows, rate)
+                    more = ""
+                    if given.routing:
+                        more = f" with routing {engine_step(engine, rows, return_routing=True):8.2f}"
                     print(
-                        f"engine     {rows:4} rows: {taken:8.2f} ms, floor {least:6.2f} ({taken / least:.2f})",
+                        f"engine     {rows:4} rows: {taken:8.2f} ms, floor {least:6.2f} ({taken / least:.2f}){more}",
                         flush=True,
                     )
         del model

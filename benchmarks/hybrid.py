@@ -92,9 +92,9 @@ def tokens_of(model: Any, rows: int, count: int) -> torch.Tensor:
     return torch.randint(10, model.config.vocab_size, (rows, count), device=DEVICE)
 
 
-def engine_step(engine: hf_paged.Engine, rows: int, steps: int = 64) -> float:
-    """Milliseconds of a step of the engine in which all rows decode."""
-    options = {"max_new_tokens": rows // 5 + 400}
+def engine_step(engine: hf_paged.Engine, rows: int, steps: int = 64, **more: Any) -> float:
+    """Milliseconds of a step of the engine in which all rows decode; `more` are options of the requests."""
+    options = {"max_new_tokens": rows // 5 + 400, **more}
     handles = [engine.submit(tokens(CONTEXT), **options) for _ in range(rows)]
     for _ in range(rows // 5 + 100):  # prompts, captures, and some replays
         engine.step()

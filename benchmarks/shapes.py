@@ -60,6 +60,16 @@ GPT_OSS = {
     "vocab_size": 201088,
     "max_position_embeddings": 8192,
 }
+WIDE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64,
@@ -105,6 +115,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "vocab_size": 128256,
         "max_position_embeddings": 8192,
+    },
+    **{f"{family}_wide": {**WIDE, "model_type": family} for family in ("llama", "glm4", "phi3", "olmo3")},
+    "gemma4_wide": {
+        **WIDE,
+        "model_type": "gemma4_text",
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_size_per_layer_input": 0,
     },
     "qwen_tiny": {
         **QWEN_LINEAR,
@@ -157,8 +176,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 2048,
     },
 }
-"""Llama's; Qwen3.5's, of which every fourth layer is attention and the others are linear; and mixtures of experts, also
-with half of their layers.
+"""Llama's; 16 layers of 8B width in other families' code; Qwen3.5's, of which every fourth layer is attention and the
+others are linear; and mixtures of experts, also with half of their layers.
 """
 
 
