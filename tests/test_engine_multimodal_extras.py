@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from hf_paged.engine.multimodal.extras import DecoderExtras, decoder_extras, joined_extras
 from hf_paged.engine.multimodal.media import Media, marks_of, media_arguments
-from hf_paged.engine.worker.merging import moved, same
+from hf_paged.engine.worker.merging import moved
 from hf_paged.scheduling import UNKNOWN
 
 MASK = torch.tensor([False, True, True, False, False, True, False])
@@ -109,19 +108,6 @@ def test_where_tokens_stand() -> None:
         assert moved(media(ids), wrong[:, None], text) == (None, ())
     assert moved(media(ids), here, text[:, 0]) == (None, ())
     assert moved(media(ids), here[:, None], text + 1) == (None, ())
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "equal"),
-    [
-        (None, None, True), (1, 1, True), (1, True, False), ("a", "b", False), (MASK, MASK.clone(), True), (MASK, MASK.long(), False),
-        (MASK, MASK[:3], False), ({"a": MASK, "b": None}, {"a": MASK, "b": None}, True), ({"a": MASK}, {"a": ~MASK}, False),
-        ({"a": 1}, {"b": 1}, False), ([1, MASK], [1, MASK], True), ((1, 2), (1,), False), (DynamicCache(), DynamicCache(), True),
-        (object(), object(), False), (None, MASK, False),
-    ],
-)  # fmt: skip
-def test_what_says_the_same(one: object, other: object, equal: bool) -> None:
-    assert same(one, other) is equal
 
 
 def test_marks() -> None:

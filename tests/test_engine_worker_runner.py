@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from engine_answers import PROMPTS, alone, answers
+from engine_answers import PROMPTS
 from families import BY_NAME, build
 
 from hf_paged.blocks import BlockTableArray, append
-from hf_paged.engine import Engine, EngineConfig
+from hf_paged.engine import EngineConfig
 from hf_paged.engine.worker.forward_batch import ForwardBatch, LastTokens
 from hf_paged.engine.worker.pools import Pools
 from hf_paged.engine.worker.runner import Runner
 from hf_paged.engine.worker.trial import Trial
 from hf_paged.scheduling import Request, ScheduledBatch, ScheduledRow, SequenceGroup
-
-GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
 def test_rows_of_a_step_are_strangers() -> None:
@@ -53,18 +50,3 @@ def test_rows_of_a_step_are_strangers() -> None:
     for sequence in sequences:
         sequence.free()
     pools.free()
-
-
-@pytest.mark.parametrize("setting", ["eager", "sdpa"])
-def test_softcap_is_what_stock_makes_of_it(setting: str) -> None:
-    """Stock's sdpa drops it and eager applies it; the flat row does the same."""
-    model = build(BY_NAME["gemma2"])
-    try:
-        model.set_attn_implementation(setting)
-    except ValueError as refusal:
-        pytest.skip(f"this transformers refuses it: {refusal}")
-    with Engine(model, block_size=4, num_blocks=60, max_batch_tokens=11) as engine:
-        assert engine.stats()["form"] == "flat"
-        assert [answers(output) for output in engine.generate(PROMPTS, **GREEDY)] == [
-            alone(model, prompt, **GREEDY) for prompt in PROMPTS
-        ]

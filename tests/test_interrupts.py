@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,6 @@ from releases import RENAMED
 
 import hf_paged
 from hf_paged.engine import Engine
-from hf_paged.engine.worker.forward_batch import LastTokens
 from hf_paged.generate import call as calls
 from hf_paged.kv.reference import invariant
 from hf_paged.model.attention import running
@@ -280,23 +278,3 @@ def test_an_interrupt_while_weights_are_found_to_be_others() -> None:
             output = engine.generate([prompt], **options)[0]
             assert output.cached_tokens == 0, interrupted.where
             engine.check()
-
-
-def test_the_places_of_rows_survive_an_interrupt() -> None:
-    """Rows whose places were being looked up are looked up again."""
-
-    def write(last: LastTokens, rows: list[int], tokens: list[int]) -> None:
-        last.tokens[last.index_of(array("i", rows))] = torch.tensor(tokens)
-
-    at = 0
-    reached = True
-    while reached:
-        at += 1
-        last = LastTokens(4, torch.device("cpu"))
-        write(last, [0, 2], [7, 8])
-        reached = not Interrupted(at, ("/forward_batch.py", "/upload.py"))(
-            lambda last=last: write(last, [1, 3], [5, 6])
-        )
-        write(last, [1, 3], [5, 6])
-        assert last.tokens.tolist() == [7, 5, 8, 6]
-    assert at > 5

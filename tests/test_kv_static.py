@@ -4,23 +4,30 @@
 
 from __future__ import annotations
 
-import random
 import weakref
-from array import array
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from static_batches import CPU, Static, contents, make_group, rows_of, sequences, static_batch, step, write
+from static_batches import (
+    CPU,
+    Static,
+    contents,
+    make_group,
+    rows_in_array,
+    rows_of,
+    sequences,
+    static_batch,
+    step,
+    write,
+)
 
 from hf_paged import OutOfBlocks
-from hf_paged.blocks import BlockPool, BlockTable, BlockTableArray
 from hf_paged.kv import (
     LayerGroup,
     Rows,
     Sequences,
-    StaticSpans,
     reference,
     static,
 )  # fmt: skip
@@ -424,41 +431,6 @@ def test_the_tokens_of_a_chunk_as_rows() -> None:
     )
     seen = contents(pages, None)[:5]
     assert seen == [*([[*map(float, range(1, n))]] for n in (5, 6, 7, 8)), [[10.0, 20, 30, 40, 50, 60, 70]]]
-
-
-def rows_in_array(
-    tables: list[BlockTable], counts: list[int], row_ids: list[int] | None = None
-) -> tuple[BlockTableArray, array[int], array[int], array[int]]:
-    """The columns of a step in which table i, in its row of the array, has taken counts[i] tokens."""
-    row_ids = list(range(len(tables))) if row_ids is None else row_ids
-    inside = BlockTableArray()
-    for row, table in zip(row_ids, tables, strict=True):
-        inside.put(row, table)
-    starts = [table.length - count for table, count in zip(tables, counts, strict=True)]
-    return inside, array("i", row_ids), array("i", starts), array("i", counts)
-
-
-@pytest.mark.parametrize("spans", [False, True])
-def test_rows_of_one_token_and_a_chunk_behind_them(spans: bool) -> None:
-    """Rows in any order of the array: every token's position, blocks and slot."""
-    chance, pool = random.Random(3), BlockPool(200, 4)
-    tables = [BlockTable(pool) for _ in range(7)]
-    for table in tables:
-        table.append(chance.randrange(10, 60))
-    tables[2].release_before(9)
-    batch = StaticSpans(12, 9, 17, 4, 1, CPU) if spans else static_batch(12, 1, 4)
-    batch.load_array(*rows_in_array(tables, [1] * 6 + [3], [4, 0, 9, 2, 6, 5, 1]))
-    assert batch.tokens.tolist()[:7] == [*(table.length - 1 for table in tables[:6]), tables[6].length - 3]
-    if isinstance(batch, StaticSpans):
-        assert batch.spans.totals.tolist() == [*(table.length for table in tables), 0, 0]
-        assert batch.spans.borders.tolist() == [*range(7), 9, 9, 9]
-    for row, table in enumerate(tables):
-        assert batch.table(CPU)[row, table.released : table.end].tolist() == table.blocks
-    slots = [table.slot(table.length - 1) for table in tables[:6]] + [
-        tables[6].slot(tables[6].length - i) for i in (3, 2, 1)
-    ]
-    batch.begin(begun()[0].captured_ops.advance)
-    assert batch.targets(CPU).tolist() == [*slots, -1, -1, -1]
 
 
 def test_staging_memory_is_taken_from_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

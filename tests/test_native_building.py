@@ -77,24 +77,6 @@ def test_auto_builds_nothing_and_says_so_once(
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("layout", "why"),
-    [
-        (LAYOUT._replace(device=torch.device("cuda", 0)), "made for CPUs, the keys are on cuda:0"),
-        (LAYOUT._replace(dtype=torch.float64), "the keys are torch.float64"),
-    ],
-)
-def test_pages_it_does_not_know(layout: Layout, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        choose("native", layout, captured=False)
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_torch_stays_torch(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "find", lambda: pytest.fail("somebody looked for the op"))
-    assert type(choose("torch", LAYOUT, captured)) is Ops
-
-
 TROUBLE = {
     "fails": (
         "echo paged.cpp:1: no such thing >&2; exit 3",

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +26,6 @@ from ray_serving import DEMO, NAME, Application, free_port, kill_worker, local_r
 from hf_paged import demo
 from hf_paged.ray import map_batches
 from hf_paged.ray.batches import BatchJob, Worker
-from hf_paged.ray.gateway import Gateway
-from hf_paged.ray.replica import Replica
 
 PROMPTS = demo.prompts()
 
@@ -327,18 +324,3 @@ def test_a_column_that_exists_is_refused_before_anything_is_computed(monkeypatch
     worker = Worker(BatchJob("demo", "prompt", "said", {}, {}))
     with pytest.raises(ValueError, match="the data set has a column 'said' already; rename it"):
         asyncio.run(worker(pa.table({"prompt": ["The fox"], "said": [""]})))
-
-
-def _gateway(options: dict[str, Any]) -> None:
-    Gateway(SimpleNamespace(options=lambda **_: SimpleNamespace(answer=None)), options)
-
-
-def _replica(options: dict[str, Any]) -> None:
-    asyncio.run(Replica.__init__(Replica.__new__(Replica), options))
-
-
-@pytest.mark.parametrize("part", [_gateway, _replica])
-def test_a_broken_template_is_refused_as_by_the_server(part: Callable[[dict[str, Any]], None]) -> None:
-    """Before an engine starts, and with the same words."""
-    with pytest.raises(ValueError, match=r"--chat-template is broken in line 1: .*give a Jinja template"):
-        part({**DEMO, "model": "demo", "chat-template": "{{ broken"})

@@ -14,35 +14,6 @@ from hf_paged.blocks import BlockPool, Cross, Full
 from hf_paged.scheduling import Infeasible, KVCacheGroup, Limits, Request, Scheduler, SequenceGroup, Status
 
 
-def test_a_prompt_in_chunks_samples_once() -> None:
-    """C32, C27: chunks that do not reach the last token choose nothing, and no step is longer than its
-    budget.
-    """
-    world = Simulated.of(total=20, tokens=5, sequences=2)
-    world.submit(Request(0, prompt(12), 14))
-    plans = world.run()
-    assert [(row.start, row.count, len(row.samples)) for plan in plans for row in plan.rows] == [
-        (0, 5, 0),
-        (5, 5, 0),
-        (10, 2, 1),
-        (12, 1, 1),
-    ]
-    world.assert_answered()
-    world.assert_empty()
-
-
-def test_decoding_goes_before_prompts() -> None:
-    """C27: a long prompt takes what the running ones leave of the budget, and they never wait for it."""
-    world = Simulated.of(total=40, tokens=6, sequences=4)
-    world.submit(Request(0, prompt(2), 10))
-    world.step()
-    world.submit(Request(1, prompt(14, 5), 16))
-    plan = world.step()
-    assert [(row.sequence.group.request.number, row.count) for row in plan.rows] == [(0, 1), (1, 5)]
-    world.run()
-    world.assert_answered()
-
-
 def test_the_latest_arrival_goes_first() -> None:
     """C26, C28, C29: for want of blocks the newest is computed again; nobody new comes in until it runs."""
     world = Simulated.of(total=6, size=4, tokens=32, sequences=8, prefix_caching=False)
@@ -150,56 +121,6 @@ def test_a_recomputation_leaves_the_others_their_tokens() -> None:
     world.assert_answered()
 
 
-def test_samples_share_their_prompt() -> None:
-    """C6, C13, C14: a prompt is computed once for all samples, full blocks are shared, the last is copied n -
-    1 times.
-    """
-    world = Simulated.of(total=40, size=4, tokens=32)
-    group = world.submit(Request(0, prompt(10), 20, width=3))
-    world.step()
-    assert world.computed == 10
-    assert world.pools[0].held == 3
-    assert [sequence.tables[0].blocks for sequence in group.sequences] == [group.leader.tables[0].blocks] * 3
-    plan = world.step()
-    assert len(plan.copies[0]) == 2
-    assert world.pools[0].held == 2 + 3
-    world.run()
-    world.assert_answered()
-
-
-def test_a_group_goes_and_comes_back_as_one() -> None:
-    """C30: after a preemption the common part is computed once again and shared again."""
-    world = Simulated.of(total=40, size=4, tokens=32, prefix_caching=False)
-    group = world.submit(Request(0, prompt(10), 20, width=3))
-    for _ in range(4):
-        world.step()
-    world.scheduler.preempt(group)
-    assert world.pools[0].held == 0
-    world.computed = 0
-    plan = world.step()
-    assert [row.count for row in plan.rows] == [group.common]
-    shared = group.common // 4
-    world.run()
-    assert shared >= 2
-    assert world.computed == group.common + sum(
-        len(tokens) - 1 - group.common for tokens in world.answers[0].values()
-    )
-    world.assert_answered()
-
-
-def test_beams_are_reordered_in_the_tables() -> None:
-    """C16: what only dropped beams named is free again; a step takes at most a block a beam."""
-    world = Simulated.of(total=34, size=2, tokens=32)
-    group = world.submit(Request(0, prompt(5), 20, width=4), beams=True)
-    while group.status is not Status.FINISHED:
-        before = world.pools[0].held
-        plan = world.step()
-        assert world.pools[0].held <= before + 4 or plan.admitted
-        assert len(plan.copies[0]) <= 4
-    world.assert_answered()
-    world.assert_empty()
-
-
 def test_a_prefix_is_computed_once() -> None:
     """C18, C19, C21: what a finished request computed is there for the next, but for the last token."""
     world = Simulated.of(total=20, size=4, tokens=32)
@@ -226,47 +147,6 @@ def test_a_prefix_is_found_to_the_token(size: int) -> None:
     groups = [world.submit(Request(1 + i, (*shared, 50 + i, 60), 1010)) for i in range(3)]
     world.run()
     assert [group.cached_tokens for group in groups] == [1000] * 3
-    world.assert_answered()
-    world.assert_empty()
-
-
-def test_the_source_of_a_copy_is_not_taken_in_its_step() -> None:
-    """C15: two requests of one step copy parts of cached blocks, and the pool has room for one copy at a
-    time.
-    """
-    world = Simulated.of(total=3, size=4, tokens=32, sequences=4)
-    for number, beginning in enumerate(((1, 2, 3, 4), (5, 6, 7, 8))):
-        world.submit(Request(number, beginning, 5))
-    world.run()
-    assert (world.pools[0].cached, world.pools[0].free) == (2, 1)
-    groups = [world.submit(Request(2, (1, 2, 3, 9), 5)), world.submit(Request(3, (5, 6, 7, 9), 5))]
-    world.run()
-    assert [group.cached_tokens for group in groups] == [3, 0]
-    world.assert_answered()
-    world.assert_empty()
-
-
-@pytest.mark.parametrize("admission", ["watermark", "future"])
-def test_a_request_that_needs_every_block_copies_none(admission: str) -> None:
-    """C8, C21: it is admitted to an empty pool, although a cached block begins as it does."""
-    world = Simulated.of(total=3, size=4, tokens=32, sequences=4, admission=admission)
-    world.submit(Request(0, (1, 2, 3, 4), 5))
-    world.run()
-    group = world.submit(Request(1, (1, 2, 3, *range(20, 28)), 12))
-    world.run()
-    assert group.cached_tokens == 0
-    world.assert_answered()
-    world.assert_empty()
-
-
-def test_partly_shared_blocks_in_a_full_pool() -> None:
-    """C15, C21: blocks that are copied in a step are not written in it, however few there are."""
-    world = Simulated.of(total=8, size=8, tokens=32, sequences=4)
-    world.submit(Request(0, prompt(20), 24))
-    world.run()
-    for number in range(1, 12):
-        world.submit(Request(number, (*prompt(10 + number % 7), 40 + number), 24))
-    world.run()
     world.assert_answered()
     world.assert_empty()
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import queue
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,65 +20,14 @@ import peft
 import psutil
 from commands import Command
 from processes import LIMIT, ended
-from serving import events, until
+from server_process import LONG, Process
+from serving import events
 from slow_files import needs_leases, slow
 
 from hf_paged import demo
-from hf_paged.serve.link import engine_client, engine_host
 
 DRAIN = 1.5
 STREAMS = 12
-LONG = {
-    "prompt": "The fox",
-    "max_tokens": 900,
-    "ignore_eos": True,
-    "temperature": 1.0,
-    "n": 4,
-    "stream": True,
-}
-
-
-class Process:
-    """`hf-paged serve demo` on a free port, and what it logs. alone: in an interpreter of its own."""
-
-    def __init__(self, *flags: str, alone: bool = False) -> None:
-        arguments = ["serve", "demo", "--port", "0", "--log-format", "json", *flags]
-        self.popen: subprocess.Popen[str] | Command
-        if alone:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "hf_paged", *arguments],
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-            )
-        else:
-            self.popen = Command(*arguments)
-        self.lines: list[dict[str, Any]] = []
-        self.others: list[str] = []
-        """Lines that are written beside the log, as a traceback."""
-        self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
-        self.url = self.wait_for("listening")["url"]
-        self.wait_for("ready")
-
-    def _read(self) -> None:
-        for line in self.popen.stderr:
-            if line.startswith("{"):
-                self._news.put(json.loads(line))
-            else:
-                self.others.append(line)
-        self._news.put(None)
-
-    def wait_for(self, message: str | None) -> dict[str, Any]:
-        """The next log line with a message; None is the end."""
-        while True:
-            line = self._news.get(timeout=120)
-            if line is None:
-                assert message is None, f"the process has ended: {self.lines} {''.join(self.others)}"
-                return {}
-            self.lines.append(line)
-            if line["message"] == message:
-                return line
 
 
 @pytest.fixture
@@ -228,55 +174,6 @@ def test_an_adapter_on_a_disk_that_hangs_stops_nothing_else(tmp_path: Path) -> N
         [answer] = answers
         assert answer.status_code in (400, 503)
         assert answer.json()["error"]["message"]
-    finally:
-        made.popen.kill()
-        made.popen.wait(LIMIT)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
-def test_health_says_that_the_engine_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process is stopped, as one whose interpreter is held; then it goes on."""
-    monkeypatch.setattr(engine_client, "SILENT", 2.0)  # the processes are forks of this one
-    monkeypatch.setattr(engine_host, "IDLE", 0.1)
-    made = Process()
-    try:
-        with httpx.Client(base_url=made.url, timeout=LIMIT) as client:
-            until(lambda: client.get("/health").status_code == 200)
-            os.kill(made.popen.pid, signal.SIGSTOP)
-            until(lambda: client.get("/health").status_code == 503)
-            assert client.get("/health").json()["error"]["code"] == "engine_stuck"
-            assert client.get("/ready").status_code == 503
-            assert client.get("/live").status_code == 200
-            os.kill(made.popen.pid, signal.SIGCONT)
-            until(lambda: client.get("/health").status_code == 200)
-            until(lambda: client.get("/ready").status_code == 200)
-    finally:
-        made.popen.kill()
-        made.popen.wait(LIMIT)
-
-
-@pytest.mark.parametrize("which", ["engine", "http"])
-def test_if_one_process_dies_the_other_ends(which: str) -> None:
-    """A stream ends with an error or is cut off, the port closes, and the exit code is not 0."""
-    made = Process()
-    try:
-        [http] = psutil.Process(made.popen.pid).children()
-        with (
-            httpx.Client(base_url=made.url, timeout=LIMIT) as client,
-            client.stream("POST", "/v1/completions", json=LONG) as answer,
-        ):
-            lines = answer.iter_lines()
-            next(lines)
-            (made.popen if which == "engine" else http).kill()
-            with contextlib.suppress(httpx.RemoteProtocolError):
-                assert '"error"' in "".join(lines)
-        assert made.popen.wait(LIMIT) == {"engine": -signal.SIGKILL, "http": 128 + signal.SIGKILL}[which]
-        assert ended([http])
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(made.url)
-        if which == "http":
-            made.wait_for(None)
-            assert made.others[-1] == "hf-paged serve: the process of HTTP has ended with -9\n"
     finally:
         made.popen.kill()
         made.popen.wait(LIMIT)

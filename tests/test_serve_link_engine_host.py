@@ -4,49 +4,16 @@ nothing.
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
 
 pytest.importorskip("fastapi")
 
-from processes import LIMIT
+from hosting import hosted, news
 from serving import generated, ids, until
 
-from hf_paged import Engine, demo
+from hf_paged import Engine
 from hf_paged.serve.link import engine_host
-from hf_paged.serve.link.engine_host import EngineHost
-from hf_paged.serve.link.wire import Cancel, EngineCall, News, Submit, first_message, frame, messages
-
-
-@contextmanager
-def hosted(sent: int | None = None, **options: Any) -> Iterator[tuple[Engine, socket.socket]]:
-    """An engine of the demo model, and the server's end of its connection. sent: bytes that may wait there."""
-    engine = Engine(demo.model(), **{"block_size": 8, "num_blocks": 600, **options})
-    ours, theirs = socket.socketpair()
-    if sent is not None:
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sent)
-    thread = threading.Thread(target=EngineHost(engine, demo.tokenizer(), theirs).run)
-    thread.start()
-    try:
-        assert first_message(ours).longest == engine.longest
-        yield engine, ours
-    finally:
-        with ours:
-            ours.shutdown(socket.SHUT_RDWR)
-        thread.join(LIMIT)
-    assert not thread.is_alive()
-    assert engine.closed
-
-
-def news(connection: socket.socket) -> Iterator[News]:
-    """The messages that the engine's side writes."""
-    connection.settimeout(60)
-    yield from messages(connection)
+from hf_paged.serve.link.wire import Cancel, EngineCall, News, Submit, frame
 
 
 def tokens_of(message: News) -> list[tuple[int, list[int]]]:
@@ -149,16 +116,6 @@ def test_what_fails_is_an_answer() -> None:
         assert "temperatur" in failures[1].message
         assert "none" in failures[2].message
         assert failures[3] is None
-
-
-def test_a_request_compiles_no_grammar_in_the_thread_that_reads() -> None:
-    """The server has it compiled before; one that is gone since is not waited for by all other requests."""
-    with hosted() as (_, connection):
-        asked = Submit(0, (5, 6), {"max_new_tokens": 4, "grammar": "any"}, True)
-        connection.sendall(frame(asked))
-        answers = next(message.answers for message in news(connection) if message.answers)
-        assert answers[0].failure.kind == "NotCompiled"
-        assert "send the request again" in answers[0].failure.message
 
 
 @pytest.mark.parametrize("broken", [False, True])

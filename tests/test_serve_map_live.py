@@ -33,7 +33,7 @@ from hf_paged.serve.http.metrics import Metrics
 from hf_paged.serve.link import engine_host
 from hf_paged.serve.map.html import page
 from hf_paged.serve.map.live import BEHIND, LiveMap, Viewer
-from hf_paged.serve.map.map_view import Owner, Owners, Sight, moves
+from hf_paged.serve.map.map_view import Owner, Owners, Sight
 from hf_paged.trace import MapState, Step
 from hf_paged_cli.main import main
 
@@ -260,32 +260,6 @@ def check_sight(all_lines: list[dict[str, Any]], lines: list[dict[str, Any]], ow
         assert others == all_blocks - own_blocks
 
 
-def test_a_name_that_came_while_the_holder_was_unknown_is_not_shown() -> None:
-    """Another's request came and went between two records, in a block that was one's own."""
-    kinds = (trace.Kind("full", None, 4),)
-    owners = Owners()
-    owners.add(0, Owner("red", "r", ()))
-    state = MapState(kinds)
-    sight = Sight(Tenant("red", None), owners, state)
-    blocks = (trace.Blocks(0, 0, 0, 4),)
-
-    def shown_of(**fields: Any) -> dict[str, Any]:
-        step = Step(0, 0.0, blocks=blocks, **{"cached": (((), ()),), **fields})
-        some = moves(state, step)
-        state.apply(step)
-        return sight.step(step, some)
-
-    name = trace.Name(0, 0)
-    change = {name: (trace.Change(0, 0, (1, 2)),)}
-    assert shown_of(tables=change, names=({1: "own"},))["names"] == ({1: "own"},)
-    assert "names" not in shown_of(tables={name: None}, cached=(((1,), ()),))
-    assert "names" not in shown_of(names=({1: "other"},))
-    assert "names" not in shown_of(names=({2: "another"},))
-    assert sight.whole(Step(0, 0.0, blocks=blocks)).get("names") is None
-    again = {name: (trace.Change(0, 0, (1,)),)}
-    assert shown_of(tables=again, names=({1: "mine"},))["names"] == ({1: "mine"},)
-
-
 def test_texts_of_prompts(tmp_path: Path) -> None:
     with serving(SMALL, api_keys=("red", "blue"), admin_api_keys=("boss",)) as served:
         with watching(served, "red") as red:
@@ -354,15 +328,6 @@ def test_a_slow_viewer_gets_the_whole_map_when_it_reads() -> None:
     for _ in range(1000):
         viewer.add(b"x")
     assert (len(viewer.waiting), viewer.behind) == (0, True)
-
-
-async def drained(live: LiveMap, viewer: Viewer, count: int) -> list[str]:
-    chunks: list[str] = []
-    async for chunk in live.events(viewer):
-        chunks.append(chunk.decode())
-        if len(chunks) == count:
-            break
-    return chunks
 
 
 def test_a_viewer_that_stops_reading_holds_up_nothing() -> None:

@@ -20,9 +20,6 @@ from reply_cases import CALL, WEATHER, holds, reading, saying
 from serving import Served, serving
 
 from hf_paged.serve.http import openapi
-from hf_paged.serve.openai.generation import Piece, Usage
-from hf_paged.serve.openai.responses import ResponsesRequest
-from hf_paged.serve.openai.responses_format import ResponseForm
 
 TOOL = {"type": "function", **WEATHER["function"]}
 STORY = "Tell me a story"
@@ -262,22 +259,3 @@ def test_what_asks_for_nothing_is_taken(served: Served) -> None:
     }  # fmt: skip
     response = served.post("/v1/responses", body)
     assert response.status_code == 200, response.text
-
-
-def test_answers_that_break_off(served: Served) -> None:
-    """A stream that ends early says so in its last event, behind what it has."""
-    asked = ResponsesRequest(input=STORY)
-
-    def form() -> ResponseForm:
-        return ResponseForm(asked, "resp_1", "demo", served.service.tokenizer, [(5,)], 1)
-
-    cut = form()
-    chunk = cut.chunk(Piece(0, "One day", [7], [], [], "abort"))
-    assert chunk.index(b"output_text.delta") < chunk.index(b"output_item.done")
-    last = cut.closing(Usage(1, 1, 0), False)
-    assert last.startswith(b"event: response.failed\n")
-    body = json.loads(last.partition(b"data: ")[2])["response"]
-    assert body["error"]["code"] == "server_error"
-    assert body["output"][0]["content"][0]["text"] == "One day"
-    silent = form()
-    assert b'"text":""' in silent.chunk(Piece(0, "", [], [], [], "stop"))

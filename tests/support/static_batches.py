@@ -1,10 +1,12 @@
-"""Shared by the tests: CPU, MOST_COLUMNS, Static, contents, make_group, rows_of, sequences, static_batch, write."""
+"""Shared by the tests of captured steps' index tensors: batches that count their uploads, and rows to load."""
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 
-from hf_paged.blocks import Full, Window
+from hf_paged.blocks import BlockTable, BlockTableArray, Full, Window
 from hf_paged.kv import (
     Batch,
     LayerGroup,
@@ -97,3 +99,15 @@ def step(group: LayerGroup, cache: Sequences, static: StaticBatch) -> None:
     rows_of(cache).advance(static.new, static)
     static.begin(group.captured_ops.advance)
     write(group, static, torch.ones(cache.count, static.new))
+
+
+def rows_in_array(
+    tables: list[BlockTable], counts: list[int], row_ids: list[int] | None = None
+) -> tuple[BlockTableArray, array[int], array[int], array[int]]:
+    """The columns of a step in which table i, in its row of the array, has taken counts[i] tokens."""
+    row_ids = list(range(len(tables))) if row_ids is None else row_ids
+    inside = BlockTableArray()
+    for row, table in zip(row_ids, tables, strict=True):
+        inside.put(row, table)
+    starts = [table.length - count for table, count in zip(tables, counts, strict=True)]
+    return inside, array("i", row_ids), array("i", starts), array("i", counts)
