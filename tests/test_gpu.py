@@ -24,6 +24,7 @@ from families import BY_NAME, FAMILIES, VOCABULARY, build
 from modes import NEW
 from paged_layer import Paged
 from router_ties import first_ties, judge_beams, router_margins, routers
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from hf_paged.checking.ties import NOISE, judge
 from hf_paged.engine import Engine
@@ -125,7 +126,9 @@ def test_same_up_to_ties(name: str, call: str, kernels: str, padded: bool, dtype
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:]
 )
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 64), (80, 80), (256, 256), (8, 8)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (96, 64), (80, 80), (256, 256), (512, 512), (8, 8)], ids=str
+)
 def test_kernels_over_any_history(dims: tuple[int, int], dtype: torch.dtype) -> None:
     """C3, C10, C14: appends, forks, reorders and crops, read by the kernels in place, against the formula in
     float64.
@@ -154,6 +157,26 @@ def test_kernels_over_any_history(dims: tuple[int, int], dtype: torch.dtype) -> 
                 layer.crop(rng.randint(0, min(pages.batch.new, layer.rows.columns - 1)))
             layer.group.pool.check()
         layer.rows.free()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_layers_with_wider_heads(dtype: torch.dtype) -> None:
+    """Gemma 4's full layers have heads of 512, those with windows heads of 256: all steps are captured."""
+    size: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6}
+    config = Gemma4TextConfig(
+        **size, num_attention_heads=4, num_key_value_heads=2, hidden_size_per_layer_input=0,
+        vocab_size=96, vocab_size_per_layer_input=96, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma4ForCausalLM(config).to("cuda", dtype).eval()
+    ids = torch.randint(5, 90, (3, 70), device="cuda")
+    for call, judged in (("greedy", judge), ("beams", judge_beams)):
+        arguments = {"inputs": ids, "max_new_tokens": 24, "min_new_tokens": 24, **CALLS[call]}
+        answers = [model.generate(**arguments, **word) for word in ({}, {"cache_implementation": "paged"})]
+        prompt = [ids.shape[1]] if call == "greedy" else []
+        verdict = judged(*answers, *prompt, NOISE[dtype])
+        assert verdict.mark != "X", verdict.why
+    assert counts(model)["replayed"] > 5, reasons(model)
 
 
 def test_kernels_are_chosen() -> None:

@@ -144,12 +144,12 @@ def test_rows_in_all_company(kernels: Any, kind: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("window", "dim"), [(None, 64), (40, 64), (None, 512)])
 def test_attention_of_prompts_and_of_single_tokens(
-    kernels: Any, dtype: torch.dtype, window: int | None
+    kernels: Any, dtype: torch.dtype, window: int | None, dim: int
 ) -> None:
     """C44: dense and from blocks, in chunks, padded on either side, and token by token."""
-    heads, key_heads, tokens, dim = 8, 2, 300, 64
+    heads, key_heads, tokens = 8, 2, 300
     q = numbers(1, heads, tokens, dim, dtype=dtype)
     k, v = (numbers(1, key_heads, tokens, dim, dtype=dtype, seed=i) for i in (1, 2))
     place = torch.arange(tokens, device="cuda")

@@ -155,7 +155,7 @@ gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
 @gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("key_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("key_dim", [64, 80, 96, 128, 192, 256, 512])
 def test_matrix(key_dim: int, dtype: torch.dtype) -> None:
     shapes = [(1, 16), (4, 16), (8, 64)] if dtype == BF16 else [(4, 16)]
     for number, (group, block_size) in enumerate(shapes):

@@ -104,7 +104,7 @@ def test_tokens_to_verify() -> None:
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("key_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("key_dim", [64, 80, 96, 128, 192, 256, 512])
 def test_matrix(key_dim: int, dtype: torch.dtype) -> None:
     for group, block_size in ((1, 16), (4, 16), (8, 64)) if dtype == BF16 else ((4, 16),):
         for queries in (QUERIES, [9, 9, 5, 7, 1]):

@@ -84,7 +84,7 @@ def test_groups_read_what_their_rows_would(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "features", [{"softcap": 5.0}, {"with_sinks": True}, {"key_dim": 48, "value_dim": 32}]
+    "features", [{"softcap": 5.0}, {"with_sinks": True}, {"key_dim": 48, "value_dim": 32}, {"key_dim": 512}]
 )
 def test_features(features: dict[str, Any]) -> None:
     verify(Case([70, 66, 33], group=2, seed=3, **{"key_dim": 32, **features}), [([0, 1], 4)])

@@ -19,7 +19,7 @@ from .upload import upload
 
 logger = logging.getLogger("hf_paged")
 
-WIDEST_HEAD = 256
+WIDEST_HEAD = 512
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

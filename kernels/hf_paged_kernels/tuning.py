@@ -38,6 +38,8 @@ class Tiling(NamedTuple):
 
 
 SHARED_MEMORY = 200 * 1024
+WIDE = 1024
+"""Bytes of a token's keys and values in one head: beyond, 64 queries need 8 warps."""
 
 
 FOREVER = 2**62
@@ -73,17 +75,19 @@ def decode_tiling(group: int, token_bytes: int, rows: int, heads: int, mean_leng
     powers of two.
     """
     lines = SINGLE if group == 1 else GROUPED
-    return shrink_to_fit(
-        next(
-            tiling for streams, length, tiling in lines if rows * heads <= streams and mean_length <= length
-        ),
-        token_bytes,
+    choice = next(
+        tiling for streams, length, tiling in lines if rows * heads <= streams and mean_length <= length
     )
+    if token_bytes > WIDE:
+        choice = choice._replace(block_m=16, warps=max(4, choice.warps))
+    return shrink_to_fit(choice, token_bytes)
 
 
 def shared_tiling(token_bytes: int, exact: bool) -> Tiling:
     """The tiling of blocks that several rows read together; `exact` as for prefill."""
     choice = Tiling(32, 32, 4, 2, 2) if exact else Tiling(64, 64, 4, 3, 2)
+    if token_bytes > WIDE:
+        choice = choice._replace(block_m=32, warps=8)
     return shrink_to_fit(choice, token_bytes, choice.block_m * token_bytes // 2)
 
 
@@ -93,6 +97,8 @@ def prefill_tiling(token_bytes: int, queries: int, exact: bool) -> Tiling:
     """
     if exact:
         choice = Tiling(32, 16, 8, 2)
+    elif token_bytes > WIDE:
+        choice = Tiling(64, 32, 8, 2)
     elif queries <= 64:
         choice = Tiling(64, 64, 4, 3)
     elif token_bytes <= 512:
