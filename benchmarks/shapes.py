@@ -187,8 +187,13 @@ def build(shape: str, device: str, dtype: torch.dtype, **changes: Any) -> PreTra
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
-            return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+        with torch.device(device), torch.no_grad():
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+            for module in model.modules():
+                if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
+                    # Scores of this size come from trained weights, where the code divides them by nothing.
+                    module.q_norm.weight.fill_(len(module.q_norm.weight) ** -0.5)
+            return model
     finally:
         torch.set_default_dtype(torch.float32)
 
