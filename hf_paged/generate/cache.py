@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -522,3 +522,15 @@ def paged_parts(cache: object) -> list[PagedCache]:
     if not isinstance(cache, PagedCache):
         return []
     return [cache] if cache.cross is None else [cache, cache.cross]
+
+
+@contextmanager
+def keeping(parts: Sequence[PagedCache]) -> Iterator[None]:
+    """Around a forward over caches: what it computes of their rows beside keys and values is kept, too."""
+    with ExitStack() as kept:
+        for part in parts:
+            if part.states is not None:
+                kept.enter_context(part.states.forward())
+            if part.routing is not None:
+                kept.enter_context(part.routing.forward())
+        yield

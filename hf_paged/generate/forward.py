@@ -6,7 +6,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,9 +24,8 @@ from ..model.outputs import asked_fields, known_layout, layouts_of
 from ..model.random_states import has_drawn, random_states, take_back_draws
 from ..model.rehearsal import can_record
 from ..model.routers import routers_of
-from ..model.state_slots import rows_at
 from ..model.switch import setting_of
-from .cache import Mark, PagedCache, paged_parts
+from .cache import Mark, PagedCache, keeping, paged_parts
 from .dedupe import (
     PromptRows,
     adapter_keywords,
@@ -42,7 +40,7 @@ from .ended import ComputedRows
 from .given_past import with_given_past
 from .leaving import rows_of_step
 from .padding import INPUTS, Padding, mask_name, new_of, note_padding, rows_of
-from .states import follow_rows
+from .states import begin_run, follow_rows
 
 DENSE_OUTPUTS = ("output_attentions", "output_hidden_states")
 """Outputs that only the model's own attention makes as stock does: at padded columns too."""
@@ -300,17 +298,12 @@ def _paged(
     def run(given: dict[str, Any]) -> Any:
         captured = parts[0].sequences.static is not None
         if not captured:
-            _begin_run(parts, given)
+            begin_run(parts, rows_of(given), new_of(given))
         outer = running.get()
         try:
             running.set(Forward(parts[0], dense and not captured))
             plain = captured or "peft" not in sys.modules
-            with ExitStack() as states:
-                for part in parts:
-                    if part.states is not None:
-                        states.enter_context(part.states.forward())
-                    if part.routing is not None:
-                        states.enter_context(part.routing.forward())
+            with keeping(parts):
                 answer = original(**given) if plain else _with_adapters(model, original, given, parts)
         finally:
             running.set(outer)
@@ -343,17 +336,8 @@ def _with_adapters(
     except Inapplicable:  # peft's own layers compute it from now on
         if before:
             _roll_back(parts, before, given.get(CACHE))
-        for part in parts:
-            if part.states is not None:
-                part.states.begin(part.states.rows)  # the same rows as before
+        begin_run(parts, rows_of(given), new_of(given))
         return original(**given)
-
-
-def _begin_run(parts: list[PagedCache], given: Mapping[str, Any]) -> None:
-    """Have the rows of a forward name the slots of their states; raises if it has run and may not again."""
-    for part in parts:
-        if part.states is not None:
-            part.states.begin(rows_at(part.sequences.columns, rows_of(given), new_of(given)))
 
 
 def _asks_for(model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...]) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..model.slots import STATE, Slot, beside
+from ..model.state_slots import rows_at
 from .cache import PagedCache, has_tensors, leaves_of
 
 logger = logging.getLogger("hf_paged")
@@ -32,6 +33,13 @@ def computes_rows_apart(model: nn.Module, cache: PagedCache) -> bool:
         return True
     # Stock's reset() keeps the shape of a state: it goes on with the rows it had.
     return not cache.sequences.columns and any(has_tensors(kept) for _, kept in cache.outside())
+
+
+def begin_run(parts: list[PagedCache], rows: int, new: int) -> None:
+    """Have the rows of a forward name the slots of their states; raises if it has run and may not again."""
+    for part in parts:
+        if part.states is not None:
+            part.states.begin(rows_at(part.sequences.columns, rows, new))
 
 
 def follow_rows(model: nn.Module, parts: list[PagedCache], rows: int) -> bool:

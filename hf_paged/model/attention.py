@@ -239,7 +239,7 @@ def _seen(
     query: torch.Tensor, key: LazyPages, mask: torch.Tensor | None, kwargs: dict[str, Any], forward: Forward
 ) -> Seen | None:
     """The columns that each new token sees by the mask, or None if the pages have no words for it."""
-    cross = key.layer.kind.name == "cross"
+    cross = not key.layer.kind.grows
     window = key.layer.kind.window
     if isinstance(mask, LazyMask):
         # A layer with a window under a mask without one sees what stock's cache would hold.
@@ -260,7 +260,7 @@ def _seen(
 
 def _causal_cross(module: nn.Module, key: LazyPages, kwargs: dict[str, Any]) -> bool:
     """True if stock's cross attention is causal: sdpa's is without a mask, unless its module says no."""
-    if key.layer.kind.name != "cross" or _dense_implementation(_setting(module)) != "sdpa":
+    if key.layer.kind.grows or _dense_implementation(_setting(module)) != "sdpa":
         return False
     given = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if given is None else given)

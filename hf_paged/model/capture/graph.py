@@ -328,7 +328,7 @@ def kinds_read(part: CapturedCache) -> list[tuple[LayerKind, Rows]]:
 
 def _fixed(kind: LayerKind, columns: int) -> int:
     """The columns of an encoder, which stay as they are; 0 for what grows."""
-    return columns if kind.name == "cross" else 0
+    return 0 if kind.grows else columns
 
 
 def _width(rows: Rows, new: int) -> int:
