@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from processes import LIMIT
+from releases import NEEDS_MANAGERS
 from transformers.utils.import_utils import is_serve_available
 
 import hf_paged
@@ -73,6 +74,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         hf_paged.install(generate_batch=False)
 
 
+@NEEDS_MANAGERS
 @pytest.mark.skipif(not is_serve_available(), reason="needs transformers[serving]")
 def test_transformers_serve_answers_with_the_engine(server: str, tmp_path: Path) -> None:
     model, tokenizer = demo.model().float(), demo.tokenizer()
@@ -87,6 +89,7 @@ def test_transformers_serve_answers_with_the_engine(server: str, tmp_path: Path)
     assert ask(f"{server}/health")["status"] == "ok"
 
 
+@NEEDS_MANAGERS
 def test_trl_trains_with_continuous_batching_by_the_engine(tmp_path: Path) -> None:
     """`use_transformers_continuous_batching`; equal prompts are one request of each engine."""
     trl = pytest.importorskip("trl", reason="needs TRL, which is no dependency")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from latent_models import attention, deepseek, expanded
+from releases import LATENTS
 from tape import record
 from tiny import build, config_class
 
@@ -45,6 +46,7 @@ def test_in_one_flat_row(family: str) -> None:
         assert answers(engine, max_new_tokens=10) == right
 
 
+@LATENTS
 def test_one_path_before_and_after_a_paged_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither changes what the other does; decoding steps of both expand nothing of the past."""
     model = deepseek()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from compare import assert_clean, assert_same
 from pictures import pad_left, with_pictures, with_recordings, with_videos
+from releases import NEEDS_SLOTS
 from tiny import build, config_class, mappings
 
 SAMPLE = [
@@ -37,7 +38,13 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "family", "show"), SAMPLE, ids=[f"{family}-{show.__name__}" for _, family, show in SAMPLE]
+    ("kind", "family", "show"),
+    [
+        pytest.param(
+            *each, id=f"{each[1]}-{each[2].__name__}", marks=NEEDS_SLOTS if each[1] == "minicpmv4_6" else ()
+        )
+        for each in SAMPLE
+    ],
 )
 def test_several_each(kind: str, family: str, show: Any) -> None:
     """Two of them in each of two prompts, with padding: beams and samples each see their own prompt's, as

@@ -11,6 +11,7 @@ from captures import counts, policy, reasons
 from compare import assert_clean, assert_equal, assert_same, both
 from expected import path_of
 from latent_models import attention, deepseek, expanded
+from releases import LATENTS
 from tape import record
 from tiny import build, config_class, tiny
 
@@ -49,6 +50,7 @@ def test_same_as_stock(mode: str, padded: bool) -> None:
     assert_clean(model, setting)
 
 
+@LATENTS
 def test_nothing_of_the_past_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock expands every token again at every step; on pages no token is."""
     model = deepseek()
@@ -61,6 +63,7 @@ def test_nothing_of_the_past_is_expanded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert paged == []
 
 
+@LATENTS
 def test_a_long_prompt_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many new tokens at wide latents: expanding them once is less work than taking every query to the
     latents.
@@ -82,6 +85,7 @@ def test_a_long_prompt_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [11]
 
 
+@LATENTS
 @pytest.mark.parametrize("what", ["adapter", "hook", "bias"])
 def test_more_than_a_matrix(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A projection that does more is called as it is, on a dense copy."""
@@ -138,6 +142,7 @@ def test_known_by_its_code() -> None:
         assert path_of(paged_parts(answer.past_key_values)) == "2 full paged"
 
 
+@LATENTS
 def test_uninstalled_classes_are_as_before() -> None:
     model = deepseek()
     cls = type(attention(model))

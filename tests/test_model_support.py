@@ -12,6 +12,7 @@ import transformers as tf
 from compare import assert_clean, both
 from families import BY_NAME, build
 from prefix_reuse import words
+from releases import NEEDS_SLOTS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_paged import Engine, FallbackWarning
@@ -58,6 +59,7 @@ def _prompt() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+@NEEDS_SLOTS
 def test_a_name_decides_nothing() -> None:
     """A hybrid of the user's that is called Mamba has attention layers, which are paged."""
     config = tiny.config_class("causal", "jamba")

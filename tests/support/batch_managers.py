@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from computed_once import computed_once
 from families import BY_NAME, build
 from processes import LIMIT
+from releases import NEEDS_MANAGERS
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_paged
 from hf_paged.continuous.engines import drop_engine
-from hf_paged.continuous.manager import EngineBatchingManager
+
+if TYPE_CHECKING:
+    from hf_paged.continuous.manager import EngineBatchingManager
+
+if NEEDS_MANAGERS.args[0]:
+    pytest.skip(NEEDS_MANAGERS.kwargs["reason"], allow_module_level=True)
 
 NEW = 6
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
@@ -53,6 +59,8 @@ def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
 
 
 def manager_of(model: Any, **options: Any) -> EngineBatchingManager:
+    from hf_paged.continuous.manager import EngineBatchingManager
+
     config = ContinuousBatchingConfig(**{**SMALL, **options})
     manager = model.init_continuous_batching(greedy(), continuous_batching_config=config)
     assert isinstance(manager, EngineBatchingManager)

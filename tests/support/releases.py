@@ -13,8 +13,10 @@ import transformers as tf
 from packaging.version import Version
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from hf_paged.model.cache_name import CACHE, OLDER
+from hf_paged.model.mla import METHOD
 from hf_paged.model.state_layers import NUMBERED
 
 RENAMED = CACHE != OLDER
@@ -28,6 +30,13 @@ NEEDS_SLOTS = pytest.mark.skipif(
 FLAT_STATES = pytest.mark.skipif(
     Version(tf.__version__) < Version("5.17"),
     reason="before transformers 5.17 mixers hold their functions themselves",
+)
+NEEDS_MANAGERS = pytest.mark.skipif(
+    Version(tf.__version__) < Version("5.14"),
+    reason="install(generate_batch=True) needs the managers of transformers 5.14 or newer",
+)
+LATENTS = pytest.mark.skipif(
+    not hasattr(DeepseekV3Attention, METHOD), reason="before transformers 5.15 caches hold expanded latents"
 )
 OMNI = pytest.mark.skipif(
     Version(tf.__version__) < Version("5.14"), reason="Qwen3-Omni hands pixels to its decoder"
