@@ -51,10 +51,10 @@ def saved(model: Any, folder: Path, name: str = "one") -> Path:
     return folder / name
 
 
-def with_others(engine: Engine, folder: Path) -> Any:
+def with_others(engine: Engine, folder: Path, **options: Any) -> Any:
     """An engine's adapter "plain" of its model's own vocabulary: the peft model with it."""
     torch.manual_seed(0)
-    own = trained(lora())
+    own = trained(lora(**options), third=options)
     own.save_pretrained(folder / "own", selected_adapters=["two"])
     engine.add_adapter("plain", folder / "own" / "two")
     return own
@@ -254,10 +254,11 @@ def test_captured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("hf_paged.engine.worker.adapters.triton_package", lambda *_: load())
     monkeypatch.setitem(RECORDERS, "cpu", rerun)
     policy(monkeypatch, pairs=0)
-    large = fine_tuned(**CASES["whole"])
+    few = {"target_modules": ["q_proj", "down_proj"]}
+    large = fine_tuned(**CASES["whole"], **few)
     options = {"block_size": 4, "num_blocks": 200, "max_batch_tokens": 12, "max_batch_sequences": 2}
     with Engine(plain(), **options) as engine:
-        own = with_others(engine, tmp_path)
+        own = with_others(engine, tmp_path, **few)
         models = {"plain": (own, "two"), None: (own, None), "one": (large, "one")}
 
         def check(*names: Any) -> None:

@@ -243,7 +243,8 @@ def test_captured_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_paged.engine.worker.adapters.triton_package", lambda *_: load())
     monkeypatch.setitem(RECORDERS, "cpu", rerun)
     policy(monkeypatch, pairs=0)
-    model = trained(*[lora(**options) for options in CASES[kind]])
+    few = {"target_modules": ["q_proj", "down_proj"]}
+    model = trained(*[lora(**{**few, **options}) for options in CASES[kind]], third=few)
     options = {"block_size": 4, "num_blocks": 200, "max_batch_tokens": 12, "max_batch_sequences": 2}
     with Engine(model, **options) as engine:
         for names in (["three", None], ["one", "two"], ["two", "three"], [None, None]):

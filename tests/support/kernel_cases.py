@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,25 +66,47 @@ def _patch_once(interpreter: Any) -> None:
     """The interpreter replaces Triton's builtins for every launch, and again for every call of a function within one:
     a third of the time. This copy of Triton is interpreted for good.
     """
-    language = interpreter.tl
+    language, builder = interpreter.tl, interpreter.interpreter_builder
+    interpreter._patch_attr = _set_builtin(interpreter.interpreter_semantic)
     interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": language, "core": language.core}))
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+    # sums of integers are computed again in 64 bits for an assertion that is off without debug=True
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     _remember(interpreter)
+
+
+def _set_builtin(semantic: Any) -> Callable[..., None]:
+    """The interpreter's way to replace a builtin, without a copy of the keywords and a second function per call."""
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def interpreted(*given: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*given, **options)
+
+        scope.set_attr(obj, name, interpreted)
+
+    return patch
 
 
 def _remember(interpreter: Any) -> None:
     """Shapes, names and dtypes of values are found out once for each type, and not for every value: another third."""
-    core, dtypes, blocks, tensors = interpreter.tl.core, {}, {}, {}
-    make_block, make_tensor, dtype_of = (
+    core, semantic = interpreter.tl.core, type(interpreter.interpreter_semantic)
+    dtypes, blocks, tensors, shapes = {}, {}, {}, {}
+    make_block, make_tensor, dtype_of, equal, broadcast = (
         core.block_type.__init__,
         core.tensor.__init__,
         interpreter._get_np_dtype,
+        core.dtype.__eq__,
+        semantic.broadcast_impl_value,
     )
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
         key = (element_ty.name, *[getattr(size, "value", size) for size in shape])
         if key not in blocks:
             make_block(self, element_ty, shape)
+            self.shape = shapes.setdefault(key[1:], self.shape)
             blocks[key] = dict(vars(self))
         vars(self).update(blocks[key])
 
@@ -98,6 +121,11 @@ def _remember(interpreter: Any) -> None:
             dtypes[type.name] = dtype_of(type)
         return dtypes[type.name]
 
+    def broadcast_impl_value(self: Any, one: Any, other: Any) -> Any:
+        return (one, other) if one.shape is other.shape else broadcast(self, one, other)
+
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    semantic.broadcast_impl_value = broadcast_impl_value
     core.block_type.__init__ = block_type
     core.tensor.__init__ = tensor
     interpreter._get_np_dtype = np_dtype
