@@ -90,6 +90,10 @@ MOST_UNTESTED = 5
 """Modules with a class that keeps state, and no test of their stem: four of several ranks, which rank cases test,
 and Ray's router, whose test needs a live Ray.
 """
+MOST_TESTED = {"adapters": 11, "ranks": 3, "routing": 11, "shared reads": 5, "states": 11}
+"""Files that test whether an optional capability is there."""
+MOST_WRITERS = 4
+"""Files that give a column's numbers: one of the engine and one of generate(), and two that change some rows'."""
 MOST_PUBLIC = 25
 """Names in `hf_paged.__all__`."""
 MOST_CLASSES = 362
@@ -151,6 +155,20 @@ def test_kinds_are_asked() -> None:
     files = [file for file in FILES if _floor(file) in ("blocks", "scheduling", "kv")]
     trees = {file: FIGURES["parsed"](file) for file in files}
     assert len(FIGURES["kind_tests"](trees)) <= 1
+
+
+def test_capabilities_are_plugged_in() -> None:
+    """Not threaded through by conditionals: few files ask whether there are states, routing or adapters."""
+    found = FIGURES["optional_tests"](_trees())
+    assert found.keys() == MOST_TESTED.keys()
+    for capability, files in found.items():
+        assert len(files) <= MOST_TESTED[capability], (capability, files)
+
+
+def test_columns_are_written_in_few_places() -> None:
+    """Everything between a filler and a layer walks the declarations."""
+    for column, files in FIGURES["column_writers"](_trees()).items():
+        assert len(files) <= MOST_WRITERS, (column, files)
 
 
 def test_no_modules_import_each_other() -> None:
