@@ -292,8 +292,8 @@ class Engine:
             self._adapters.contents.look_again()
         chosen = chosen_adapters(self._adapters, adapter, params, task_ids)
         params = params.behind(chosen.virtual)
-        self._bounds.require_computable(params)
         self._executor.require_media(params.past)
+        self._bounds.require_computable(params)
         job = Job(params, None, self.tokenizer, chosen)
         job.active = self._adapters.active
         extra = extra_key(None if salt is None else check_salt(salt))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypedDict, cast, get_args
 
@@ -156,7 +157,7 @@ def stats_of(loop: StepLoop, state: EngineState, counts: Mapping[str, int]) -> E
         "states": loop.pools.slot_usage(),
         "adapters": loop.adapters.stats(),
         "graphs": {} if runner.captured is None else runner.captured.stats(),
-        "shared_reads": {} if runner.captured is None else runner.captured.shared_reads(),
+        "shared_reads": _shared_reads(loop),
         **{name: scheduler.counts[name] for name in get_args(Count)},
         "verify": loop.pools.checks.stats(),
         "slow_processors": dict(loop.slow),
@@ -203,6 +204,17 @@ def _why_no_graphs(loop: StepLoop) -> str | None:
     if loop.adapters.table.why_eager is not None:
         refused[loop.adapters.table.why_eager] = None
     return "some steps: " + "; ".join(refused) if refused else None
+
+
+def _shared_reads(loop: StepLoop) -> dict[str, int]:
+    """The groups of the last steps: of the model's, and of adapters' that peft's modules compute."""
+    own = loop.runner.captured
+    if own is None:
+        return {}
+    found = Counter(own.shared_reads())
+    for each in loop.adapters.apart.captured:
+        found.update(each.shared_reads())
+    return dict(found)
 
 
 def _why_no_shared_reads(loop: StepLoop) -> str | None:

@@ -36,6 +36,7 @@ import rank_inputs
 import rank_memory
 import rank_steps
 import rank_sums
+import rank_together
 import rank_weights
 import torch
 import torch.distributed as dist
@@ -55,6 +56,7 @@ SUBJECTS = (
     rank_adapters,
     rank_generate,
     rank_batches,
+    rank_together,
     rank_failures,
 )
 """All are imported before the fork. A case is a function of one of them, by its name."""

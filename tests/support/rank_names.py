@@ -62,6 +62,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "peft_models", ()),
     (2, "peft_models_that_change", ()),
     (2, "adapters_that_differ_among_ranks", ()),
+    (2, "capabilities_together", ()),
     (2, "heads_that_ranks_do_not_divide", ()),
     (2, "words_of_rank_0", ()),
     (2, "broadcasts_from_within_a_step", ()),

@@ -22,6 +22,7 @@ from ...model.servable import Unservable
 from ...model.snapshot import ModelSnapshot
 from ...model.state_slots import StatesAdvanced
 from ...scheduling import AdapterNames
+from .captured import CapturedRunner
 from .forward_batch import Answer, ForwardBatch
 from .pools import Pools
 from .probe import CLOSE, CLOSE_IN_HALF, distance
@@ -84,10 +85,15 @@ class ForwardsApart:
         self._tried: dict[str, Verdicts] = {}
         """By the settings of adapters the findings of a trial."""
 
+    @property
+    def captured(self) -> list[CapturedRunner]:
+        """The captured steps of each, where there are any."""
+        found = [each.runner.captured for each in self.by_slot.values()]
+        return [each for each in found if each is not None]
+
     def stats(self) -> dict[str, int]:
         """How many were computed, and the captured steps of those that there are."""
-        captured = [each.runner.captured for each in self.by_slot.values()]
-        pools = [each.captures for each in captured if each is not None]
+        pools = [each.captures for each in self.captured]
         return {
             "forwards_apart": self.count,
             "captured_apart": sum(map(len, pools)),

@@ -142,7 +142,7 @@ class CapturedRunner:
         room = Room(eager.device.type, free_bytes(eager.device))
         own = _own_bytes(room)
         self._shared = {
-            kind: SharedReads.of(kind, group.pool.block_size, eager.pools.config.shared_reads)
+            kind: SharedReads.of(kind, group.pool.block_size, eager.pools.config.common_reads)
             for kind, group in eager.pools.paged.items()
         }
         """The rows that read common blocks together, by the kinds of layers that do."""

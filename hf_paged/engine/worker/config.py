@@ -178,6 +178,11 @@ class EngineConfig:
         """Tokens of a prompt between two snapshots of its states; 0 if there are none."""
         return self.state_every if self.prefix_caching and self.state_snapshots != 0 else 0
 
+    @property
+    def common_reads(self) -> SharedReadsMode:
+        """How steps read blocks that rows have in common: each its own where sums have one order for all."""
+        return "off" if self.batch_invariant else self.shared_reads
+
     def _check_shares(self) -> None:
         if not isinstance(self.cache_shares, Mapping):
             raise TypeError(f"cache_shares must be a dict of numbers by tenant, got {self.cache_shares!r}")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...kv import NoKernels, is_out_of_memory
+from ...model.invariant.known import NotInvariant
 from ...model.servable import Unservable
 
 CLOSE = {torch.float32: 1e-2, torch.float64: 1e-6}
@@ -38,6 +39,8 @@ def tried(what: str) -> Iterator[None]:
         yield
     except (NoKernels, Unservable):
         raise
+    except NotInvariant as error:
+        raise Unservable(str(error)) from error
     except Exception as error:
         if is_out_of_memory(error):
             raise

@@ -84,7 +84,7 @@ def _expected(eager: EagerModel, captures: bool) -> _Expected | None:
     options = eager.pools.config
     attentions = [
         attention_shape(model, layout, options.block_size, kind.window, fusion)._replace(
-            shared=SharedReads.of(kind, options.block_size, options.shared_reads)
+            shared=SharedReads.of(kind, options.block_size, options.common_reads)
         )
         for kind in eager.pools.paged
     ]
