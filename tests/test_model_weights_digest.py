@@ -10,7 +10,7 @@ from kernel_cases import DEVICE, GPU, load
 
 from hf_paged.model import weights_digest as fingerprint
 from hf_paged.model.snapshot import StateKey
-from hf_paged.model.weights_digest import Contents, Unreadable, tensor_facts
+from hf_paged.model.weights_digest import Contents, Unreadable, content_digest, tensor_facts
 
 
 @pytest.fixture(params=["host", "torch", "kernel"])
@@ -195,3 +195,19 @@ def test_a_device_is_read_by_address() -> None:
     contents = Contents(watched)
     assert any(by_address for _, by_address in contents._kv_groups)
     assert contents.same(contents.look(watched))
+
+
+def test_the_content_of_large_tensors_is_taken_in_pieces() -> None:
+    """Any byte counts, and the same numbers have the same digest wherever they lie."""
+    large = torch.arange(3 * 2**22 + 5, dtype=torch.int32)
+
+    def digest(tensor: torch.Tensor) -> bytes:
+        return content_digest([("head", [tensor])])
+
+    found = digest(large)
+    assert digest(large.clone()) == found == digest(torch.stack([large, large], 1)[:, 0])
+    for place in (0, 2**22 - 1, 2**22, len(large) - 1):
+        changed = large.clone()
+        changed[place] += 1
+        assert digest(changed) != found
+    assert digest(large[:-1]) != found
