@@ -36,6 +36,12 @@ def test_example(
     if example.stem in ("beams", "batch"):
         assert re.search(r"^seconds on (cpu|cuda).*: stock \d+\.\d+, paged \d+\.\d+$", out, re.M)
         assert "the same tokens\n" in out
+    if example.stem == "best_of_n":
+        assert re.search(r"^seconds: stock \d+\.\d+, paged \d+\.\d+, engine \d+\.\d+$", out, re.M)
+        named, held = re.findall(r"^blocks: (\d+) in the tables of 64 rows, (\d+) in memory$", out, re.M)[0]
+        assert int(held) < int(named) / 2
+        assert re.search(r"^tokens that the engine has not read again: \d", out, re.M)
+        assert "generate() has the same tokens" in out
     if example.stem == "rollouts":
         assert len(example.read_text().splitlines()) <= 80
         rows = re.findall(r"reward +(\d+\.\d+) +mismatch (\S+) +memory (\d+) MB", out)
@@ -126,7 +132,7 @@ def test_a_chat_computes_what_is_new(
     assert "\nthe same tokens\n" in out
 
 
-@pytest.mark.parametrize("name", ["beams", "batch", "chat"])
+@pytest.mark.parametrize("name", ["beams", "batch", "best_of_n", "chat"])
 def test_the_big_shape_asks_for_a_gpu(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
