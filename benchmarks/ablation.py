@@ -10,7 +10,7 @@ waste       slots that are held and unused, over all steps of a trace: the books
             4 % at 16)
 preemption  a trace in a pool that is too small, by block size and by what happens to those that must go
 attention   one layer's decode attention on scattered pages against torch's on contiguous keys and values
-sharing     blocks saved by samples, in closed form (`sharing.py` has the beams)
+sharing     blocks saved by samples, in closed form (`sharing.py --sections blocks` has the beams)
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import gc
 import math
 import random
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -145,15 +146,18 @@ def measure(bench: Bench, case: Case, report: Report, name: str) -> None:
     )  # fmt: skip
 
 
-def main() -> None:
-    parser = common_parser(__doc__, CASES)
-    parser.add_argument("--rows", type=int, default=128)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `run`."""
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--rows", type=int, default=128 if on_gpu else 8)
     parser.add_argument("--prompt", type=int, default=160, help="tokens of every prompt")
-    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
+    parser.add_argument("--scale", type=float, default=1.0 if on_gpu else 0.05, help="of all lengths")
     parser.add_argument("--sample", action="store_true", help="draw tokens, for all rows of the batch")
     parser.add_argument("--rounds", type=int, default=1, help="calls of each way; the fastest counts")
-    options = parser.parse_args()
-    report = report_of(options)
+
+
+def run(options: argparse.Namespace, report: Report, names: Iterable[str]) -> None:
+    """The table of cases."""
     report.table(
         "ended_rows", f"Rows that leave when they end: {options.shape}, {options.dtype}, prompts of {options.prompt}, {'sampled' if options.sample else 'greedy'}",
         case=("case", ""), rows=("rows", ""), mean=("mean length", ".0f"), steps=("steps", ""),
@@ -162,12 +166,20 @@ def main() -> None:
         auto=("rows leave s", ".2f"), captured_auto=("in captures", ".2f"), ratio=("of the time", ".3f"),
         bar=("bar", ""), met=("met", ""),
     )  # fmt: skip
-    for name in options.sections:
+    for name in names:
         with report.surviving(name):
             measure(Bench(options, CASES[name]), CASES[name], report, name)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = common_parser(__doc__, CASES)
+    add_options(parser)
+    options = parser.parse_args()
+    report = report_of(options)
+    run(options, report, options.sections)
     report.end()
 
 
