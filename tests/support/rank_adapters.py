@@ -276,19 +276,18 @@ def fill(wrapped: Any, name: str, seed: int, adapter: str) -> None:
 
 def peft_models(rank: int) -> None:
     """Fine-tuned models in generate() and in the engine: what is active, and an adapter for each request."""
-    names = {2: ("llama", "gpt-oss"), 3: ("llama-3",)}
-    for name in names[dist.get_world_size()]:
-        model, one = (fine_tuned(each, name) for each in (loaded(name), build(BY_NAME[name])))
+    name = {2: "gpt-oss", 3: "llama-3"}[dist.get_world_size()]
+    model, one = (fine_tuned(each, name) for each in (loaded(name), build(BY_NAME[name])))
 
-        def act(engine: Engine, one: Any = one, name: str = name) -> None:
-            with Engine(one, **SMALL) as alone:
-                expected = [asked_with_adapters(alone, FEW), asked(alone, FEW)]
-            found = [asked_with_adapters(engine, FEW), asked(engine, FEW)]
-            assert found == expected, (name, found, expected)
-            owners = {adapter: info.owner for adapter, info in engine.adapters().items()}
-            assert owners == dict.fromkeys(RANKS_OF, "model")
+    def act(engine: Engine) -> None:
+        with Engine(one, **SMALL) as alone:
+            expected = [asked_with_adapters(alone, FEW), asked(alone, FEW)]
+        found = [asked_with_adapters(engine, FEW), asked(engine, FEW)]
+        assert found == expected, (name, found, expected)
+        owners = {adapter: info.owner for adapter, info in engine.adapters().items()}
+        assert owners == dict.fromkeys(RANKS_OF, "model")
 
-        led(rank, model, act, max_adapters=2)
+    led(rank, model, act, max_adapters=2)
     if dist.get_world_size() == 3:
         return  # generate() with adapters asks ranks for nothing that depends on how many they are
     plain = generated(one, MODES[0])

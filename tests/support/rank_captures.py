@@ -32,11 +32,10 @@ def captured_steps(rank: int) -> None:
     if not CUDA:
         RECORDERS["cpu"] = record
     try:
-        several = [compare(name, rank, FEW, run_ahead=True) for name in ("llama", "olmo2")]
+        stats = compare("llama", rank, FEW, run_ahead=True)
     finally:
         RECORDERS.pop("cpu", None)
-    if rank == 0:
-        assert all(stats["graphs"]["replayed"] > 5 for stats in several), several
+    assert rank or stats["graphs"]["replayed"] > 5, stats
 
 
 def a_column_of_a_test(rank: int) -> None:
@@ -150,7 +149,7 @@ def a_warm_up(rank: int) -> None:
 
 def user_code_on_one_rank_for_a_while(rank: int) -> None:
     """A hook, or a replaced forward, comes and goes between requests: none captures meanwhile."""
-    for which, wraps in ((0, True), (1, False), (1, True)):
+    for which, wraps in ((0, True), (1, False)):
         _with_user_code(rank == which, wraps)
 
 
