@@ -43,6 +43,8 @@ def test_some_rows_are_those_of_the_page(
 ) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A guide\n\n## The table\n\nold\n")
+    monkeypatch.setattr(script, "WARM_UP", 2)
+    monkeypatch.setattr(script, "MEASURED", 2)
     words = ["rsLoRA", "DoRA", "prefix tuning"]
     monkeypatch.setattr("sys.argv", ["adapter_table", "--only", *words, "--write", str(page)])
     assert script.main() == 0

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from captures import counts, policy
+from computed_once import computed_once
 from engine_parts import layer_groups
 from poison import poison_free_slots
 from releases import FLAT_STATES
@@ -49,7 +50,11 @@ def prompts() -> list[list[int]]:
 def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
     """The tokens that stock's generate() adds to a prompt by itself."""
     given = {"max_new_tokens": NEW, "do_sample": False, **options}
-    return model.generate(input_ids=torch.tensor([prompt]), **given)[0, len(prompt) :].tolist()
+
+    def compute() -> list[int]:
+        return model.generate(input_ids=torch.tensor([prompt]), **given)[0, len(prompt) :].tolist()
+
+    return computed_once(compute, model, prompt, given)
 
 
 @pytest.fixture

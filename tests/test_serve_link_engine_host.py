@@ -79,7 +79,7 @@ def test_steps_of_the_map_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch)
     """Behind the last one that was kept the server is given notice of a gap."""
     monkeypatch.setattr(engine_host, "EVERY", 0.0)
     with hosted(sent=4096) as (engine, connection):
-        body = {"max_new_tokens": 900, "do_sample": False, "eos_token_id": 2**31 - 1}
+        body = {"max_new_tokens": 250, "do_sample": False, "eos_token_id": 2**31 - 1}
         asked = [EngineCall(0, "watch", ()), *(Submit(i, (1, 2, i), body, True) for i in range(1, 9))]
         connection.sendall(b"".join(map(frame, asked)))
         until(lambda: engine.stats()["running"])
