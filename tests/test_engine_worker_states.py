@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from captures import counts, policy
+from cases import pairwise
 from computed_once import computed_once
 from engine_parts import layer_groups
 from poison import poison_free_slots
@@ -83,9 +84,11 @@ def test_sequences_answer_as_alone(model: Any, graphs: bool, monkeypatch: pytest
 
 
 @FLAT_STATES
-@pytest.mark.parametrize("model", ["qwen3_5_text", "nemotron_h", "jamba", "mamba"], indirect=True)
-@pytest.mark.parametrize("tokens", [4, 64])
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+@pytest.mark.parametrize(
+    ("model", "tokens", "ahead"),
+    pairwise(["qwen3_5_text", "nemotron_h", "jamba", "mamba"], [4, 64], [False, True]),
+    indirect=["model"],
+)
 def test_chunks_of_any_length_beside_decoding_rows(model: Any, tokens: int, ahead: bool) -> None:
     with Engine(model, max_batch_tokens=tokens, max_batch_sequences=4, run_ahead=ahead) as engine:
         assert engine.stats()["form"] == "flat"
@@ -96,9 +99,11 @@ def test_chunks_of_any_length_beside_decoding_rows(model: Any, tokens: int, ahea
 
 
 @FLAT_STATES
-@pytest.mark.parametrize("model", ["qwen3_5_text", "nemotron_h", "falcon_mamba"], indirect=True)
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
-@pytest.mark.parametrize("calls", [9, 10])
+@pytest.mark.parametrize(
+    ("model", "ahead", "calls"),
+    pairwise(["qwen3_5_text", "nemotron_h", "falcon_mamba"], [False, True], [9, 10]),
+    indirect=["model"],
+)
 def test_a_fault_in_the_middle_of_a_layer(
     model: Any, calls: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
