@@ -64,8 +64,9 @@ def test_what_is_off_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {
         "graphs": False, "prefix_caching": False, "preemption": "recompute", "kernels": "torch", "run_ahead": False,
     }  # fmt: skip
-    with Engine(model, num_blocks=40, shared_reads="always") as engine:
-        assert engine.stats()["off"]["shared_reads"] == "only captured steps with the Triton kernels do"
+    with Engine(model, num_blocks=40, shared_reads="always", kernels="torch") as engine:
+        found = engine.stats()["off"]["shared_reads"]
+        assert found == "only the Triton kernels in captured steps and the C++ op of CPUs do"
     with Engine(model, num_blocks=40, shared_reads="off") as engine:
         assert engine.stats()["off"]["shared_reads"] == "shared_reads='off'"
     with pytest.raises(ValueError, match=r"shared_reads='on' is not one of \('auto', 'off', 'always'\)"):

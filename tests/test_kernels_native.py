@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import GPU, Case, assert_close, ints
 from modes import MODES
+from native_cases import attend
 from paged_layer import HEADS, Paged, formula
 
 import hf_paged
@@ -48,17 +49,6 @@ def _extensions(native_folder: Path) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def library() -> native.Library:
     return native.load(native.build())
-
-
-def attend(library: native.Library, case: Case, tokens: int = 1) -> torch.Tensor:
-    """The op's answer to the case: [query tokens, query heads, value_dim]."""
-    rows, size = len(case.lengths), case.block_size
-    query = case.query.unflatten(0, (rows, tokens)).transpose(1, 2)
-    keys, values = case.keys.flatten(0, 1), case.values.flatten(0, 1)
-    plan = native.Attend(library, query, keys, values, size, case.window, case.causal)
-    plan.update(case.table, ints(case.lengths))
-    plan._scratch.fill_(torch.nan)
-    return plan.run(query, keys, values, softcap=case.softcap, sinks=case.sinks).flatten(0, 1)
 
 
 # ---- attention

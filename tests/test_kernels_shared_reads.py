@@ -6,33 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import DEVICE, GPU, Case, assert_close, ints, load
-
-from hf_paged.blocks.shared_reads import SharedReads
+from common_blocks import SHAPES, Common, groups_of, random_tree, with_common
+from kernel_cases import GPU, Case, assert_close, ints, load
 
 kernels = load()
 Tiling = kernels.tuning.Tiling
 SMALL = None if GPU else Tiling(16, 16, 1, 1, 2)
 WIDE = None if GPU else Tiling(16, 16, 1, 1, 1)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-Common = list[tuple[list[int], int]]
-"""Rows, and the blocks with which all of them begin."""
-
-
-def with_common(case: Case, common: Common) -> Case:
-    """The case, in which rows begin with the blocks of the first of them."""
-    for rows, count in common:
-        case.table[rows, :count] = case.table[rows[0], :count]
-    return case
-
-
-def groups_of(case: Case, lengths: list[int] | None = None) -> torch.Tensor:
-    """The groups of a case's tables as the books find them, from one common block on."""
-    tables = case.table.tolist()
-    before = [max(length - 1, 0) for length in lengths or case.lengths]
-    books = SharedReads(case.block_size, always=True)
-    numbers = books.follow(range(len(before)), before, lambda row, count: tables[row][:count], ())
-    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE).view(-1, 8)
 
 
 def plan_of(case: Case, tiling: Any = SMALL, shared: Any = WIDE) -> Any:
@@ -62,17 +43,6 @@ def verify(case: Case, common: Common, tiling: Any = SMALL, shared: Any = WIDE) 
     assert_close(attend(case, plan, groups_of(case)), case.expected())
     assert plan.done.count_nonzero() == 0
     return plan
-
-
-LONG = 20 if GPU else 1
-SHAPES: dict[str, tuple[list[int], Common]] = {
-    "one group": ([70 * LONG, 66 * LONG, 90 * LONG], [([0, 1, 2], 4 * LONG)]),
-    "an own part of one token": ([65, 66, 80], [([0, 1, 2], 4)]),
-    "two groups and rows apart": ([50, 1, 60, 0, 70, 40, 33], [([0, 2], 3), ([4, 5], 2)]),
-    "a group in a group": ([90, 99, 80, 70, 40], [([0, 1, 2, 3, 4], 2), ([0, 1], 5), ([2, 3], 4)]),
-    "a group of many": ([40 + i for i in range(19)], [(list(range(19)), 2)]),
-    "nothing": ([40, 17, 1], []),
-}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -122,25 +92,8 @@ def test_common_parts_that_end_at_the_last_token() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_trees(seed: int) -> None:
-    random = torch.Generator().manual_seed(seed)
-
-    def draw(most: int) -> int:
-        return int(torch.randint(0, most, (), generator=random))
-
-    rows = [3, 9, 14][seed] * (4 if GPU else 1)
-    lengths = [33 + draw(60 * LONG) for _ in range(rows)]
-    common: Common = []
-    begin = 0
-    while begin < rows:
-        several = list(range(begin, min(rows, begin + 1 + draw(5))))
-        most = min(lengths[row] for row in several) // 16
-        common.append((several, 1 + draw(most)))
-        begin = several[-1] + 1
-    everyone = [(list(range(rows)), 1)]
-    verify(
-        Case(lengths, heads=1, group=2, key_dim=16 if not GPU else 64, seed=seed),
-        common + everyone * (seed % 2),
-    )
+    lengths, common = random_tree(seed, [3, 9, 14][seed] * (4 if GPU else 1))
+    verify(Case(lengths, heads=1, group=2, key_dim=16 if not GPU else 64, seed=seed), common)
 
 
 def test_query_heads_that_fill_a_tile_leave_no_room_for_other_rows() -> None:

@@ -14,14 +14,22 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from .block_table_array import BlockTableArray
 from .kinds import LayerKind
+from .table import BlockTable
 
 Read = Callable[[int, int], Sequence[int]]
 """The first so many blocks of a row."""
 GRAIN = 8
 """Blocks of a chunk: common parts are as long as some number of chunks."""
 LAUNCH = 2100
-"""Tokens that a level of groups must leave unread: reading them costs what its launch does."""
+"""Tokens that a level of groups must leave unread on a GPU: reading them costs what its launch does."""
+SPLIT = 384
+"""The same on a CPU: what each row has beside its groups becomes a part of its own."""
+FEWEST = 4
+"""Rows of a group on a CPU: fewer take longer together than one by one, where the caches hold what they
+read.
+"""
 STAYS = 0.5
 """The share of that at which a level that is in use stays, so that it does not come and go."""
 LEVELS = 2
@@ -95,16 +103,17 @@ class _Choice(NamedTuple):
 class SharedReads:
     """The books: rows by the chunks of their tables, and the groups that are worth a launch."""
 
-    def __init__(self, block_size: int, always: bool = False) -> None:
+    def __init__(self, block_size: int, always: bool = False, on_cpu: bool = False) -> None:
         """always: groups however little they save, from one common block on."""
         self._block_size = block_size
+        self._fewest = FEWEST if on_cpu and not always else 2
         self._grain = 1 if always else GRAIN
         self._root = _Chunk()
         self._ends: dict[int, _Chunk] = {}
         """The last chunk of each row."""
         self._levels = 0
         """Levels of groups in use."""
-        self._least = 0 if always else LAUNCH / (block_size * GRAIN)
+        self._least = 0 if always else (SPLIT if on_cpu else LAUNCH) / (block_size * GRAIN)
         self._known: tuple[SharedRead, ...] | None = ()
         """The groups, until a row comes or ends."""
         self._laid_out: tuple[tuple[SharedRead, ...], Sequence[int], array[int]] | None = None
@@ -113,9 +122,22 @@ class SharedReads:
         """Tokens that no step has read again, of those that were followed."""
 
     @classmethod
-    def of(cls, kind: LayerKind, block_size: int, option: str) -> SharedReads | None:
+    def of(cls, kind: LayerKind, block_size: int, option: str, on_cpu: bool = False) -> SharedReads | None:
         """Books for layers of a kind under an option, where rows may read together."""
-        return cls(block_size, option == "always") if option != "off" and kind.reads_all else None
+        return cls(block_size, option == "always", on_cpu) if option != "off" and kind.reads_all else None
+
+    def follow_singles(
+        self, tables: BlockTableArray, row_ids: array[int], starts: array[int], counts: array[int]
+    ) -> array[int]:
+        """The groups, as `follow` answers them, of a step in which row_ids[i] takes counts[i] tokens after
+        starts[i]: of its rows of one token, which come first.
+        """
+        single = len(counts)
+        if counts.count(1) < single:  # all have one in most steps
+            single = next(i for i, count in enumerate(counts) if count != 1)
+        groups = self.follow(row_ids[:single], starts[:single], tables.first, tables.rewritten)
+        tables.rewritten.clear()
+        return groups
 
     def follow(
         self, rows: Sequence[int], lengths: Sequence[int], read: Read, rewritten: Collection[int]
@@ -136,6 +158,14 @@ class SharedReads:
         groups, _, numbers = self._laid_out
         self.unread += sum(group.unread for group in groups) * self._block_size
         return numbers
+
+    def follow_tables(self, tables: Sequence[BlockTable], new: int) -> array[int]:
+        """The groups, as `follow` answers them, of rows that have taken `new` tokens at most; any table may
+        begin with other blocks than before.
+        """
+        rows = range(len(tables))
+        before = [max(0, table.length - new) for table in tables]
+        return self.follow(rows, before, lambda row, count: tables[row].blocks[:count], rows)
 
     def _enter_all(self, lengths: Mapping[int, int], read: Read, rewritten: Collection[int]) -> None:
         """Let these be all rows."""
@@ -215,9 +245,9 @@ class SharedReads:
         launch costs. Those of a row follow one another from its first block on.
         """
         if self._known is None:
-            choices = [_Choice(), _best(self._root, 0, 1)]
+            choices = [_Choice(), _best(self._root, 0, 1, self._fewest)]
             if choices[1].forks <= FORKS:
-                choices += [_best(self._root, 0, levels) for levels in range(2, LEVELS + 1)]
+                choices += [_best(self._root, 0, levels, self._fewest) for levels in range(2, LEVELS + 1)]
             levels = 0
             for more in range(1, min(LEVELS + 1, len(choices))):
                 least = self._least * (STAYS if more <= self._levels else 1)
@@ -231,17 +261,19 @@ class SharedReads:
         return self._known
 
 
-def _best(chunk: _Chunk, begin: int, levels: int) -> _Choice:
-    """The groups of the rows below a chunk that leave most unread; those above end at depth `begin`."""
+def _best(chunk: _Chunk, begin: int, levels: int, fewest: int) -> _Choice:
+    """The groups of at least `fewest` of the rows below a chunk that leave most unread; those above end at
+    depth `begin`.
+    """
     if not levels:
         return _Choice()
     found = _Choice()
     for below in chunk.below.values():
-        if below.count > 1:
+        if below.count >= fewest:
             last = below.fork()
-            apart = _best(last, begin, levels)
+            apart = _best(last, begin, levels, fewest)
             unread = (last.count - 1) * (last.depth - begin)
-            together = _Choice(unread, ((last, begin),)).beside(_best(last, last.depth, levels - 1))
+            together = _Choice(unread, ((last, begin),)).beside(_best(last, last.depth, levels - 1, fewest))
             best = together if together.unread >= apart.unread else apart
             found = found.beside(best._replace(forks=apart.forks + 1))
     return found

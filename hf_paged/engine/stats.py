@@ -208,11 +208,9 @@ def _why_no_graphs(loop: StepLoop) -> str | None:
 
 def _shared_reads(loop: StepLoop) -> dict[str, int]:
     """The groups of the last steps: of the model's, and of adapters' that peft's modules compute."""
+    found = Counter(loop.pools.shared_reads_usage())
     own = loop.runner.captured
-    if own is None:
-        return {}
-    found = Counter(own.shared_reads())
-    for each in loop.adapters.apart.captured:
+    for each in [*([] if own is None else [own]), *loop.adapters.apart.captured]:
         found.update(each.shared_reads())
     return dict(found)
 
@@ -226,10 +224,13 @@ def _why_no_shared_reads(loop: StepLoop) -> str | None:
         return "batch_invariant=True: sums have one order, whatever is computed beside"
     if not any(kind.reads_all for kind in pools.paged):
         return "no layer attends to all tokens of a sequence"
-    on_gpu = loop.runner.eager.device.type == "cuda"
-    possible = on_gpu and loop.runner.captures and pools.config.kernels in ("auto", "triton")
+    runner = loop.runner
+    if runner.eager.device.type == "cuda":
+        possible = runner.captures and pools.config.kernels in ("auto", "triton")
+    else:
+        possible = runner.form == "flat" and why_in_torch(pools.config.kernels, pools.layouts) is None
     if pools.config.shared_reads == "always" and not possible:
-        return "only captured steps with the Triton kernels do"
+        return "only the Triton kernels in captured steps and the C++ op of CPUs do"
     return None  # what else is off says why
 
 

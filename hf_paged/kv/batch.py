@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..blocks import TableView
+from ..blocks.shared_reads import FIELDS
 from .upload import upload
 
 WIDTHS = 16
@@ -196,7 +198,9 @@ class RowBatch(Batch):
         is_current: Callable[[], bool],
         workspace: dict[str, Any] | None = None,
         counts: Sequence[int] | None = None,
+        groups: Callable[[], array[int]] | None = None,
     ) -> None:
+        """groups: of rows that read common blocks together, as `SharedReads.follow` answers them."""
         self.tables = tables
         self._taken = counts
         """The new tokens of each row, its last ones; None if all of a row's are `new` or behind its start."""
@@ -211,6 +215,7 @@ class RowBatch(Batch):
         self.block_size = tables[0].pool.block_size if tables else 0
         self.step = object()
         self._is_current = is_current
+        self._groups = groups
         self.workspace = {} if workspace is None else workspace
         self._written: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._blocks: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -286,6 +291,19 @@ class RowBatch(Batch):
             self.workspace["strided"] = (key, table)
         counted: torch.Tensor = table
         return counted
+
+    def groups_on(self, device: torch.device) -> torch.Tensor | None:
+        """Only the C++ op of CPUs reads together in steps that are launched one operation at a time."""
+        if self._groups is None or device != CPU:
+            return None
+        if "groups" not in self.workspace:
+            self.check()
+            numbers = self._groups()
+            members = numbers[1]  # of a first group
+            groups = torch.frombuffer(numbers, dtype=torch.int32).view(-1, FIELDS) if members else None
+            self.workspace["groups"] = groups
+        found: torch.Tensor | None = self.workspace["groups"]
+        return found
 
     def blocks(self, first: int, device: torch.device) -> torch.Tensor | None:
         if self.starts is not None:

@@ -35,8 +35,9 @@ class CacheConfig:
     prefix_caching: whether a prompt may begin with blocks of earlier calls, and later calls with blocks of
         this one.
     salt: calls share blocks only with calls of the same salt: one salt per tenant keeps them apart.
-    shared_reads: "auto" reads blocks that several rows of a captured step have in common once for all of
-        them, where that saves more than it costs; "always" from one common block on, for tests; "off" never.
+    shared_reads: "auto" reads blocks that several rows of a step have in common once for all of them, where
+        that saves more than it costs (captured steps with Triton's kernels, and the C++ op of CPUs); "always"
+        from one common block on, for tests; "off" never.
     verify: "tokens" compares a prompt's tokens with those of every block found by its hash. "bytes" also
         takes a checksum of the keys and values in each full block, and compares it when the block is shared,
         copied, swapped or evicted.

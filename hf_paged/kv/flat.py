@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -24,12 +25,19 @@ class FlatBatch(RowBatch):
     packed = True
 
     def __init__(
-        self, tables: Sequence[TableView], counts: Sequence[int], plans: dict[object, Any] | None = None
+        self,
+        tables: Sequence[TableView],
+        counts: Sequence[int],
+        plans: dict[object, Any] | None = None,
+        groups: Callable[[], array[int]] | None = None,
     ) -> None:
-        """plans: of kernels, kept from step to step."""
+        """plans: of kernels, kept from step to step. groups: of sequences of one token that read common
+        blocks together.
+        """
         columns = max(table.length for table in tables)
         kept = {} if plans is None else {PLANS: plans}
-        super().__init__(tables, None, columns, sum(counts), _strided_view_of(tables), lambda: True, kept)
+        strided = _strided_view_of(tables)
+        super().__init__(tables, None, columns, sum(counts), strided, lambda: True, kept, groups=groups)
         self.rows = 1  # as the model sees it
         self.fresh = False  # several sequences are never one sequence
         self.longest = 1 if self.new == len(tables) else max(counts)

@@ -298,9 +298,11 @@ class NativeOps(Ops):
         batch.check()
         window = seen.window if seen.causal else None
         key = (shape, strides, pages.values.shape[1:], query.dtype, window, seen.causal)
+        together = seen.causal and window is None
         plan = self._planned(
-            batch, key, self.native.Attend, query, pages.keys, pages.values, window=window, causal=seen.causal
-        )
+            batch, key, self.native.Attend, query, pages.keys, pages.values, together=together,
+            window=window, causal=seen.causal,
+        )  # fmt: skip
         out: torch.Tensor = plan.run(
             query,
             pages.keys,
@@ -311,14 +313,24 @@ class NativeOps(Ops):
         )
         return out if query is given else out.transpose(0, 1)
 
-    def _planned(self, batch: Batch, key: object, make: Any, *tensors: torch.Tensor, **options: Any) -> Any:
-        """The step's plan for layers of one shape."""
+    def _planned(
+        self,
+        batch: Batch,
+        key: object,
+        make: Any,
+        *tensors: torch.Tensor,
+        together: bool = False,
+        **options: Any,
+    ) -> Any:
+        """The step's plan for layers of one shape. together: whether rows may read common blocks together."""
         plans = batch.workspace.setdefault(PLANS, {})
         plan, updated_for = plans.get(key, (None, None))
         if plan is None:
             plan = make(self.library, *tensors, block_size=batch.block_size, **options)
         if updated_for is not batch.step:
-            plan.update(batch.host_table(), batch.lengths(tensors[0].device))
+            device = tensors[0].device
+            groups = batch.groups_on(device) if together else None
+            plan.update(batch.host_table(), batch.lengths(device), groups)
             plans[key] = (plan, batch.step)
         return plan
 

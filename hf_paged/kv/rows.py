@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..blocks import (
     Copy,
     LayerKind,
     Match,
+    SharedReads,
     adopt,
     append,
     blocks_needed,
@@ -67,6 +69,10 @@ class Rows:
         """Tokens that need no new block: every row owns its last block, with room for so many."""
         self._batch: RowBatch | None = None
         self._workspace: dict[str, Any] = {}
+        self._shared = SharedReads.of(
+            self.kind, group.pool.block_size, group.config.shared_reads, on_cpu=True
+        )
+        """The rows that read common blocks together in steps that are not captured."""
 
     @property
     def kind(self) -> LayerKind:
@@ -319,8 +325,13 @@ class Rows:
         self._room = room
         if not same_blocks:
             self._workspace.pop("tables", None)
+            self._workspace.pop("groups", None)
+        tables, shared = self.tables, self._shared
+        groups = None
+        if shared is not None and self._strided is None and len(tables) > 1:
+            groups = partial(shared.follow_tables, tables, new)
         self._batch = RowBatch(
-            self.tables,
+            tables,
             self.starts,
             self.columns,
             new,
@@ -328,6 +339,7 @@ class Rows:
             lambda: stamp is self.stamp,
             self._workspace,
             counts,
+            groups,
         )
         return self._batch
 

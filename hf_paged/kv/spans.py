@@ -77,8 +77,7 @@ class StaticSpans(StaticBatch):
             borders[0] = 0
             borders[1 : len(rows) + 1] = many.cumsum()
             borders[len(rows) + 1 :] = len(places)
-            if self.shared is not None:
-                self._load_groups(self.shared, parts, tables, row_ids, starts, counts)
+            self._load_groups(parts, tables, row_ids, starts, counts)
 
     def begin(self, advance: Callable[..., None]) -> None:
         """Begin a run: work out where the new tokens are written, and which sequences bring one."""

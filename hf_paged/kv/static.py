@@ -223,8 +223,7 @@ class StaticBatch(Batch):
                 sources, targets = parts["sources"], parts["targets"]
                 sources[: len(copies)], targets[: len(copies)] = zip(*copies, strict=True)
             if self.shared is not None:
-                before, rows = [table.length - new for table in tables], range(len(tables))
-                groups = self.shared.follow(rows, before, lambda row, count: tables[row].blocks[:count], rows)
+                groups = self.shared.follow_tables(tables, new)
                 parts[GROUPS].reshape(-1)[: len(groups)] = groups
 
     def load_array(
@@ -242,12 +241,10 @@ class StaticBatch(Batch):
         with self.uploaded.filled() as parts:
             parts["tokens"][: len(rows)] = positions
             parts["table"][: len(rows), :width] = blocks.take(rows, 0)[:, :width]
-            if self.shared is not None:
-                self._load_groups(self.shared, parts, tables, row_ids, starts, counts)
+            self._load_groups(parts, tables, row_ids, starts, counts)
 
-    @staticmethod
     def _load_groups(
-        shared: SharedReads,
+        self,
         parts: dict[str, Any],
         tables: BlockTableArray,
         row_ids: array[int],
@@ -255,12 +252,9 @@ class StaticBatch(Batch):
         counts: array[int],
     ) -> None:
         """Upload the groups of the rows of one token, which come first."""
-        single = len(counts)
-        if counts.count(1) < single:  # all have one in most steps
-            single = next(i for i, count in enumerate(counts) if count != 1)
-        groups = shared.follow(row_ids[:single], starts[:single], tables.first, tables.rewritten)
-        tables.rewritten.clear()
-        parts[GROUPS].reshape(-1)[: len(groups)] = groups
+        if self.shared is not None:
+            groups = self.shared.follow_singles(tables, row_ids, starts, counts)
+            parts[GROUPS].reshape(-1)[: len(groups)] = groups
 
     def load_nothing(self) -> None:
         """Upload a step without tokens: a run writes nothing and sees nothing."""

@@ -18,7 +18,7 @@ class _StepStruct(ctypes.Structure):
     """`Step` of paged.cpp."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("table", "lengths", "scratch")),
+        *((name, c_void_p) for name in ("table", "lengths", "groups", "scratch")),
         *((name, c_int64) for name in ("rows", "width", "block_size", "tokens", "heads", "group")),
         *((name, c_int64) for name in ("key_dim", "value_dim")),
         *((name, c_int64) for name in ("key_slot", "key_head", "value_slot", "value_head")),
@@ -108,18 +108,19 @@ class _Launch:
             dtype=DTYPES[keys.dtype],
         )  # fmt: skip
         self.address = ctypes.addressof(self.step)
-        self._kept: tuple[torch.Tensor, ...] = ()
+        self._kept: tuple[torch.Tensor | None, ...] = ()
 
-    def update(self, table: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Begin a step: block ids table [rows, width] and tokens lengths [rows], this step's included, int32
-        and dense.
+    def update(self, table: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor | None = None) -> None:
+        """Begin a step: block ids table [rows, width], tokens lengths [rows], this step's included, and
+        numbers [rows, 8] of groups of rows that read common blocks together, int32 and dense.
         """
         step = self.step
         step.table = table.data_ptr()
         step.lengths = lengths.data_ptr()
+        step.groups = None if groups is None else groups.data_ptr()
         step.rows, step.width = table.shape
         step.threads = torch.get_num_threads()
-        self._kept = (table, lengths)
+        self._kept = (table, lengths, groups)
 
 
 class Write(_Launch):
@@ -186,8 +187,15 @@ class Attend(_Launch):
         )
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def update(self, table: torch.Tensor, lengths: torch.Tensor) -> None:
-        super().update(table, lengths)
+    def update(self, table: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor | None = None) -> None:
+        if groups is not None and (
+            groups.shape != (len(table), 8) or groups.dtype != torch.int32 or self.step.window
+        ):
+            raise ValueError(
+                f"Invalid groups: expected [{len(table)}, 8] of torch.int32 without a window, got "
+                f"{list(groups.shape)} of {groups.dtype} with window {self.step.window}"
+            )
+        super().update(table, lengths, groups)
         need = self.library.scratch(self.address)
         if need > self._scratch.numel():
             # Whatever the user's default dtype and device are: the library writes floats here.

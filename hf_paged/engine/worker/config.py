@@ -75,8 +75,9 @@ class EngineConfig:
     kernels: "torch", "triton", "native" (the C++ op of CPUs) or "auto": Triton on a CUDA device, on a CPU the
         C++ op if it is built.
     graphs: whether decoding steps are captured in CUDA graphs and replayed.
-    shared_reads: "auto" reads blocks that several rows of a captured step have in common once for all of
-        them, where that saves more than it costs; "always" from one common block on, for tests; "off" never.
+    shared_reads: "auto" reads blocks that several rows of a step have in common once for all of them, where
+        that saves more than it costs (captured steps with Triton's kernels, and the C++ op of CPUs); "always"
+        from one common block on, for tests; "off" never.
     run_ahead: whether a step is launched before the last one's tokens have reached the host, except for
         requests whose next token needs the host (beams, processors). None means on CUDA devices.
     rank_timeout: where several processes compute the model (tensor parallel), the seconds after which a step

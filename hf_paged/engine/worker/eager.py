@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, chain
@@ -151,9 +152,23 @@ class EagerModel:
         """Let the next writes to the cache be those of all rows side by side."""
         self.cache.begin(
             {
-                kind: FlatBatch(self._tables(rows, i, kind), rows.counts, self._plans_of(kind))
+                kind: FlatBatch(
+                    self._tables(rows, i, kind),
+                    rows.counts,
+                    self._plans_of(kind),
+                    self._groups(rows, i, kind),
+                )
                 for i, kind in enumerate(self.pools.paged)
             }
+        )
+
+    def _groups(self, rows: ForwardRows, number: int, kind: LayerKind) -> Callable[[], array[int]] | None:
+        """The groups of rows that read common blocks together, for a reader that asks for them."""
+        if kind not in self.pools.shared_reads or len(rows) < 2:
+            return None
+        shared = self.pools.shared_reads[kind]
+        return functools.partial(
+            shared.follow_singles, rows.tables[number], rows.row_ids, rows.starts, rows.counts
         )
 
     def _tables(self, rows: ForwardRows, number: int, kind: LayerKind) -> list[TableView]:
@@ -211,7 +226,13 @@ class EagerModel:
         starts = [columns - 1 - start for start in rows.starts]
         batches: dict[LayerKind, Batch] = {
             kind: RowBatch(
-                self._tables(rows, i, kind), starts if any(starts) else None, columns, 1, None, lambda: True
+                self._tables(rows, i, kind),
+                starts if any(starts) else None,
+                columns,
+                1,
+                None,
+                lambda: True,
+                groups=self._groups(rows, i, kind),
             )
             for i, kind in enumerate(self.pools.paged)
         }

@@ -6,7 +6,7 @@ import gc
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...blocks import BlockTable, Copy, LayerKind, OutOfBlocks
+from ...blocks import BlockTable, Copy, LayerKind, OutOfBlocks, SharedReads
 from ...kv import HostBlocks, LayerGroup, Layout, Transfer
 from ...kv.budget import Room, free_bytes
 from ...kv.checksums import NO_CHECKS, ByteChecks
 from ...kv.token_numbers import read_numbers
+from ...model.offloaded import input_device
 from ...model.registry import memory_of
 from ...model.routing import ROUTING
 from ...model.servable import Unservable
@@ -50,6 +51,16 @@ SHARE_OF_HOST = 0.2
 """The largest share of the host's free memory in which preempted blocks wait by default."""
 LONGEST = 4096
 """How long sequences are taken to become where the model has no limit."""
+
+
+def _shared_reads(model: nn.Module, groups: Mapping[LayerKind, LayerGroup]) -> dict[LayerKind, SharedReads]:
+    """Books of the sequences that read common blocks together, by the kinds of layers that do."""
+    on_cpu = input_device(model).type == "cpu"
+    found = {
+        kind: SharedReads.of(kind, group.pool.block_size, group.config.shared_reads, on_cpu)
+        for kind, group in groups.items()
+    }
+    return {kind: books for kind, books in found.items() if books is not None}
 
 
 class Pools:
@@ -96,6 +107,8 @@ class Pools:
         """The groups whose tables hold a sequence's own tokens, the first ones of all."""
         self.paged = {kind: group for kind, group in self.own.items() if kind.fills}
         """Those of keys and values, the first ones of these."""
+        self.shared_reads = _shared_reads(model, self.paged)
+        """Those of steps that are launched one operation at a time, by the kinds of layers that do."""
         for group in self.groups.values():
             group.kept = config.keep_pools
         if config.num_blocks is not None and not self.paged:
@@ -415,6 +428,14 @@ class Pools:
             }
             for kind, group in self.groups.items()
         }
+
+    def shared_reads_usage(self) -> dict[str, int]:
+        """The groups of the last step that was not captured, their members, and the tokens not read again."""
+        books = self.shared_reads.values()
+        groups = [group for each in books for group in each.groups()]
+        members = sum(len(group.rows) for group in groups)
+        unread = sum(each.unread for each in books)
+        return {"groups": len(groups), "members": members, "tokens_unread": unread}
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes of all pools: reserved ones, those of held or cached blocks, and the most that can be
