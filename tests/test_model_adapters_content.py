@@ -93,3 +93,31 @@ def test_steps_look_at_no_tensor_of_an_adapter_of_our_own(
     assert found.changed(["one"]) == set()
     found.refresh()
     assert found.changed(["one"]) == {"one"}
+
+
+def test_every_look_sees_what_has_changed_since_the_last(model: Any, contents: AdapterContents) -> None:
+    layer = next(each for each in model.modules() if hasattr(each, "lora_A"))
+    parts = layer.lora_A
+
+    def add_to_a_layer() -> None:
+        layer.lora_magnitude_vector["two"] = torch.nn.Linear(1, 1)
+
+    changes = (
+        lambda: setattr(parts["two"], "weight", torch.nn.Parameter(parts["two"].weight.data.clone())),
+        lambda: setattr(parts["two"].weight, "data", parts["two"].weight.data[:2]),
+        lambda: parts.__setitem__("two", torch.nn.Linear(*reversed(parts["two"].weight.shape), bias=False)),
+        lambda: layer.set_scale("two", 1.5),
+        lambda: setattr(layer, "scaling", {**layer.scaling, "two": 3.0}),
+        lambda: setattr(layer, "lora_A", torch.nn.ModuleDict({**parts, "two": torch.nn.Linear(4, 4)})),
+        lambda: model.to(torch.float64),
+        add_to_a_layer,
+    )
+    for change in changes:
+        for _ in range(2):  # read, and then as it was seen
+            assert contents.changed(["one", "two"]) == set()
+        change()
+        found = contents.changed(["one", "two"])
+        assert "two" in found
+        assert found == {"two"} or parts["one"].weight.dtype == torch.float64
+        assert contents.changed(["one", "two"]) == found
+        assert contents.differ()

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from .entries import Entries
 from .lora import Adapter
 from .parts import by_kernels
 from .patches import own_forward
-from .peft_parts import LINEAR, base_of, inner_of, is_invoked, kind_of, names_in, wraps_around
+from .peft_parts import LINEAR, base_of, homes_in, inner_of, is_invoked, kind_of, names_in, wraps_around
 from .shards import is_divided
 from .switch import modules_of
 
@@ -89,6 +90,9 @@ class LoraLayers:
         """Those whose adapters' parts can be read, which compute them in the place of the model's modules."""
         self._first: Any = _first_of(self.layers, tuners)
         self._by_kernels: dict[str, tuple[bool, bool]] = {}
+        self.looks: dict[str, Entries] = {}
+        """By the names of adapters the entries of the last look that found them unchanged."""
+        self._homes: Entries | None = None
         self._merged = bool(getattr(self._first, "merged_adapters", ()))
         self.reasons = _reasons([each for each in tuners if _is_lora(each)], tuners)
         """By the names of all adapters why peft's own modules must compute one."""
@@ -220,6 +224,17 @@ class LoraLayers:
             if kind is not None and kind.has(layer, name):
                 found[layer] = (kind.read(layer, name),)
         return Adapter(found)
+
+    def look(self, name: str) -> Entries:
+        """The entries that an adapter is read from, as they are now."""
+        found = [(kind, layer) for layer in self.layers if (kind := kind_of(layer)) is not None]
+        return Entries(chain.from_iterable(kind.entries(layer, name) for kind, layer in found))
+
+    def note_homes(self) -> None:
+        """Forget `looks` if layers keep adapters elsewhere than before."""
+        if self._homes is None or not self._homes.same():
+            self.looks.clear()
+            self._homes = Entries(chain.from_iterable(map(homes_in, self.layers)))
 
     def is_by_kernels(self, name: str, mixed: bool = False) -> bool:
         """True if the kernels of adapters compute all parts of one. mixed: and peft lets a row of a batch

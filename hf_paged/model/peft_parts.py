@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from .entries import Entry
 from .parts import LowRank, LowRankEmbedding, Part, SavedModule, TrainedTokens
 from .patches import is_of_transformers, own_forward
 from .shards import local_part
@@ -35,8 +36,12 @@ class PeftModule(NamedTuple):
     read: Callable[[Any, str], Part]
     why_not: Callable[[Any, str], str | None]
     """Why only peft's own code can compute the part of an adapter."""
+    entries: Callable[[Any, str], Iterable[Entry]]
+    """The entries that an adapter's part is read from, in what the module has for all adapters."""
     own_parts: Collection[str]
     """Modules in it that belong to adapters."""
+    homes: Collection[str]
+    """The attributes with an entry for each adapter, of those that `read` reads."""
 
 
 def kind_of(module: Any) -> PeftModule | None:
@@ -73,6 +78,20 @@ def inner_of(module: Any) -> Any:
 def wraps_around(module: Any) -> list[Any]:
     """The module of peft's itself, and the one in it that has the trained tokens."""
     return [each for each in (module, module._modules.get("token_adapter")) if each is not None]
+
+
+def homes_in(module: Any) -> Iterator[Entry]:
+    """The entries of what a module of peft's has for all adapters."""
+    kind = kind_of(module)
+    if kind is None:
+        return
+    for each in wraps_around(module):
+        if each is not module:
+            yield module._modules, "token_adapter"
+        for where in kind.homes:
+            for own in (each._modules, each.__dict__):
+                if where in own:
+                    yield own, where
 
 
 def names_in(module: Any) -> dict[str, None]:
@@ -137,6 +156,31 @@ def _read_embedding(layer: Any, name: str) -> LowRankEmbedding:
     return LowRankEmbedding(local_part(a), local_part(b), float(layer.scaling[name]), magnitude)
 
 
+def _linear_entries(layer: Any, name: str) -> Iterator[Entry]:
+    yield from _entries(layer, "lora_A", name, "weight")
+    yield from _entries(layer, "lora_B", name, "weight", "bias")
+    yield from _scale_entries(layer, name)
+
+
+def _embedding_entries(layer: Any, name: str) -> Iterator[Entry]:
+    for where in ("lora_embedding_A", "lora_embedding_B"):
+        yield layer._modules[where]._parameters, name
+    yield from _scale_entries(layer, name)
+
+
+def _scale_entries(layer: Any, name: str) -> Iterator[Entry]:
+    yield from _entries(layer, "lora_magnitude_vector", name, "weight")
+    yield layer.scaling, name
+
+
+def _entries(layer: Any, where: str, name: str, *keys: str) -> Iterator[Entry]:
+    """The entries of an adapter's module in a layer, and of its weights."""
+    held = layer._modules[where]._modules
+    yield held, name
+    for key in keys if name in held else ():
+        yield held[name]._parameters, key
+
+
 def is_invoked(variant: object) -> bool:
     """True for the low-rank products of an aLoRA."""
     return type(variant).__name__.startswith("ALora")
@@ -160,8 +204,21 @@ def _why_not_lora(layer: Any, name: str) -> str | None:
 LORA_PARTS = frozenset(
     {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_dropout"}
 )
-LORA_LINEAR = PeftModule(_lora_names, _has_lora, _read_linear, _why_not_lora, LORA_PARTS)
-LORA_EMBEDDING = LORA_LINEAR._replace(read=_read_embedding)
+SCALES = ("lora_magnitude_vector", "scaling")
+LORA_LINEAR = PeftModule(
+    _lora_names,
+    _has_lora,
+    _read_linear,
+    _why_not_lora,
+    _linear_entries,
+    LORA_PARTS,
+    ("lora_A", "lora_B", *SCALES),
+)
+LORA_EMBEDDING = LORA_LINEAR._replace(
+    read=_read_embedding,
+    entries=_embedding_entries,
+    homes=("lora_embedding_A", "lora_embedding_B", *SCALES),
+)
 
 
 # ---- trained tokens
@@ -185,6 +242,12 @@ def _read_tokens(module: Any, name: str) -> TrainedTokens:
     return TrainedTokens(
         tuple(map(int, layer.token_indices[name])), local_part(layer.trainable_tokens_delta[name])
     )
+
+
+def _token_entries(module: Any, name: str) -> Iterator[Entry]:
+    layer = _tokens_of(module)
+    yield layer.trainable_tokens_delta._parameters, name
+    yield layer.token_indices, name
 
 
 def _why_not_tokens(module: Any, name: str) -> str | None:
@@ -217,6 +280,14 @@ def _read_saved(module: Any, name: str) -> SavedModule:
     return SavedModule(module.modules_to_save[name])
 
 
+def _saved_entries(module: Any, name: str) -> Iterator[Entry]:
+    yield from _entries(module, "modules_to_save", name)
+    own = module.modules_to_save._modules.get(name)
+    for held in () if own is None else (own._parameters, own._buffers):
+        for key in held:
+            yield held, key
+
+
 def _why_not_saved(module: Any, name: str) -> str | None:
     return why_not_by_row(module.modules_to_save[name])
 
@@ -226,13 +297,21 @@ TOKENS = PeftModule(
     _has_tokens,
     _read_tokens,
     _why_not_tokens,
+    _token_entries,
     ("trainable_tokens_delta", "trainable_tokens_original"),
+    ("trainable_tokens_delta", "token_indices"),
 )
 WRAPPERS = {
     "TrainableTokensWrapper": TOKENS,
     "TrainableTokensLayer": TOKENS,
     "ModulesToSaveWrapper": PeftModule(
-        _saved_names, _has_saved, _read_saved, _why_not_saved, ("modules_to_save",)
+        _saved_names,
+        _has_saved,
+        _read_saved,
+        _why_not_saved,
+        _saved_entries,
+        ("modules_to_save",),
+        ("modules_to_save",),
     ),
 }
 """By the names of peft's classes."""

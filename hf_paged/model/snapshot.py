@@ -30,7 +30,7 @@ from .quantized import holders_of, is_quantized, looks_around, scales_of
 from .source import STANDS_FOR
 from .switch import modules_of, original_implementation
 from .training import training_effect
-from .weights_digest import Unreadable, memory_of_parts, storages_of
+from .weights_digest import Unreadable, memory_of_parts, storages_of, versions_of
 
 PLAIN = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"} | {
@@ -56,7 +56,6 @@ NOTHING = object()
 Getter = Callable[[dict[str, Any]], tuple[Any, ...]]
 _dict_of = attrgetter("__dict__")
 _parts_of = itemgetter("_modules", *TENSORS, *HOOKS)
-_version_of = attrgetter("_version")
 _dtype_of = attrgetter("dtype")
 
 
@@ -569,11 +568,7 @@ def _same(before: Iterable[Any], now: Iterable[Any]) -> bool:
 def _tags(several: Iterable[torch.Tensor | None]) -> tuple[list[int], list[int], list[int]]:
     """Which tensors these are, where they lie, and how often torch wrote to them. In bulk, for every step."""
     tensors = [tensor for tensor in several if tensor is not None]
-    try:
-        versions = list(map(_version_of, tensors))
-    except RuntimeError:  # of tensors that were made in inference mode nothing is counted
-        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-    return list(map(id, tensors)), list(map(torch.Tensor.data_ptr, tensors)), versions
+    return list(map(id, tensors)), list(map(torch.Tensor.data_ptr, tensors)), versions_of(tensors)
 
 
 def _layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[list[Any], ...]:

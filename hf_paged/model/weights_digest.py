@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ HASHED = 16 * 2**20
 """Bytes of a piece of a tensor whose digest a thread of its own takes."""
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 """Kinds of tensors that are one piece of memory; others are asked."""
+_version_of = attrgetter("_version")
 Place = tuple[torch.device, bool]
 """A device, and whether what lies there is read by address."""
 
@@ -51,6 +53,14 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     if wraps(tensor):
         return tuple(_facts(part) for part in tensors_in(tensor))
     return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """`version_of` each of them. In bulk, for every step."""
+    try:
+        return list(map(_version_of, tensors))
+    except RuntimeError:  # of some that were made in inference mode nothing is counted
+        return list(map(version_of, tensors))
 
 
 class Sample(NamedTuple):

@@ -32,6 +32,8 @@ class _AdapterLook(NamedTuple):
     versions: StateKey
     ids: frozenset[int]
     """Its tensors."""
+    reads_base: bool
+    """True if it is computed from the model's weights, too."""
 
 
 class AdapterContents:
@@ -211,9 +213,12 @@ class AdapterContents:
         if again or name in self._stale or name not in self._seen:
             adapter = self._read(name)
             number = identity_of(self._model).of_adapter(name).prefix_key(adapter)
-            ids = frozenset(map(id, adapter.weights()[0]))
             tensors, _ = adapter.weights()
-            self._seen[name] = _AdapterLook(number, StateKey(adapter.versions, tensors), ids)
+            reads_base = isinstance(adapter, Adapter) and any(part.reads_base for part in adapter.parts)
+            self._seen[name] = _AdapterLook(
+                number, StateKey(adapter.versions, tensors), frozenset(map(id, tensors)), reads_base
+            )
+            self.in_model.looks.pop(name, None)
             self._stale.discard(name)
         return self._seen[name].number
 
@@ -225,22 +230,34 @@ class AdapterContents:
 
     def changed(self, names: Iterable[str]) -> set[str]:
         """Which of these were written to since they were looked at, as far as the host sees it. The weights
-        of the model that `own` read are looked at with the model.
+        of the model that some read are looked at with the model.
         """
         seen = [name for name in names if name in self._seen and not self._is_fixed(name)]
-        return {
-            name for name in seen if name in self._stale or (name not in self.own and self._is_written(name))
-        }
+        of_model = [name for name in seen if name not in self.own and name not in self._stale]
+        in_model = self.in_model
+        if of_model:
+            in_model.note_homes()
+        written = {name for name in of_model if self._is_written(in_model, name)}
+        return written.union(self._stale.intersection(seen))
 
     def note_weights(self) -> None:
         """The model's weights are others: adapters that are computed from them are to be read again."""
-        self._stale |= {name for name, own in self.own.items() if own.reads_base and name in self._seen}
+        self._stale |= {name for name, seen in self._seen.items() if seen.reads_base}
 
-    def _is_written(self, name: str) -> bool:
+    def _is_written(self, in_model: LoraLayers, name: str) -> bool:
+        """True unless one of the peft model is surely as it was: its entries, or else all that it is."""
+        look = in_model.looks.get(name)
+        if look is not None and look.same():
+            return False
         try:
-            return not self.has(name) or not self._seen[name].versions.fits(self._read(name).versions)
+            look = in_model.look(name)
+            adapter = self._read(name)
+            written = not self.has(name) or not self._seen[name].versions.fits(adapter.versions)
         except (KeyError, RuntimeError):  # another thread takes it away at this moment
             return True
+        if not written and isinstance(adapter, Adapter) and look.cover(adapter.tensors):
+            in_model.looks[name] = look
+        return written
 
     def rewritten(self, names: Iterable[str]) -> bool:
         """True if any was written to since it was looked at, in whatever way."""
