@@ -39,6 +39,8 @@ def test_a_run_of_a_part_says_so(tmp_path: Path) -> None:
     cases = [f'<testcase classname="tests.{file.stem}" name="one"/>' for file in files]
     report.write_text(f"<testsuites>{''.join(cases)}</testsuites>")
     assert SCRIPT["covered"]([report]) == "whole"
+    report.write_text(report.read_text().replace('tests.test_kv_batch"', 'tests.test_kv_batch.TestWalk"'))
+    assert SCRIPT["covered"]([report]) == "whole"
 
 
 def test_the_page_has_a_row_for_each_run_and_keeps_its_words() -> None:

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from families import BY_NAME, build
+from releases import require_own_adapters
 from transformers import AutoModelForCausalLM
 
 from hf_paged import demo
@@ -73,6 +74,7 @@ def test_code_of_a_checkpoint_is_run_on_demand(
 
 def test_an_adapters_folder_loads_its_model_too(tmp_path: Path) -> None:
     """The words are the model's, unless the folder has its own."""
+    require_own_adapters()
     demo.model().save_pretrained(tmp_path / "base")
     demo.tokenizer().save_pretrained(tmp_path / "base")
     adapted = peft.get_peft_model(
