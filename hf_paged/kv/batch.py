@@ -299,7 +299,7 @@ class RowBatch(Batch):
         if "groups" not in self.workspace:
             self.check()
             numbers = self._groups()
-            members = numbers[1]  # of a first group
+            members = numbers[1] if numbers else 0  # of a first group
             groups = torch.frombuffer(numbers, dtype=torch.int32).view(-1, FIELDS) if members else None
             self.workspace["groups"] = groups
         found: torch.Tensor | None = self.workspace["groups"]
