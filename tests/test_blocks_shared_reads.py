@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations, product
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_paged.blocks import Full, Window, shared_reads
+from hf_paged.blocks import BlockTableArray, Full, Window, shared_reads
 from hf_paged.blocks.shared_reads import FIELDS, GRAIN, LAUNCH, Read, SharedRead, SharedReads
 
 BLOCK = 16
@@ -223,6 +224,25 @@ def test_rows_are_followed_step_by_step(data: st.DataObject) -> None:
         fresh = SharedReads(BLOCK, always=True)
         fresh.follow(rows, lengths, read_of(tables), ())
         assert unread(fresh.groups()) >= unread(books.groups())
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_several_books_follow_the_same_tables(data: st.DataObject) -> None:
+    """Forwards of one step have books each; a row that is written anew is so for all of them."""
+    arrays = [BlockTableArray(), BlockTableArray()]
+    named: list[dict[int, list[int]]] = [{}, {}]
+    books = [SharedReads(1, always=True) for _ in range(2)]
+    for _ in range(data.draw(st.integers(2, 8))):
+        which = data.draw(st.integers(0, 1))
+        for row in data.draw(st.lists(st.integers(0, 5), max_size=3)):
+            named[which][row] = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
+            arrays[which].write(row, 0, array("i", named[which][row]))
+        each = data.draw(st.sampled_from(books))
+        rows = array("i", [row for row in sorted(named[which]) if data.draw(st.booleans())])
+        lengths = array("i", [len(named[which][row]) for row in rows])
+        each.follow_singles(arrays[which], rows, lengths, array("i", [1] * len(rows)))
+        require_true(each.groups(), named[which])
 
 
 def test_steps_count_what_they_do_not_read_again() -> None:

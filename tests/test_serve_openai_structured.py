@@ -217,7 +217,7 @@ def test_a_hostile_grammar_stops_nothing_else() -> None:
             body = {"prompt": "The fox", "guided_json": {"type": "integer", "multipleOf": number}}
             refused.append(served.post("/v1/completions", body))
 
-        threads = [threading.Thread(target=ask, args=(99999900 + i,)) for i in range(AT_ONCE + 1)]
+        threads = [threading.Thread(target=ask, args=(99999901 + 10 * i,)) for i in range(AT_ONCE + 1)]
         for each in threads:
             each.start()
         until(lambda: served.service.admission.in_flight == len(threads))

@@ -24,8 +24,10 @@ class BlockTableArray:
         """Replaced by a new array whenever it grows, so that an array in use never changes its size."""
         self.journal: list[tuple[int, int, int]] | None = None
         """Row, first entry and number of entries of every write, for a reader that empties it."""
-        self.rewritten: set[int] = set()
-        """Rows that name other blocks than new ones at their end, for a reader that empties it."""
+        self.writes = 0
+        """How often a row was written down, beside new blocks at its end."""
+        self._written = array("q")
+        """The number of the last such write of each row."""
 
     def put(self, row: int, table: BlockTable, first: int = 0) -> None:
         """Write down a table, or what it names from its block `first` on."""
@@ -38,7 +40,8 @@ class BlockTableArray:
             self._fit(row, first + len(blocks))
         begin = row * self.width + first
         self.ids[begin : begin + len(blocks)] = blocks
-        self.rewritten.add(row)
+        self.writes += 1
+        self._written[row] = self.writes
         if self.journal is not None:
             self.journal.append((row, first, len(blocks)))
 
@@ -60,6 +63,12 @@ class BlockTableArray:
         """The first block ids of a row."""
         return self.read(row, 0, count)
 
+    def rewritten(self, since: int) -> list[int]:
+        """Rows that were written down behind that number of writes: they may name other blocks."""
+        if since == self.writes:
+            return []
+        return [row for row, last in enumerate(self._written) if last > since]
+
     def matches(self, row: int, table: BlockTable) -> bool:
         """True if a row agrees with its table."""
         begin = row * self.width
@@ -73,5 +82,6 @@ class BlockTableArray:
         for i in range(self.height):
             ids[i * wide : i * wide + self.width] = self.ids[i * self.width : (i + 1) * self.width]
         self.ids = ids
+        self._written.extend([0] * (high - len(self._written)))
         self.width = wide
         self.height = high

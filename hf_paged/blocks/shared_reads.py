@@ -118,6 +118,8 @@ class SharedReads:
         """The groups, until a row comes or ends."""
         self._laid_out: tuple[tuple[SharedRead, ...], Sequence[int], array[int]] | None = None
         """Groups and rows of a step, and the numbers of these."""
+        self._followed: tuple[BlockTableArray | None, int] = (None, 0)
+        """The tables of the last step, and how many writes of theirs are known: other books read them too."""
         self.unread = 0
         """Tokens that no step has read again, of those that were followed."""
 
@@ -135,9 +137,10 @@ class SharedReads:
         single = len(counts)
         if counts.count(1) < single:  # all have one in most steps
             single = next(i for i, count in enumerate(counts) if count != 1)
-        groups = self.follow(row_ids[:single], starts[:single], tables.first, tables.rewritten)
-        tables.rewritten.clear()
-        return groups
+        followed, writes = self._followed
+        known = writes if followed is tables else 0  # of other tables none
+        self._followed = tables, tables.writes
+        return self.follow(row_ids[:single], starts[:single], tables.first, tables.rewritten(known))
 
     def follow(
         self, rows: Sequence[int], lengths: Sequence[int], read: Read, rewritten: Collection[int]
