@@ -217,7 +217,7 @@ class EngineConfig:
         """The options of the pools, checked."""
         return CacheConfig(
             self.block_size, self.num_blocks, self.memory_fraction, self.kernels, graphs=False,
-            state_dtype=self.state_dtype, shared_reads=self.shared_reads,
+            state_dtype=self.state_dtype, shared_reads=self.common_reads,
         )  # fmt: skip
 
     def limits(self) -> Limits:
