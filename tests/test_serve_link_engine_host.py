@@ -79,13 +79,15 @@ def test_steps_of_the_map_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch)
     """Behind the last one that was kept the server is given notice of a gap."""
     monkeypatch.setattr(engine_host, "EVERY", 0.0)
     with hosted(sent=4096) as (engine, connection):
-        body = {"max_new_tokens": 250, "do_sample": False, "eos_token_id": 2**31 - 1}
-        asked = [EngineCall(0, "watch", ()), *(Submit(i, (1, 2, i), body, True) for i in range(1, 9))]
-        connection.sendall(b"".join(map(frame, asked)))
+        body = {"max_new_tokens": 900, "do_sample": False, "eos_token_id": 2**31 - 1}
+        written = news(connection)
+        connection.sendall(frame(EngineCall(0, "watch", ())))
+        watched = next(message for message in written if message.answers)  # before any step is taken
+        connection.sendall(b"".join(frame(Submit(i, (1, 2, i), body, True)) for i in range(1, 9)))
         until(lambda: engine.stats()["running"])
         until(lambda: not engine.stats()["running"])
-        steps = []
-        for message in news(connection):
+        steps = [*watched.steps]
+        for message in written:
             steps += message.steps
             if message.lag:
                 break
