@@ -40,7 +40,7 @@ from .ended import ComputedRows
 from .given_past import with_given_past
 from .leaving import rows_of_step
 from .padding import INPUTS, Padding, mask_name, new_of, note_padding, rows_of
-from .states import begin_run, follow_rows
+from .states import begin_again, begin_run, follow_rows
 
 DENSE_OUTPUTS = ("output_attentions", "output_hidden_states")
 """Outputs that only the model's own attention makes as stock does: at padded columns too."""
@@ -336,7 +336,7 @@ def _with_adapters(
     except Inapplicable:  # peft's own layers compute it from now on
         if before:
             _roll_back(parts, before, given.get(CACHE))
-        begin_run(parts, rows_of(given), new_of(given))
+        begin_again(parts)
         return original(**given)
 
 

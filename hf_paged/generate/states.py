@@ -42,6 +42,13 @@ def begin_run(parts: list[PagedCache], rows: int, new: int) -> None:
             part.states.begin(rows_at(part.sequences.columns, rows, new))
 
 
+def begin_again(parts: list[PagedCache]) -> None:
+    """Have a forward that is repeated name the slots of the rows that it had: its arguments may be gone."""
+    for part in parts:
+        if part.states is not None:
+            part.states.begin(part.states.rows)
+
+
 def follow_rows(model: nn.Module, parts: list[PagedCache], rows: int) -> bool:
     """Test whether the states after a forward of `rows` rows can be forked with them. The first prompt of a
     model tries it on copies, and the verdict is kept.
