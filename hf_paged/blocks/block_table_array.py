@@ -65,8 +65,6 @@ class BlockTableArray:
 
     def rewritten(self, since: int) -> list[int]:
         """Rows that were written down behind that number of writes: they may name other blocks."""
-        if since == self.writes:
-            return []
         return [row for row, last in enumerate(self._written) if last > since]
 
     def matches(self, row: int, table: BlockTable) -> bool:

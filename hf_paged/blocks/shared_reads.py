@@ -140,7 +140,8 @@ class SharedReads:
         followed, writes = self._followed
         known = writes if followed is tables else 0  # of other tables none
         self._followed = tables, tables.writes
-        return self.follow(row_ids[:single], starts[:single], tables.first, tables.rewritten(known))
+        rewritten = tables.rewritten(known) if tables.writes != known else ()
+        return self.follow(row_ids[:single], starts[:single], tables.first, rewritten)
 
     def follow(
         self, rows: Sequence[int], lengths: Sequence[int], read: Read, rewritten: Collection[int]

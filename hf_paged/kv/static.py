@@ -241,20 +241,9 @@ class StaticBatch(Batch):
         with self.uploaded.filled() as parts:
             parts["tokens"][: len(rows)] = positions
             parts["table"][: len(rows), :width] = blocks.take(rows, 0)[:, :width]
-            self._load_groups(parts, tables, row_ids, starts, counts)
-
-    def _load_groups(
-        self,
-        parts: dict[str, Any],
-        tables: BlockTableArray,
-        row_ids: array[int],
-        starts: array[int],
-        counts: array[int],
-    ) -> None:
-        """Upload the groups of the rows of one token, which come first."""
-        if self.shared is not None:
-            groups = self.shared.follow_singles(tables, row_ids, starts, counts)
-            parts[GROUPS].reshape(-1)[: len(groups)] = groups
+            if self.shared is not None:
+                groups = self.shared.follow_singles(tables, row_ids, starts, counts)
+                parts[GROUPS].reshape(-1)[: len(groups)] = groups
 
     def load_nothing(self) -> None:
         """Upload a step without tokens: a run writes nothing and sees nothing."""
