@@ -1,4 +1,4 @@
-"""What works together: the page of the pairs of capabilities that tests/test_together.py runs.
+"""The page of what works together, pair by pair: the capabilities that tests/test_together.py runs.
 
     python scripts/together.py > docs/together.md
 
