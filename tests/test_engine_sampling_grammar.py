@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ import pytest
 pytest.importorskip("llguidance")
 
 import torch
-from transformers import LogitsProcessorList
+from adapters import adapted, lora
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_paged import Engine, demo
+from hf_paged.engine.host_sampler import NoToken
 from hf_paged.engine.sampling.grammar import (
+    Grammar,
     GrammarError,
     Grammars,
     choice_grammar,
@@ -149,6 +153,56 @@ def test_beams_are_those_of_generate(model: Any, grammars: Grammars, engine: Eng
         ids, max_new_tokens=40, do_sample=False, num_beams=3, logits_processor=[processor]
     ).result()
     assert list(output.sequences[0].token_ids) == wanted
+
+
+class Widened(LogitsProcessor):
+    """A processor that is shown no more tokens than its grammar was compiled for, the last ones forbidden."""
+
+    def __init__(self, grammar: Grammar, prompt: int) -> None:
+        self.vocabulary = grammar.vocabulary
+        self.inner = grammar.processor(prompt)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        more = self.vocabulary - scores.shape[1]
+        return self.inner(input_ids, torch.nn.functional.pad(scores, (0, more), value=-torch.inf))[:, :-more]
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_requests_of_an_adapter_with_fewer_tokens_than_the_grammar(
+    grammars: Grammars, tokenizer: Any, tmp_path: Path, beams: int
+) -> None:
+    few = demo.model()
+    few.resize_token_embeddings(few.config.vocab_size - 8)  # without "Once", "At", " storm" and others
+    few = adapted(lora(modules_to_save=["embed_tokens", "lm_head"]), model=few)
+    few.save_pretrained(tmp_path)
+    ids = tokenizer(PROMPTS[2])["input_ids"]
+    # The second answer begins with a token that the adapter lacks.
+    free = grammars.compiled(regex_grammar("(Once|The|At) [a-z ]{20,60}"))
+    absent = grammars.compiled(lark_grammar("start: <[841]>"))
+    with Engine(demo.model(), tokenizer, block_size=8, num_blocks=300) as engine:
+        engine.add_adapter("few", tmp_path / "one")
+        call = {"max_new_tokens": 40, "do_sample": False, "num_beams": beams, "adapter": "few"}
+        handle = engine.submit(ids, logits_processor=[free.processor(len(ids))], **call)
+        other = engine.submit(ids, logits_processor=[absent.processor(len(ids))], **call)
+        wanted = generated(few, ids, Widened(free, len(ids)), num_beams=beams)
+        assert list(handle.result().sequences[0].token_ids) == wanted
+        error = other.result().error
+        assert isinstance(error, NoToken) if beams > 1 else error is not None
+        engine.check()
+
+
+def test_a_grammar_of_more_tokens_than_the_model_is_refused(
+    tokenizer: Any, engine: Engine, model: Any
+) -> None:
+    ids = tokenizer(PROMPTS[2])["input_ids"]
+    size = model.config.vocab_size
+    large = Grammars(tokenizer, size + 8, [1]).compiled(GRAMMARS["regex"]())
+    for beams in (1, 3):
+        processor = large.processor(len(ids))
+        handle = engine.submit(ids, max_new_tokens=4, num_beams=beams, logits_processor=[processor])
+        assert f"compiled for {size + 8} tokens and the model has {size}" in str(handle.result().error)
+    with pytest.raises(GrammarError, match=f"compiled for {size + 8} tokens and the model has {size}"):
+        generated(model, ids, large.processor(len(ids)))
 
 
 def test_preemption_changes_nothing(model: Any, grammars: Grammars, tokenizer: Any) -> None:

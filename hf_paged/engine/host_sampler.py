@@ -237,8 +237,7 @@ def _group(job: Job) -> SequenceGroup:
 def _matchers(job: Job) -> list[Any]:
     """Where the running sequences of a job are in its grammar."""
     assert job.params.grammar is not None
-    if job.params.known.most is not None:
-        job.params.grammar.require_known(job.params.known.most)
+    job.params.grammar.require_known()
     begin = len(job.params.prompt)
     return [
         job.grammar_states[sequence.index].matcher_after(sequence.tokens[begin:])

@@ -281,7 +281,7 @@ def read_request(
     given = _showing(model, given, shown)
     _require_function("prefix_allowed_tokens_fn", extras["prefix_allowed_tokens_fn"])
     config = _with_lengths(model, config, defaults, given)
-    processors = _processors(model, config, given, extras, asked)
+    processors = _of_request(_processors(model, config, given, extras, asked), known)
     criteria = _criteria(model, config, tokenizer, extras["stopping_criteria"], options)
     at_tokens = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
     lengths = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
@@ -327,6 +327,13 @@ def _processors(
         **{name: extras[name] for name in PASSED_ON},
     )
     return with_penalties(made, len(given.tokens), asked.presence, asked.frequency)
+
+
+def _of_request(processors: LogitsProcessorList, known: KnownTokens) -> LogitsProcessorList:
+    """Processors, those of grammars as they are for a request that knows these tokens."""
+    return LogitsProcessorList(
+        each.of_request(known.most) if isinstance(each, GrammarProcessor) else each for each in processors
+    )
 
 
 def _criteria(model: Any, config: Any, tokenizer: Any, given: Any, options: Options) -> StoppingCriteriaList:

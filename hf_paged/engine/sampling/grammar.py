@@ -186,10 +186,16 @@ class GrammarProcessor(LogitsProcessor):
     beside processors of one's own, and in generate() it is a processor as others are.
     """
 
-    def __init__(self, grammar: Grammar, prompt: int) -> None:
+    def __init__(self, grammar: Grammar, prompt: int, most: int | None = None) -> None:
+        """most: how many tokens there are scores for, if an adapter's scores may be of fewer."""
         self._grammar = grammar
         self._prompt = prompt
+        self._most = most
         self._states: dict[int, GrammarState] = {}
+
+    def of_request(self, most: int | None) -> GrammarProcessor:
+        """The same for a request of a model, or of its adapters, with scores for so many tokens at most."""
+        return GrammarProcessor(self._grammar, self._prompt, most)
 
     def begin(self) -> GrammarState:
         """The state of a further answer."""
@@ -207,7 +213,7 @@ class GrammarProcessor(LogitsProcessor):
         if not rows:
             return scores
         self.require_known(scores.shape[1])
-        bits = next_token_bitmasks(matchers, scores.shape[1], scores.device)
+        bits = next_token_bitmasks(matchers, max(scores.shape[1], self.vocabulary), scores.device)
         for each in matchers:
             if each.is_error():
                 raise unfollowed(each)
@@ -218,11 +224,12 @@ class GrammarProcessor(LogitsProcessor):
         """How many tokens the grammar knows. It forbids all others, as those that an adapter has added."""
         return self._grammar.vocabulary
 
-    def require_known(self, vocabulary: int) -> None:
-        """Raise if the grammar knows tokens that do not exist."""
-        if self.vocabulary > vocabulary:
+    def require_known(self, scores: int | None = None) -> None:
+        """Raise if the grammar knows tokens that do not exist. scores: how many there are of a row."""
+        most = self._most or scores
+        if most is not None and self.vocabulary > most:
             raise GrammarError(
-                f"the grammar was compiled for {self.vocabulary} tokens and the model has {vocabulary} "
+                f"the grammar was compiled for {self.vocabulary} tokens and the model has {most} "
                 "scores; give Grammars that number as its vocabulary"
             )
 
