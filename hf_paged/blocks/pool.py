@@ -364,9 +364,9 @@ class BlockPool:
                 f"block {block} is not held and cannot be published; publish before the last reference goes"
             )
         name = BlockName(digest, covered, tokens, parent_key if tokens else b"")
-        new = block not in self.names
+        new = not self.fills and block not in self.names
         bearer = self.names.add(block, name)
-        if new and bearer == block and not self.fills:
+        if new and bearer == block:
             self._weigh_behind(name)
         if self.sealed is not None and bearer == block:
             self.sealed.seal(block)

@@ -161,12 +161,11 @@ class SharedPrefixes:
         """The blocks of the first `end` tokens of a sequence are computed, and others may find them: the
         number of the first block that is another one now, if any is.
         """
-        deduped = end
+        deduped, request = end, sequence.group.request
         for table in self._named_tables(sequence):
             if not table.pool.fills:
                 continue  # by snapshots
             named = len(table.digests) * table.pool.block_size
-            request = sequence.group.request
             if commit(table, sequence.tokens, request.key, keep_tokens=True, until=end):
                 deduped = min(deduped, named)
             if named < request.given:

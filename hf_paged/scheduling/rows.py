@@ -5,9 +5,9 @@ once.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from operator import add, attrgetter, sub
+from operator import attrgetter
 from sys import byteorder
 from typing import NamedTuple
 
@@ -39,9 +39,9 @@ class RowTable:
 
     In most steps every row takes one token. A row takes what its sequence is behind: several tokens where the
     host has several that are not computed, none while its sequence waits. A row needs a block when its tables
-    have no room for what it takes, which one column shows for all rows. The last use of a table is stamped
-    when its sequence leaves. The scheduler decides which group joins and leaves; groups outside are planned
-    row by row.
+    have no room for what it takes: the step in which that is so is noted when its limit changes. The last use
+    of a table is stamped when its sequence leaves. The scheduler decides which group joins and leaves; groups
+    outside are planned row by row.
     """
 
     def __init__(self, kv_groups: tuple[KVCacheGroup, ...]) -> None:
@@ -66,8 +66,10 @@ class RowTable:
         self._columns: _Columns | None = None
         self._lengths = array("i")
         """The tokens that each of the columns' members has computed, those in flight included."""
-        self._room = array("i")
-        """The tokens from there to the limit of each."""
+        self._steps = 0
+        """The steps that they have taken since the columns were made."""
+        self._due: defaultdict[int, list[int]] = defaultdict(list)
+        """The places of the columns' members that come to their limits, by the step in which they do."""
         self._longest = 0
         """The largest of their lengths."""
 
@@ -201,23 +203,19 @@ class RowTable:
         for sequence, place in self.growing.items():
             self._limits[sequence] = limit = self._grow(sequence)
             if self._columns is not None:
-                self._room[place] = limit - self._lengths[place]
+                self._due[self._steps + limit - self._lengths[place]].append(place)
         self.growing = {}
         columns = self._columns = self._columns or self._made_columns()
         sequences, starts = columns.sequences, self._lengths
-        # All rows at once, as large integers: no length carries over, and every row has room for its token.
-        wide = starts.itemsize * len(starts)
+        # All rows at once, as one large integer: no length carries over.
         ends = int.from_bytes(starts.tobytes(), byteorder) + columns.one
-        left = int.from_bytes(self._room.tobytes(), byteorder) - columns.one
-        self._lengths = lengths = array("i", ends.to_bytes(wide, byteorder))
-        self._room = room = array("i", left.to_bytes(wide, byteorder))
+        self._lengths = lengths = array("i", ends.to_bytes(starts.itemsize * len(starts), byteorder))
         self._longest += bool(sequences)
+        self._steps += 1
         for table in columns.tables:
             table.length += 1
         full, last = [], []
-        place = -1
-        for _ in range(room.count(0)):
-            place = room.index(0, place + 1)
+        for place in sorted(self._due.pop(self._steps, ())):
             sequence, length = sequences[place], lengths[place]
             if length >= sequence.group.request.most_tokens - 1:
                 last.append(place)
@@ -256,7 +254,9 @@ class RowTable:
         members = [sequence for sequence in self._limits if sequence not in self.uneven]
         sequences = tuple(sorted(members, key=attrgetter("row")))
         self._lengths = array("i", [sequence.computed for sequence in sequences])
-        self._room = array("i", map(sub, map(self._limits.__getitem__, sequences), self._lengths))
+        self._steps, self._due = 0, defaultdict(list)
+        for place, (sequence, length) in enumerate(zip(sequences, self._lengths, strict=True)):
+            self._due[self._limits[sequence] - length].append(place)
         self._longest = max(self._lengths, default=0)
         ones = array("i", [1]) * len(sequences)
         return _Columns(
@@ -315,9 +315,11 @@ class RowTable:
                 lengths == {sequence: sequence.computed for sequence in self._limits},
                 "a row has another length than its sequence",
             )
-            limits = dict(zip(lengths, map(add, self._lengths, self._room), strict=True))
+            due = {place: step - self._steps for step, places in self._due.items() for place in places}
+            limits = {each: lengths[each] + due.get(place, 0) for place, each in enumerate(lengths)}
             reached = self.growing.keys() | self.ending.keys()
             expect(
                 all(limits[each] == limit or each in reached for each, limit in self._limits.items()),
                 "a row has another limit than its sequence",
             )
+            expect(sum(map(len, self._due.values())) == len(due), "a row comes to its limit twice")
