@@ -26,6 +26,7 @@ import sweep_models  # finds the packages of this tree, and runs a family in a p
 import torch
 import transformers as tf
 from pictures import with_pictures, with_recordings
+from sweep_models import TITLES
 from tiny import build, mappings
 
 from hf_paged import Engine
@@ -38,12 +39,6 @@ PROMPTS = [
 ]
 WAYS = {"greedy": {"do_sample": False}, "beams": {"num_beams": 3, "do_sample": False}}
 OPTIONS = {"block_size": 4, "num_blocks": 60, "max_batch_tokens": 11, "max_batch_sequences": 8}
-TITLES = {
-    "causal": "Decoders",
-    "seq2seq": "Encoder-decoders",
-    "image": "Vision-language models",
-    "audio": "Audio models",
-}
 LEGEND = """A tiny random model of every architecture: greedy and beam search of several prompts at once, compared with `generate()` on
 each alone.
 
@@ -235,16 +230,10 @@ def renewed(text: str, rows: dict[str, list[list[str]]]) -> str:
 
 def main() -> int:
     """Go through the families and print a row for each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("families", nargs="*", help="model types; all of them by default")
-    parser.add_argument("--kinds", nargs="+", default=list(TITLES), choices=list(TITLES))
-    parser.add_argument("--seconds", type=int, default=120, help="limit for one family")
+    parser = sweep_models.parser_by_family(__doc__)
     parser.add_argument("--into", type=Path, help="put these rows into the page, in the place of older ones")
     options = parser.parse_args()
     tf.logging.set_verbosity_error()
-    options.modes = []
     sweep_models.run_family = run_family  # in a fork of its own, as there
     rows: dict[str, list[list[str]]] = {kind: [] for kind in options.kinds}
     for kind in options.kinds:

@@ -9,7 +9,6 @@ launched there is launched on a GPU. No GPU is needed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import sweep_models  # finds the packages of this tree, and runs a family in a p
 import torch
 import transformers as tf
 from launches import KINDS, launches_of
+from sweep_models import TITLES
 from tiny import build, mappings
 
 LEGEND = """Launches of a decoding step inside its layers, divided by their number, as the family's code is written and as a captured
@@ -34,12 +34,6 @@ kernel. Steps of several rows have one launch more in a layer that attends to th
 | fused | kernels for several operations of the code |
 | other | operations of torch |
 """
-TITLES = {
-    "causal": "Decoders",
-    "seq2seq": "Encoder-decoders",
-    "image": "Vision-language models",
-    "audio": "Audio models",
-}
 
 
 def run_family(kind: str, config_class: Any, modes: list[str]) -> dict[str, Any]:
@@ -71,15 +65,8 @@ def cells(family: str, found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Go through the families and print the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("families", nargs="*", help="model types; all of them by default")
-    parser.add_argument("--kinds", nargs="+", default=list(TITLES), choices=list(TITLES))
-    parser.add_argument("--seconds", type=int, default=120, help="limit for one family")
-    options = parser.parse_args()
+    options = sweep_models.parser_by_family(__doc__).parse_args()
     tf.logging.set_verbosity_error()
-    options.modes = []
     sweep_models.run_family = run_family  # in a fork of its own, as there
     print(
         "# Launches by family\n\nMade by `scripts/families.py`: "

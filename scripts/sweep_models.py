@@ -54,6 +54,13 @@ from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.model.switch import uses_registry
 from hf_paged.model.traced import UNDERSTOOD
 
+TITLES = {
+    "causal": "Decoders",
+    "seq2seq": "Encoder-decoders",
+    "image": "Vision-language models",
+    "audio": "Audio models",
+}
+"""Sections of the pages by family."""
 NEW = 12
 ALIKE = 2e-4
 """How far scores may lie apart."""
@@ -420,6 +427,16 @@ def sweep(options: argparse.Namespace) -> list[Row]:
         rows.append(finish(child, reading, kind, family, options.seconds))
         print(models_page.line(rows[-1], details=options.details), flush=True)
     return rows
+
+
+def parser_by_family(about: str | None) -> argparse.ArgumentParser:
+    """The arguments of other scripts that run families by in_child(). about: what --help says of the script."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", help="model types; all of them by default")
+    parser.add_argument("--kinds", nargs="+", default=list(TITLES), choices=list(TITLES))
+    parser.add_argument("--seconds", type=int, default=120, help="limit for one family")
+    parser.set_defaults(modes=[])
+    return parser
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers.utils import logging as progress
 
 from hf_paged import demo
 
@@ -90,6 +91,18 @@ def test_each_call_gives_a_new_model_with_the_same_weights(model: LlamaForCausal
         assert name == other_name
         assert weight.data_ptr() != same.data_ptr()
         assert torch.equal(weight, same)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_its_weights_are_read_without_a_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    """They are there at once; others' bars stay as they were."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr(progress, "_tqdm_active", True)
+    demo.model()
+    assert "".join(capsys.readouterr()) == ""
+    assert progress.is_progress_bar_enabled()
 
 
 def test_bfloat16_holds_the_weights_exactly(model: LlamaForCausalLM) -> None:

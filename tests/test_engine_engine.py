@@ -7,8 +7,10 @@ import copy
 import gc
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from adapters import lora
 from engine_answers import PROMPTS, alone, answers
 from families import BY_NAME, build
 from quantized_layers import EightBit
+from transformers.utils import logging as progress
 
 import hf_paged
 from hf_paged import demo
@@ -149,6 +152,19 @@ def test_an_engine_by_name_is_refused(options: dict[str, Any], error: str) -> No
     with pytest.raises((ValueError, OSError, TypeError), match=error):
         Engine.from_pretrained("demo", **options)
     assert {id(each) for each in memories() if each.groups} <= held
+
+
+@pytest.mark.parametrize("place", ["terminal", "notebook", "file"])
+def test_weights_are_read_with_a_bar_where_somebody_sees_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: place == "terminal")
+    monkeypatch.setattr(progress, "_tqdm_active", True)
+    if place == "notebook":
+        monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    Engine.from_pretrained("demo", num_blocks=30).close()
+    assert ("Loading weights" in capsys.readouterr().err) == (place != "file")
+    assert progress.is_progress_bar_enabled()
 
 
 def test_an_engine_by_a_path_where_nothing_is() -> None:

@@ -23,12 +23,9 @@ def model() -> LlamaForCausalLM:
 
     Its weights are stored in bfloat16, so `model().to(torch.bfloat16)` loses nothing.
     """
-    import torch
-    from transformers import LlamaForCausalLM
+    from ..model.loading import DEMO, Checkpoint
 
-    loaded: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(
-        _DATA, dtype=torch.float32, local_files_only=True
-    )
+    loaded: LlamaForCausalLM = Checkpoint.of(DEMO[0], {"local_files_only": True}).load(True)
     return loaded
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
 
 import hf_paged
 from hf_paged import demo
@@ -160,7 +159,6 @@ def main() -> None:
     parser.add_argument("--shared", type=int, default=512, help="tokens of the prompt that many rows share")
     parser.add_argument("--calls", type=int, default=3, help="warm calls of each size; the median is printed")
     options = parser.parse_args()
-    logging.disable_progress_bar()
     model = demo.model()
     tokenizer = demo.tokenizer()
     inputs = tokenizer(options.prompt, return_tensors="pt")

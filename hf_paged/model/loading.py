@@ -6,13 +6,16 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,6 +25,7 @@ from transformers import (
     GenerationMixin,
 )  # fmt: skip
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import logging as progress
 from transformers.utils.peft_utils import find_adapter_config_file
 
 logger = logging.getLogger("hf_paged")
@@ -89,12 +93,15 @@ class Checkpoint(NamedTuple):
         own = [kind for kind in found if isinstance(kind, type) and issubclass(kind, GenerationMixin)]
         return own[0] if own else AutoModelForCausalLM
 
-    def load(self, **keywords: Any) -> Any:
-        """The model, ready to generate. keywords: from_pretrained()'s, beside those about files."""
+    def load(self, quiet: bool = False, /, **keywords: Any) -> Any:
+        """The model, ready to generate. quiet: without a bar, as where nobody looks at one. keywords:
+        from_pretrained()'s, beside those about files.
+        """
         _require_folder(self.name)
         if self.base.is_demo and keywords.get("dtype") in (None, "auto"):
             keywords["dtype"] = torch.float32  # its weights are kept in half of that
-        return self.model_class.from_pretrained(self.name, **self.files, **keywords).eval()
+        with _without_bars() if quiet or not _is_watched() else nullcontext():
+            return self.model_class.from_pretrained(self.name, **self.files, **keywords).eval()
 
     def load_processor(self, source: str | None = None) -> Any:
         """The processor of a model that takes images, else its tokenizer. source: where it lies, if apart."""
@@ -176,6 +183,29 @@ def _located(name: str | os.PathLike[str]) -> str:
 def first_device() -> str:
     """The first CUDA device, or the CPU."""
     return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def _is_watched() -> bool:
+    """True in a terminal and in a notebook; transformers draws its bars into files and pipes as well."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Have transformers show no bars. Those of downloads are shown where somebody looks at them."""
+    shown = progress.is_progress_bar_enabled()
+    downloads = not are_progress_bars_disabled()
+    with warnings.catch_warnings(action="ignore"):  # an environment variable may decide for the downloads
+        progress.disable_progress_bar()
+        if downloads and _is_watched():
+            enable_progress_bars()
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings(action="ignore"):
+            if shown:
+                progress.enable_progress_bar()
+            (enable_progress_bars if downloads else disable_progress_bars)()
 
 
 def _without(keywords: Mapping[str, Any], name: str) -> dict[str, Any]:

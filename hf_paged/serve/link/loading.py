@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-from transformers.utils import logging as progress
 
 from ...model.loading import DEMO, Checkpoint, first_device, require_path
 from . import ranks
@@ -65,12 +59,10 @@ class Source:
         return Checkpoint.of(self.model, files)
 
     def load(self, quiet: bool = False) -> Any:
-        """The model, ready to generate; of ranks this one's part. quiet: without a bar while weights are
-        read, as there is none without a terminal.
-        """
+        """The model, ready to generate; of ranks this one's part. quiet: without a bar of its weights."""
         place = _divided() if self.tensor_parallel_size > 1 else {"device_map": self._place()}
-        with ranks.meeting(), _without_bars() if quiet or not sys.stderr.isatty() else nullcontext():
-            return self.checkpoint.load(dtype=self.dtype, **place)
+        with ranks.meeting():
+            return self.checkpoint.load(quiet, dtype=self.dtype, **place)
 
     def _place(self) -> str:
         """The device or the device map, once this machine is known to have it."""
@@ -99,24 +91,6 @@ class Source:
     def outline(self) -> Any:
         """The model without weights: its modules on the meta device."""
         return self.checkpoint.outline(None if self.dtype == "auto" else getattr(torch, self.dtype))
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Have transformers show no bars. Those of downloads are shown in a terminal all the same."""
-    shown = progress.is_progress_bar_enabled()
-    downloads = not are_progress_bars_disabled()
-    with warnings.catch_warnings(action="ignore"):  # an environment variable may decide for the downloads
-        progress.disable_progress_bar()
-        if downloads and sys.stderr.isatty():
-            enable_progress_bars()
-    try:
-        yield
-    finally:
-        with warnings.catch_warnings(action="ignore"):
-            if shown:
-                progress.enable_progress_bar()
-            (enable_progress_bars if downloads else disable_progress_bars)()
 
 
 def _divided() -> dict[str, Any]:
