@@ -48,15 +48,21 @@ def test_an_answer_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the prompt is empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize("source", ["file", "stdin"])
 def test_lines_have_an_index_and_their_usage(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, prompts: Path, source: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: Path,
+    source: str,
+    terminal: bool,
 ) -> None:
     flags = ["--file", str(prompts)] if source == "file" else []
     monkeypatch.setattr(sys, "stdin", io.StringIO(prompts.read_text()))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     assert main(["generate", "demo", "--lines", "--max-tokens", "12", *flags]) == 0
     printed = capsys.readouterr()
-    assert ("2/2" if source == "file" else "2request") in printed.err, "a bar"
+    assert (("2/2" if source == "file" else "2request") in printed.err) == terminal, "a bar"
     found = rows(printed.out)
     assert [(found[i]["prompt"], found[i]["text"]) for i in range(2)] == [
         (each, wanted(each)) for each in ("The fox", "The owl")

@@ -26,6 +26,7 @@ from transformers.utils import logging as progress
 import hf_paged
 from hf_paged import demo
 from hf_paged.engine import Engine, EngineConfig, Output, Unservable
+from hf_paged.engine.outputs import progress as outputs_progress
 from hf_paged.model.registry import memories, memory_of
 from hf_paged.scheduling import Infeasible
 
@@ -155,15 +156,19 @@ def test_an_engine_by_name_is_refused(options: dict[str, Any], error: str) -> No
 
 
 @pytest.mark.parametrize("place", ["terminal", "notebook", "file"])
-def test_weights_are_read_with_a_bar_where_somebody_sees_it(
+def test_bars_are_drawn_where_somebody_sees_them(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
+    """Of weights, and by themselves of answers that take long."""
+    monkeypatch.setattr(outputs_progress, "LONG_WORK", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: place == "terminal")
     monkeypatch.setattr(progress, "_tqdm_active", True)
     if place == "notebook":
         monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-    Engine.from_pretrained("demo", num_blocks=30).close()
-    assert ("Loading weights" in capsys.readouterr().err) == (place != "file")
+    with Engine.from_pretrained("demo", num_blocks=30) as engine:
+        assert ("Loading weights" in capsys.readouterr().err) == (place != "file")
+        engine.generate(["The fox", "The moon fell"], **GREEDY)
+        assert ("2/2" in capsys.readouterr().err) == (place != "file")
     assert progress.is_progress_bar_enabled()
 
 

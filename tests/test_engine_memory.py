@@ -11,6 +11,7 @@ import tiny
 import torch
 from adapters import lora
 from families import BY_NAME, build
+from releases import NEEDS_SLOTS
 
 from hf_paged.engine import Engine, EngineConfig
 from hf_paged.engine.memory import EngineMemory, sized
@@ -39,7 +40,17 @@ def bytes_of(model: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3", "mixtral", "deepseek_v3", "falcon_h1", "t5", "bart", "gpt2"]
+    "family",
+    [
+        "llama",
+        "gemma3",
+        "mixtral",
+        "deepseek_v3",
+        pytest.param("falcon_h1", marks=NEEDS_SLOTS),
+        "t5",
+        "bart",
+        "gpt2",
+    ],
 )
 def test_an_engine_takes_what_was_foretold(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full attention, windows, experts, latents, states, encoder-decoders: weights, blocks and bytes, by
@@ -74,6 +85,7 @@ def test_as_many_requests_fit_as_are_foretold() -> None:
         engine.check()
 
 
+@NEEDS_SLOTS
 def test_slots_for_states_are_foretold() -> None:
     """The bytes of one, those that fit in the memory, and the requests that they let run."""
     model = model_of("qwen3_5_text")

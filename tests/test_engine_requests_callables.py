@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers as tf
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import GREEDY, Does, Fails, assert_neighbours_unharmed, neighbours
 from families import BY_NAME, VOCABULARY, build
+from releases import NEWER_LOOPS
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
@@ -358,7 +358,7 @@ def test_drafts_and_streamers_beside_a_criterion(one: Engine, kind: str, draft: 
     """Paged generate() leaves them to transformers' loops: the same tokens, in the same pieces, and the same
     refusals.
     """
-    if kind == "an even int" and tf.__version__ < "5.23":
+    if kind == "an even int" and not NEWER_LOOPS:
         pytest.skip(
             "assisted decoding of this transformers never ends: an even int is true for it, and its lowest "
             "bit is not set"
@@ -428,7 +428,7 @@ PROCESSED: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", PROCESSED)
 def test_a_processor_answers_as_generate_takes_it(one: Engine, kind: str, mode: str) -> None:
-    if mode == "beams" and kind in ("cut", "longer") and tf.__version__ < "5.23":
+    if mode == "beams" and kind in ("cut", "longer") and not NEWER_LOOPS:
         pytest.skip("beam search of this transformers takes the model's own vocabulary alone")
     stock, ours = parity(one, mode, logits_processor=[Scores(PROCESSED[kind])])
     assert ours == stock
@@ -459,12 +459,12 @@ def test_allowed_tokens_as_generate_takes_them(one: Engine, kind: str, mode: str
 
 def test_a_penalty_with_a_prompt_that_it_ignores(one: Engine) -> None:
     """Transformers takes a number there, or one for each row in a tensor from 5.23 on."""
-    lengths: list[Any] = [0, 4] + ([torch.tensor([4])] if tf.__version__ >= "5.23" else [])
+    lengths: list[Any] = [0, 4] + ([torch.tensor([4])] if NEWER_LOOPS else [])
     for length in lengths:
         penalty = RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=length)
         stock, ours = parity(one, "greedy", logits_processor=[penalty])
         assert ours == stock != "refused"
-    if tf.__version__ >= "5.23":
+    if NEWER_LOOPS:
         penalty = RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=torch.tensor([4, 2]))
         stock, ours = parity(one, "samples", logits_processor=[penalty])
         assert ours == stock != "refused"

@@ -11,6 +11,7 @@ from hf_paged_cli.limits import ServerLimits
 from ..engine.batches import model_digest
 from ..engine.outputs.answer_file import AnswerFile
 from ..engine.requests.content import digest_of
+from ..model.loading import is_watched
 from .arguments import adapter_sources, interrupted, require_out, source_of
 from .serve import chat_template_of, engine_of, engine_options, response_template_of
 
@@ -49,7 +50,7 @@ def run(given: Namespace) -> int:
             Service.of(connected(engine, tokenizer), tokenizer, options, *templates), file, made_by
         )
         try:
-            batch.answer(given.file, progress=True)
+            batch.answer(given.file, progress=is_watched())
         except KeyboardInterrupt:
             print(interrupted(given.out), file=sys.stderr)
             raise

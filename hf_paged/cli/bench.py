@@ -24,6 +24,7 @@ import hf_paged
 from hf_paged_cli.loads import LOADS
 
 from ..engine import Engine
+from ..model.loading import is_watched
 from ..model.servable import longest
 from ..serve.link.loading import Source
 from .arguments import source_of
@@ -246,7 +247,8 @@ def run(given: Namespace) -> int:
         )
     clock = time.process_time if given.processor_time else time.perf_counter
     found: list[Speed] = []
-    with tqdm(total=len(loads) * given.runs * len(WHO), unit="run", leave=False) as bar:
+    total = len(loads) * given.runs * len(WHO)
+    with tqdm(total=total, unit="run", leave=False, disable=not is_watched()) as bar:
         for load in loads:
             bar.set_description(f"{load.kind}, batch of {load.batch}")
             for speed in measure(model, load, given.runs, given.max_num_seqs, clock):

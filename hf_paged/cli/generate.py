@@ -14,6 +14,7 @@ from hf_paged_cli.flags import content_of, is_utf8
 
 from ..engine import Engine
 from ..engine.outputs.answer_file import line_of
+from ..model.loading import is_watched
 from .arguments import adapter_sources, add_adapters, interrupted, require_out, sampling_of, source_of
 
 
@@ -104,10 +105,8 @@ def _item(line: str, chat: bool, models: Sequence[str] | None) -> Any:
 
 
 def _print_lines(engine: Engine, asked: Iterable[Any], options: dict[str, Any]) -> int:
-    """Print each answer when it is there. A bar counts them on stderr, unless they are printed on a terminal
-    themselves.
-    """
-    shown = length_hint(asked, 2) > 1 and not sys.stdout.isatty()
+    """Print each answer when it is there. A bar counts them where stderr alone is a terminal."""
+    shown = length_hint(asked, 2) > 1 and is_watched() and not sys.stdout.isatty()
     failed = False
     for row in engine.map(asked, progress=shown, **options).rows():
         print(line_of(row).decode(), end="", flush=True)
@@ -118,7 +117,7 @@ def _print_lines(engine: Engine, asked: Iterable[Any], options: dict[str, Any]) 
 def _write_lines(engine: Engine, asked: Iterable[Any], given: Namespace, options: dict[str, Any]) -> int:
     """Write the answers to a file, of which a further call goes on."""
     try:
-        answers = engine.map(asked, given.out, progress=True, overwrite=given.overwrite, **options)
+        answers = engine.map(asked, given.out, progress=is_watched(), overwrite=given.overwrite, **options)
     except KeyboardInterrupt:
         print(interrupted(given.out), file=sys.stderr)
         raise

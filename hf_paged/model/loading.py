@@ -100,7 +100,7 @@ class Checkpoint(NamedTuple):
         _require_folder(self.name)
         if self.base.is_demo and keywords.get("dtype") in (None, "auto"):
             keywords["dtype"] = torch.float32  # its weights are kept in half of that
-        with _without_bars() if quiet or not _is_watched() else nullcontext():
+        with _without_bars() if quiet or not is_watched() else nullcontext():
             return self.model_class.from_pretrained(self.name, **self.files, **keywords).eval()
 
     def load_processor(self, source: str | None = None) -> Any:
@@ -169,6 +169,11 @@ def require_path(name: str) -> None:
         raise ValueError(f"there is no {kind} {name}; give that of a model, a name on the Hub, or {DEMO[0]}")
 
 
+def is_watched() -> bool:
+    """True in a terminal and in a notebook; transformers draws its bars into files and pipes as well."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
 def _require_folder(name: str) -> None:
     """Raise for a file, such as a config: its weights and its tokenizer lie beside it."""
     if Path(name).is_file():
@@ -185,11 +190,6 @@ def first_device() -> str:
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
-def _is_watched() -> bool:
-    """True in a terminal and in a notebook; transformers draws its bars into files and pipes as well."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
-
-
 @contextmanager
 def _without_bars() -> Iterator[None]:
     """Have transformers show no bars. Those of downloads are shown where somebody looks at them."""
@@ -197,7 +197,7 @@ def _without_bars() -> Iterator[None]:
     downloads = not are_progress_bars_disabled()
     with warnings.catch_warnings(action="ignore"):  # an environment variable may decide for the downloads
         progress.disable_progress_bar()
-        if downloads and _is_watched():
+        if downloads and is_watched():
             enable_progress_bars()
     try:
         yield

@@ -17,7 +17,6 @@ from rank_support import FOLDER, GREEDY, NEW, loaded, raises, whole
 from transformers.generation.continuous_batching import RequestStatus
 
 import hf_paged
-from hf_paged.continuous.manager import EngineBatchingManager
 from hf_paged.engine import Engine, Handle
 
 
@@ -62,6 +61,8 @@ def a_manager_of_batches(rank: int) -> None:
     """Streams, a pause in which all ranks change the weights, a request that is refused, and a stop. Where
     nothing else brings results to the other ranks, the pause and the stop do. Another manager waits for it.
     """
+    from hf_paged.continuous.manager import EngineBatchingManager  # some releases have nothing to make it of
+
     model = loaded("llama")
     other = tf.AutoModelForCausalLM.from_pretrained(FOLDER / "llama").eval().to(model.device)
     config = tf.GenerationConfig(eos_token_id=-1, pad_token_id=0, **GREEDY)

@@ -21,6 +21,8 @@ from hf_paged.model.state_layers import NUMBERED
 
 RENAMED = CACHE != OLDER
 """True if forwards call a cache `cache`, as from transformers 5.24 on."""
+OWN_WORDS = RENAMED or Version(tf.__version__) < Version("5.10")
+"""True if a model's assistant keeps the generation config that it had, so that no word for a cache reaches it."""
 DROPPED_WITHOUT_GRADIENTS = not RENAMED
 """True if checkpointed layers drop their cache also where nothing has gradients, as before transformers 5.24.
 """
@@ -41,7 +43,11 @@ LATENTS = pytest.mark.skipif(
 OMNI = pytest.mark.skipif(
     Version(tf.__version__) < Version("5.14"), reason="Qwen3-Omni hands pixels to its decoder"
 )
-CUTS_AXES = Version(tf.__version__) >= Version("5.23")
+NEWER_LOOPS = Version(tf.__version__) >= Version("5.23")
+"""True if beams take processors that change the vocabulary, penalties a prompt to ignore by row, and drafts
+criteria that answer with any number, as from transformers 5.23 on.
+"""
+CUTS_AXES = NEWER_LOOPS
 """True where stock cuts a prompt into chunks although positions have several axes; 5.17 fails."""
 
 
@@ -57,6 +63,12 @@ def prefixes_are_ignored() -> bool:
     one.
     """
     return RENAMED and Version(version("peft")) < Version("0.22.0")
+
+
+def require_decoders_of_whisper() -> None:
+    """Skip where Whisper's decoder alone cannot be an assistant, with or without pages."""
+    if Version(tf.__version__) < Version("5.10"):
+        pytest.skip("WhisperForCausalLM of transformers 5.9 raises UnboundLocalError as an assistant")
 
 
 def require_own_adapters() -> None:

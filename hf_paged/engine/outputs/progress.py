@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
+from ...model.loading import is_watched
+
 LONG_WORK = 3.0
-"""Seconds after which a bar shows by itself."""
+"""Seconds after which a bar shows by itself, in a terminal or a notebook."""
 Total = TypeVar("Total")
 Progress = bool | Callable[[int, Total], object] | None
 """True for a bar, False for none, None for one after a while; or a function of the number of requests that
@@ -23,7 +25,6 @@ def shown(progress: Progress[Any], total: int | None) -> Iterator[Callable[[int]
     if callable(progress):
         yield lambda ended: progress(ended, total)
         return
-    with tqdm(
-        total=total, unit="request", delay=0 if progress else LONG_WORK, disable=progress is False
-    ) as bar:
+    disabled = progress is False or (progress is None and not is_watched())
+    with tqdm(total=total, unit="request", delay=0 if progress else LONG_WORK, disable=disabled) as bar:
         yield lambda ended: bar.update(ended - bar.n)
