@@ -166,7 +166,8 @@ class RowTable:
                 table = sequence.tables[i]
                 table.stamp = kv_group.pool.tick()
                 kv_group.kind.release(table)
-            found.append(sum(self._lacking(i, self.growing)))
+            of_one = not self.uneven and kv_group.pool.block_size == self._finest  # each needs one: no counting
+            found.append(len(self.growing) if of_one else sum(self._lacking(i, self.growing)))
         return found
 
     def growth(self, i: int) -> Counter[str]:
