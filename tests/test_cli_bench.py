@@ -111,6 +111,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     picture = tmp_path / "bench.svg"
     assert main(["bench", "demo", *SMALL, "--batch-size", "1", "2", "--out", str(picture)]) == 0
     said = capsys.readouterr().out
+    assert "medians of 1 turn behind one that warms up" in said
     assert "the same batch for all; 2 prompts at once" in said
     for line in ("equal, batch of 1", "equal, batch of 2", "ragged, batch of 1", "ragged, batch of 2"):
         assert said.count(line) == 5

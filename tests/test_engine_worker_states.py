@@ -14,7 +14,7 @@ from cases import pairwise
 from computed_once import computed_once
 from engine_parts import layer_groups
 from poison import poison_free_slots
-from releases import FLAT_STATES
+from releases import FLAT_STATES, NEEDS_SLOTS
 from tape import record
 from tiny import build, config_class
 from transformers import CONFIG_MAPPING
@@ -27,6 +27,7 @@ from hf_paged.kv.state_spans import StateSpans
 from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.model.state_slots import StateSlots
 
+pytestmark = NEEDS_SLOTS
 SCANS = [pytest.param(family, marks=FLAT_STATES) for family in ("jamba", "zamba")]
 """Families whose scans begin without states in transformers."""
 ALONE = [pytest.param(family, marks=FLAT_STATES) for family in ("mamba", "mamba2")]

@@ -276,11 +276,12 @@ def described(source: Source, model: Any, given: Namespace, loads: list[Load]) -
     if given.max_num_seqs is not None:
         batch = f"batches of {STOCK}; the engine runs {given.max_num_seqs} sequences at once"
     left_out = len(given.load) * len(given.batch_size) - len(loads)
+    turns = "1 turn" if given.runs == 1 else f"{given.runs} turns"
     return [
         f"{source.name} ({type(model).__name__}, {str(model.dtype).removeprefix('torch.')}) on {name}, "
         f"{torch.get_num_threads()} CPU threads",
         f"{batch}; {prompts} prompts at once, of {given.input_len} tokens, answers of {given.output_len}",
-        f"medians of {given.runs} turns behind one that warms up; in a turn all have the same requests",
+        f"medians of {turns} behind one that warms up; in a turn all have the same requests",
         *(["seconds are those of the processor"] if given.processor_time else []),
         *(f"{kind}: {LOADS[kind]}" for kind in dict.fromkeys(load.kind for load in loads)),
         *([f"left out: samples and beams in batches of less than {WIDTH}"] if left_out else []),
