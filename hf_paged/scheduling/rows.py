@@ -166,7 +166,7 @@ class RowTable:
                 table = sequence.tables[i]
                 table.stamp = kv_group.pool.tick()
                 kv_group.kind.release(table)
-            of_one = not self.uneven and kv_group.pool.block_size == self._finest  # each needs one: no counting
+            of_one = not self.uneven and kv_group.pool.block_size == self._finest  # each needs one
             found.append(len(self.growing) if of_one else sum(self._lacking(i, self.growing)))
         return found
 
