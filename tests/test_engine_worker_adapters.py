@@ -450,8 +450,8 @@ def test_experts_whose_weights_are_written_in_each_forward() -> None:
             assert ask(engine, prompt(1), adapter=each) == alone(made, prompt(1), each)
 
 
-def test_other_methods_compute_with_their_own_code() -> None:
-    """The active adapter is served; a request cannot choose, nor ask for the base beside it."""
+def test_adaption_prompts_of_a_model_without_its_wrapper() -> None:
+    """The active one is served; a request cannot choose, nor ask for the base beside it."""
     base = build(BY_NAME["llama"]).eval()
     made = peft.get_peft_model(
         base,
@@ -467,7 +467,7 @@ def test_other_methods_compute_with_their_own_code() -> None:
     expected = made.generate(input_ids=torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[
         0, len(ids) :
     ]
-    with Engine(made, block_size=4) as engine:
+    with Engine(made.get_base_model(), block_size=4) as engine:
         assert ask(engine, ids) == expected.tolist()
         with pytest.raises(ValueError, match=r"parts of the kind adaption_prompt\.AdaptedAttention"):
             engine.submit(ids, adapter=None)

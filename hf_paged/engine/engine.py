@@ -19,6 +19,7 @@ from ..model.adapters.loading import load_adapter
 from ..model.adapters.peft_changes import let_changes_wait
 from ..model.adapters.peft_loading import PeftAdapter
 from ..model.adapters.state_dict import NoParts
+from ..model.adaption_prompts import note_wrapper
 from ..model.invariant.mode import batch_invariant, require_invariant
 from ..model.loading import load_with_words
 from ..model.methods import check_methods
@@ -164,6 +165,7 @@ class Engine:
         """Try the model out, and make the pools and all that computes. arithmetic: in what it computes.
         outer: what the user holds, perhaps peft's wrapper of the model.
         """
+        note_wrapper(outer, self.model)
         self.pools = Pools(self.model, self.config)
         # Finalizers run in the middle of anything, so this one only notes that the pools have no owner.
         unmade = weakref.finalize(self, self.pools.memory.abandon, self.pools)

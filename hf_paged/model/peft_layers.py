@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from .adaption_prompts import active_in, is_prompted, wrapper_of
 from .entries import Entries
 from .lora import Adapter
 from .parts import by_kernels
@@ -94,9 +95,15 @@ class LoraLayers:
         """By the names of adapters the entries of the last look that found them unchanged."""
         self._homes: Entries | None = None
         self._merged = bool(getattr(self._first, "merged_adapters", ()))
+        self.prompts: Any = wrapper_of(modules[0]) if modules else None
+        """The owner of the model's Adaption Prompts; None if there are none, or other adapters beside."""
+        if self.prompts is not None and not all(map(is_prompted, tuners)):
+            self.prompts = None
         self.reasons = _reasons([each for each in tuners if _is_lora(each)], tuners)
         """By the names of all adapters why peft's own modules must compute one."""
-        self.why_whole = (_why_whole(tuners, self.layers) or _why_not_local(self.layers)) if tuners else None
+        if self.prompts is not None:
+            self.reasons |= dict.fromkeys(self.prompts.peft_config, "an adapter is an Adaption Prompt")
+        self.why_whole = (self.why_whole_now() or _why_not_local(self.layers)) if tuners else None
         """Why no adapter can be chosen, and the model alone cannot either."""
         first = next(filter(None, self.reasons.values()), None)
         if self.why_whole is None and first is not None and any(map(_is_elsewhere, tuners)):
@@ -120,7 +127,8 @@ class LoraLayers:
     @property
     def beside(self) -> bool:
         """True if the model can be computed without any adapter, though peft's own modules compute some."""
-        return bool(self.tuners) and self.why_whole is None and not self.apart
+        there = bool(self.tuners) or self.prompts is not None
+        return there and self.why_whole is None and not self.apart
 
     @property
     def names(self) -> list[str]:
@@ -129,11 +137,15 @@ class LoraLayers:
 
     def has(self, name: str) -> bool:
         """True if there is an adapter of this name."""
+        if self.prompts is not None:
+            return name in self.prompts.peft_config
         return any(name in _names(each) for each in self.tuners)
 
     @property
     def active(self) -> tuple[str, ...]:
         """The names of the adapters that the model computes with now."""
+        if self.prompts is not None:
+            return active_in(self.prompts)
         if getattr(self._first, "disable_adapters", False):
             return ()
         return tuple(name for name in getattr(self._first, "active_adapters", ()) if name in self.reasons)
@@ -179,7 +191,7 @@ class LoraLayers:
 
     def why_whole_now(self) -> str | None:
         """`why_whole` of modules that had no such reason, as they are now."""
-        return _why_whole(self.tuners, self.layers)
+        return _why_whole([] if self.prompts is not None else self.tuners, self.layers)
 
     @property
     def notes_of_merges(self) -> list[dict[str, Any]]:

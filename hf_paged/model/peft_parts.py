@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from .adaption_prompts import is_prompted
 from .entries import Entry
 from .parts import LowRank, LowRankEmbedding, Part, SavedModule, TrainedTokens
 from .patches import is_of_transformers, own_forward
@@ -69,7 +70,7 @@ def inner_of(module: Any) -> Any:
     own = module._modules
     if "token_adapter" in own:
         return own["token_adapter"].base_layer
-    for name in ("base_layer", "original_module"):
+    for name in ("model",) if is_prompted(module) else ("base_layer", "original_module"):
         if own.get(name) is not None:
             return own[name]
     return None

@@ -82,7 +82,9 @@ class EngineAdapters:
         self.device = device
         # Tables lie on one device: layers on several get theirs from plain torch.
         package = None if is_spread(model) else triton_package(config.kernels, device, parameter.dtype)
-        self.contents = AdapterContents(model, VirtualPrompts(outer, model, partial(names_of, key=KEY)))
+        self.contents = AdapterContents(
+            model, VirtualPrompts(outer, model, partial(names_of, key=KEY)), outer
+        )
         self.table = AdapterTable(config.max_adapters, device, package, self.contents.vocabularies)
         if self.table.kernels is not None:
             note_places(model)
@@ -168,8 +170,9 @@ class EngineAdapters:
 
     @property
     def present(self) -> bool:
-        """True if there are adapters, or modules for them."""
-        return bool(self.layers or self.contents.others or self.contents.own)
+        """True if there are adapters, or modules for them in the model."""
+        contents = self.contents
+        return bool(self.layers or contents.others or contents.own or contents.prompts is not None)
 
     def changes_layer(self, layer: nn.Module | None) -> bool:
         """True if adapters may add to a layer's outputs."""

@@ -14,7 +14,8 @@ from ...blocks import ADAPTER_SLOT
 from ...kv import is_out_of_memory
 from ...model.adapters.content import AdapterContents
 from ...model.adapters.peft_loading import PeftAdapter
-from ...model.adapters.twins import NoTwin, activate, twin_of, why_not_together, without_tuners
+from ...model.adapters.twins import NoTwin, active_twin, twin_of, why_not_together, without_tuners
+from ...model.adaption_prompts import configs_of
 from ...model.dispatch import runs_unknown_code
 from ...model.identity import identity_in
 from ...model.ranks.tensor_parallel import mesh_of
@@ -173,9 +174,8 @@ class ForwardsApart:
         try:
             self._look_at_model()
             if own is None:
-                twin = twin_of(self._model)
-                activate(twin, names)
-                configs = self._model.__dict__.get("peft_config") or {}
+                twin = active_twin(self._model, names)
+                configs = configs_of(self._model) or {}
                 settings = repr([configs[name].to_dict() if name in configs else name for name in names])
             else:
                 twin = own.twin(self._model, names[0])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...blocks import extra_key
+from ..adaption_prompts import configs_of, note_wrapper
 from ..identity import identity_of
 from ..lora import Adapter, combine, require_together
 from ..parts import LowRank
@@ -39,7 +40,10 @@ class _AdapterLook(NamedTuple):
 class AdapterContents:
     """Adapters by name: those of a peft model, which lie there and may change, and others, which never do."""
 
-    def __init__(self, model: nn.Module, virtual: VirtualPrompts) -> None:
+    def __init__(self, model: nn.Module, virtual: VirtualPrompts, outer: Any = None) -> None:
+        """outer: what the user holds, perhaps peft's wrapper of the model."""
+        self.prompts = note_wrapper(outer, model)
+        """The owner of the model's Adaption Prompts, which nobody else may keep."""
         self.virtual = virtual
         """Those that are virtual tokens, and change no layer."""
         self.own: dict[str, HostAdapter | PeftAdapter] = {}
@@ -75,7 +79,7 @@ class AdapterContents:
 
     def _noted(self) -> Any:
         """Peft's notes on a model: which adapters there are."""
-        configs = self._model.__dict__.get("peft_config")
+        configs = configs_of(self._model)
         return configs, None if configs is None else tuple(configs)
 
     def look_again(self) -> None:
@@ -135,7 +139,7 @@ class AdapterContents:
         """The tokens with which an adapter begins; none if it computes all tokens."""
         if name in self.own:
             return self.own[name].invocation
-        return invocation_in((self._model.__dict__.get("peft_config") or {}).get(name))
+        return invocation_in((configs_of(self._model) or {}).get(name))
 
     def only_products(self, name: str) -> bool:
         """True if low-rank products of linear layers are all that an adapter is."""

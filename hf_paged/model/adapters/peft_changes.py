@@ -27,18 +27,30 @@ CHANGES = (
     "_unload_and_optionally_merge",
 )
 """Methods of peft's tuners that change the modules of a model."""
+OF_PROMPTS = (
+    "add_adapter",
+    "delete_adapter",
+    "set_adapter",
+    "enable_adapter_layers",
+    "disable_adapter_layers",
+)
+"""The same of Adaption Prompts, which are no such tuner."""
+TUNERS = (
+    ("tuners_utils", "BaseTuner", CHANGES),
+    ("adaption_prompt.model", "AdaptionPromptModel", OF_PROMPTS),
+)
 OURS = "hf_paged_waits"
 """The mark of a method that waits."""
 
 
 def let_changes_wait() -> None:
     """Let peft's changes of a model wait for forwards of ours on it, as soon as peft has been loaded."""
-    module = sys.modules.get("peft.tuners.tuners_utils")
-    tuner: Any = getattr(module, "BaseTuner", None)
-    for name in CHANGES:
-        method = vars(tuner).get(name) if tuner is not None else None
-        if method is not None and not hasattr(method, OURS):
-            setattr(tuner, name, _waiting(method))
+    for where, kind, names in TUNERS:
+        tuner: Any = getattr(sys.modules.get(f"peft.tuners.{where}"), kind, None)
+        for name in names if tuner is not None else ():
+            method = vars(tuner).get(name)
+            if method is not None and not hasattr(method, OURS):
+                setattr(tuner, name, _waiting(method))
 
 
 def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..adaption_prompts import layers_of
 from ..peft_layers import LoraLayers
 from ..weights_digest import tensor_facts
 
@@ -26,7 +27,11 @@ class PeftContent:
 
     def __init__(self, lora: LoraLayers, name: str) -> None:
         self.name = name
-        self._modules = [tuner for tuner in lora.tuners if self._is_in(tuner)]
+        self._modules: list[Any] = (
+            [tuner for tuner in lora.tuners if self._is_in(tuner)]
+            if lora.prompts is None
+            else layers_of(lora.prompts, name)
+        )
 
     def _is_in(self, tuner: Any) -> bool:
         return any(self.name in held for held in _by_name(tuner).values())

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ..adaption_prompts import is_prompted
 from ..parts import LowRank, LowRankEmbedding, OwnBias, Part, Parts, SavedModule, TrainedTokens, with_tensors
 from ..peft_parts import base_of, inner_of, why_not_by_row, why_not_tokens
 from ..shards import local_part
@@ -87,8 +88,11 @@ def _with_tokens(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 def module_at(model: nn.Module, path: str) -> nn.Module:
     """The module that a state dict calls so."""
+    module = model
     try:
-        return model.get_submodule(path)
+        for name in path.split("."):
+            module = (module if not is_prompted(module) else inner_of(module)).get_submodule(name)
+        return module
     except AttributeError as error:
         raise ValueError(
             f"{type(model).__name__} has no layer {path!r}; the adapter is for another model"

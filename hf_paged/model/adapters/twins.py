@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..adaption_prompts import put_into
 from ..patches import own_forward
 from ..peft_layers import LoraLayers
 from ..peft_parts import inner_of
@@ -96,6 +97,17 @@ def let_write(wrapper: Any) -> None:
     base._parameters[wrapper.parameter_name] = nn.Parameter(known.data, requires_grad=False)
 
 
+def active_twin(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """A twin of a model in which some of its adapters are active, together."""
+    twin = twin_of(model)
+    if LoraLayers(modules_of(model)).prompts is None:
+        activate(twin, names)
+        return twin
+    twin = without_tuners(twin)
+    put_into(twin, model, names[0])
+    return twin.train().eval()
+
+
 def activate(twin: nn.Module, names: Sequence[str]) -> None:
     """Let adapters compute in a twin, together, or none. As peft's set_adapter() does, which would also say
     which of the model's parameters are trained.
@@ -109,7 +121,10 @@ def activate(twin: nn.Module, names: Sequence[str]) -> None:
 
 def why_not_together(model: nn.Module, names: Sequence[str]) -> str | None:
     """Why adapters of a peft model cannot be active together."""
-    for tuner in LoraLayers(modules_of(model)).tuners:
+    lora = LoraLayers(modules_of(model))
+    if lora.prompts is not None:
+        return f"{names[0]!r} and {names[1]!r} are Adaption Prompts, of which peft has one active"
+    for tuner in lora.tuners:
         if hasattr(tuner, "check_set_adapter"):
             both = [name for name in names if name in tuner._adapters]
             if len(both) > 1:
