@@ -56,7 +56,7 @@ def _imports(file: Path) -> list[str]:
     """Absolute names of everything a file imports, TYPE_CHECKING included."""
     package = file.relative_to(ROOT).with_suffix("").parts
     found = []
-    for node in ast.walk(FIGURES["parsed"](file)):
+    for node in FIGURES["walked"](FIGURES["parsed"](file)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -222,7 +222,7 @@ def test_kernels_is_a_plain_folder() -> None:
 def test_functions_are_short() -> None:
     """A function of more than 50 lines, signature and docstring aside, misses a noun."""
     for file in FILES + sorted(COMMAND_LINE.glob("*.py")):
-        for node in ast.walk(FIGURES["parsed"](file)):
+        for node in FIGURES["walked"](FIGURES["parsed"](file)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno is not None
                 body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
@@ -344,7 +344,7 @@ OF_FLOATS = {"empty", "empty_strided", "zeros", "ones", "eye", "linspace", "rand
 
 def _makers(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
     """Calls of `torch.<name>(...)`, and the name."""
-    for node in ast.walk(tree):
+    for node in FIGURES["walked"](tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owner = node.func.value
             if isinstance(owner, ast.Name) and owner.id == "torch":
