@@ -129,6 +129,32 @@ def test_seeds_draw_the_same_tokens_in_all_company() -> None:
         assert [submit(seed).result().sequences[0].token_ids for seed in range(12)] == together
 
 
+PARAMETERS: list[dict[str, Any]] = [
+    {"presence_penalty": 0.9, "frequency_penalty": 0.6},
+    {"presence_penalty": 0.9, "logits_processor": [lambda ids, scores: scores]},
+    {"prefix_allowed_tokens_fn": lambda row, ids: list(range(5, 50))},
+    {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
+    {"num_beams": 3, "do_sample": True, "seed": 4, "top_k": 20},
+    {"num_beams": 2, "do_sample": True, "seed": 5, "frequency_penalty": 0.8, "typical_p": 0.9},
+]
+
+
+def test_parameters_of_requests() -> None:
+    """Requests whose parameters compute with scores have the tokens of an ordinary engine, and end no other."""
+    answers = []
+    for together in (True, False):
+        with Engine(model_of("llama", torch.float32), batch_invariant=together) as engine:
+            shared = {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": 1}
+            handles = [
+                engine.submit(prompts(60)[place % 4], **{"do_sample": False, **shared, **options})
+                for place, options in enumerate([*PARAMETERS, {}])
+            ]
+            outputs = [handle.result() for handle in handles]
+        assert [output.error for output in outputs] == [None] * len(outputs)
+        answers.append([output.sequences[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+
+
 @compiles
 @pytest.mark.parametrize("beams", [1, 2])
 def test_equal_top_logprobs_come_in_one_order(beams: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -19,6 +21,15 @@ class InvariantFlag(threading.local):
 
     def get(self) -> bool:
         return self.entered and self.wanted.get()
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Torch computes as ever inside: numbers in which no row has a part."""
+        before = self.wanted.set(False)
+        try:
+            yield
+        finally:
+            self.wanted.reset(before)
 
 
 invariant = InvariantFlag()

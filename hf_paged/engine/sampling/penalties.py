@@ -48,7 +48,8 @@ def with_counts_off(
     there: which of the answers' tokens are some, [rows, tokens]; the others are any tokens of the vocabulary.
     presence, frequency: numbers, or a number for each row [rows, 1].
     """
-    counts = torch.zeros_like(scores).scatter_add_(1, answers, there.to(scores.dtype)).gather(1, answers)
+    times = torch.zeros_like(scores, dtype=torch.int32).scatter_add_(1, answers, there.int())  # exact sums
+    counts = times.gather(1, answers).to(scores.dtype)
     own = scores.gather(1, answers) - frequency * counts - presence * counts.clamp(max=1)
     return scores.scatter_(1, answers, own)  # a token that came twice is written twice, with one number
 

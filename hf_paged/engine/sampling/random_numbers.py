@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ...kv.reference import invariant
+
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 FIRST = 0xBF58476D1CE4E5B9 - 2**64
 SECOND = 0x94D049BB133111EB - 2**64
@@ -53,7 +55,8 @@ def gumbel(*keys: torch.Tensor) -> torch.Tensor:
     """Noise in fp64 that makes the largest of log weights + noise a draw by weight, the next largest the next
     without putting back.
     """
-    return -(-(uniform(*keys) + 2.0 ** -(BITS + 1)).log()).log()
+    with invariant.left():
+        return -(-(uniform(*keys) + 2.0 ** -(BITS + 1)).log()).log()
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,9 @@ EXACT = frozenset(
     (
         "add", "amax", "amin", "any", "all", "argmax", "argmin", "bitwise_and", "bitwise_not",
         "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min", "eq", "floor",
-        "floor_divide", "frac", "ge", "gt", "hardtanh", "isfinite", "isin", "isinf", "isnan", "le",
-        "leaky_relu", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill",
+        "floor_divide", "frac", "ge", "gt", "hardtanh", "isfinite", "isin", "isinf", "isnan",
+        "isneginf", "isposinf", "le", "leaky_relu", "logical_and", "logical_not",
+        "logical_or", "logical_xor", "lt", "masked_fill",
         "nan_to_num", "fmin", "fmax", "fmod", "copysign", "aminmax", "max", "maximum", "min", "minimum",
         "mul", "ne", "neg", "relu", "remainder", "round", "sign", "sub",
         "threshold", "tril", "triu", "trunc", "where",
