@@ -96,6 +96,9 @@ def decode_steps(
     while engine.stats()["waiting"] or engine.stats()["tokens"] - seen != rows:
         seen = engine.stats()["tokens"]
         engine.step()
+        ended = [handle.result() for handle in handles if handle.done]
+        if ended:
+            raise RuntimeError(f"a request ended before all rows ran: {ended[0].error}")
     for _ in range(8):
         engine.step()
     seconds = []

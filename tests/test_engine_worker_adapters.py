@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from hf_paged import Engine
 from hf_paged.engine.worker.check_policy import WeightsChanged
 from hf_paged.model.adapters import LoraLayers
+from hf_paged.model.adapters.content import AdapterContents
 
 
 @pytest.fixture
@@ -52,6 +54,32 @@ def test_each_request_has_its_own(model: Any, engine: Engine) -> None:
     ]
     assert [tokens(handle) for handle in handles] == expected
     assert len(set(map(tuple, expected))) == len(expected)
+
+
+def test_adapters_without_memory_wait_for_others(
+    model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device with memory for one adapter: a request of another waits, and none ends with an error (C33)."""
+    there: weakref.WeakSet[Any] = weakref.WeakSet()
+    bring = AdapterContents.on_device
+
+    def on_device(self: Any, names: Any, device: Any) -> Any:
+        if there:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        adapter = bring(self, names, device)
+        there.add(adapter)
+        return adapter
+
+    monkeypatch.setattr(AdapterContents, "on_device", on_device)
+    wanted = ["one", "two", None, "three", "one", "two"]
+    handles = [
+        engine.submit(prompt(i), max_new_tokens=NEW, do_sample=False, adapter=each or "__base__")
+        for i, each in enumerate(wanted)
+    ]
+    assert [tokens(each) for each in handles] == [
+        alone(model, prompt(i), name) for i, name in enumerate(wanted)
+    ]
+    assert len([each for each in caplog.messages if "has no memory for the adapter" in each]) == 1
 
 
 def test_what_is_active_is_the_default(model: Any, engine: Engine) -> None:

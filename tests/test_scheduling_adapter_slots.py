@@ -49,6 +49,36 @@ def test_a_load_that_breaks_off_takes_no_slot() -> None:
         slots.check(set())
 
 
+def test_adapters_without_memory_wait_for_others() -> None:
+    """As many have slots at once as the device has had memory for, until one goes."""
+    sizes, held, tried = {("a",): 2, ("b",): 2, ("c",): 3, ("d",): 9}, {}, []
+
+    def load(names: tuple[str, ...], slot: int) -> None:
+        tried.append(names)
+        held.pop(slot, None)
+        if sum(held.values()) + sizes[names] > 4:
+            raise MemoryError
+        held[slot] = sizes[names]
+
+    slots = AdapterSlots(3, load, lambda names: True)
+    assert slots.acquire(("a",), set())
+    assert slots.acquire(("b",), {("a",)})
+    assert not slots.acquire(("c",), {("a",), ("b",)})
+    assert not slots.acquire(("c",), {("a",), ("b",)})
+    assert tried.count(("c",)) == 1
+    assert [slots.acquire(("c",), set()) for _ in range(3)] == [False, True, True]  # both others make room
+    assert set(slots) == {("c",)}
+    assert not slots.acquire(("a",), {("c",)})
+    held.pop(slots.release(("c",)))
+    assert slots.acquire(("a",), set())
+    assert slots.acquire(("b",), {("a",)})
+    for names in [*slots]:
+        held.pop(slots.release(names))
+    with pytest.raises(MemoryError):
+        slots.acquire(("d",), set())
+    slots.check(set())
+
+
 def test_an_interrupt_loses_no_slot() -> None:
     """Ctrl-C at every place of an eviction: the slot is an adapter's or free, and the next one finds it."""
     places = 0

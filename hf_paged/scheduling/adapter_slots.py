@@ -26,11 +26,13 @@ class AdapterSlots:
         apart: Callable[[AdapterNames], bool] = lambda adapter: False,
         most_apart: int = 0,
     ) -> None:
-        """load: begins to bring an adapter into a slot. ready: whether it is there and can be used. apart:
-        whether its rows are computed in a forward of their own. most_apart: how many such ones running
-        requests may have at once.
+        """load: begins to bring an adapter into a slot; raises MemoryError if the device has no memory for it
+        beside the others. ready: whether it is there and can be used. apart: whether its rows are computed in
+        a forward of their own. most_apart: how many such ones running requests may have at once.
         """
         self.count = count
+        self.most = count
+        """How many adapters the device has had memory for at once, until one goes."""
         self._apart = apart
         self._most_apart = most_apart
         self._load = load
@@ -61,6 +63,12 @@ class AdapterSlots:
             self._slots[adapter] = slot
             try:
                 self._load(adapter, slot)
+            except MemoryError:
+                self.release(adapter)
+                if not self._slots:
+                    raise
+                self.most = len(self._slots)
+                return False
             except BaseException:
                 self.release(adapter)
                 raise
@@ -84,13 +92,14 @@ class AdapterSlots:
 
     def _take(self, pinned: Collection[AdapterNames]) -> int | None:
         taken = set(self._slots.values())
-        if len(taken) < self.count:
+        if len(taken) < self.most:
             return next(slot for slot in range(self.count) if slot not in taken)
         oldest = next((adapter for adapter in self._slots if adapter not in pinned), None)
         return None if oldest is None else self._slots.pop(oldest)
 
     def release(self, adapter: AdapterNames) -> int | None:
         """Give a slot back: which it was, None if the adapter had none."""
+        self.most = self.count
         return self._slots.pop(adapter, None)
 
     def place(self, adapter: AdapterNames, slot: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from ...blocks import ADAPTER_SLOT, ColumnFillers
+from ...kv import is_out_of_memory
 from ...kv.budget import free_bytes
 from ...kv.ops import triton_package
 from ...kv.warmup import Warming
@@ -34,6 +36,8 @@ from .config import EngineConfig
 from .forward_batch import ForwardBatch
 from .model_check import when_stepped
 from .weakly import weakly
+
+logger = logging.getLogger("hf_paged")
 
 ACTIVE: Literal["active"] = "active"
 """The adapters that are active on the model, as generate() has them."""
@@ -396,22 +400,38 @@ class EngineAdapters:
     # ---- slots
 
     def _load(self, names: AdapterNames, slot: int) -> None:
-        """Begin to bring adapters into a slot."""
+        """Begin to bring adapters into a slot. Raises MemoryError if the device has no memory for them beside
+        those in other slots.
+        """
         self._note_change()
         self.apart.leave(slot)
-        try:
-            own = any(name in self.contents.own for name in names) and not self.contents.apart(names)
-            if self._side is None or not own:
-                self._enter(names, slot)
+        own = any(name in self.contents.own for name in names) and not self.contents.apart(names)
+        for again in (True, False):
+            try:
+                if self._side is None or not own:
+                    self._enter(names, slot)
+                    return
+                with torch.cuda.stream(self._side):
+                    adapter = self.contents.on_device(names, self.device)
+                    event = torch.cuda.Event()
+                    event.record(self._side)
+                self._loading[names] = adapter, slot, event
+                self._entered[names] = self.contents.key(names)
                 return
-            with torch.cuda.stream(self._side):
-                adapter = self.contents.on_device(names, self.device)
-                event = torch.cuda.Event()
-                event.record(self._side)
-            self._loading[names] = adapter, slot, event
-            self._entered[names] = self.contents.key(names)
-        except Exception as error:
-            self.failed[names] = error
+            except Exception as error:
+                if is_out_of_memory(error) and again:
+                    self.table.clear(slot)  # what it held may have had the memory
+                elif is_out_of_memory(error) and len([*self.slots]) > 1 and mesh_of(self.model) is None:
+                    if self.slots.most == self.slots.count:
+                        logger.warning(
+                            "%s has no memory for the adapter %s beside %d others: requests wait until one "
+                            "of these is idle; lower the engine's memory_fraction or num_blocks to have %d",
+                            self.device, "+".join(names), len([*self.slots]) - 1, self.slots.count,
+                        )  # fmt: skip
+                    raise MemoryError(f"no memory for {'+'.join(names)} beside other adapters") from error
+                else:
+                    self.failed[names] = error
+                    return
 
     def _enter(self, names: AdapterNames, slot: int) -> None:
         self.apart.leave(slot)
