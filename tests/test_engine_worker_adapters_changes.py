@@ -227,18 +227,18 @@ def test_a_request_that_ends_unseen_is_looked_at(model: Any) -> None:
 
 
 def test_a_failed_load_ends_its_request_only(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One slot, and another adapter's request behind it. A load is tried again without what the slot held."""
+    """One slot, and another adapter's request behind it."""
     kept = HostAdapter.copy_to
-    left = 2
+    fails = True
 
-    def out_of_memory_at_first(adapter: HostAdapter, device: torch.device) -> Any:
-        nonlocal left
-        if left:
-            left -= 1
+    def once_out_of_memory(adapter: HostAdapter, device: torch.device) -> Any:
+        nonlocal fails
+        if fails:
+            fails = False
             raise torch.OutOfMemoryError("on purpose")
         return kept(adapter, device)
 
-    monkeypatch.setattr(HostAdapter, "copy_to", out_of_memory_at_first)
+    monkeypatch.setattr(HostAdapter, "copy_to", once_out_of_memory)
     with Engine(plain(), block_size=4, max_adapters=1) as engine:
         for name in ("one", "two"):
             engine.add_adapter(name, model)

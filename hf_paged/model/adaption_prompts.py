@@ -16,15 +16,13 @@ from .patches import own_forward
 _wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-def note_wrapper(outer: Any, model: nn.Module) -> Any:
-    """Note the Adaption Prompts of what a user holds, perhaps peft's wrapper of the model. The answer is
-    their owner, for whoever asks for them to keep; None if there are none.
+def note_wrapper(outer: Any, model: nn.Module) -> None:
+    """Note the owner of a model's Adaption Prompts, if what a user holds is peft's wrapper of the model. A
+    note keeps nothing alive.
     """
     wrapper = getattr(outer, "base_model", None)
-    if type(wrapper).__name__ != "AdaptionPromptModel":
-        return None
-    _wrappers[model] = weakref.ref(wrapper)
-    return wrapper
+    if type(wrapper).__name__ == "AdaptionPromptModel":
+        _wrappers[model] = weakref.ref(wrapper)
 
 
 def wrapper_of(model: nn.Module) -> Any:

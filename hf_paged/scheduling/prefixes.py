@@ -161,7 +161,8 @@ class SharedPrefixes:
         """The blocks of the first `end` tokens of a sequence are computed, and others may find them: the
         number of the first block that is another one now, if any is.
         """
-        deduped, request = end, sequence.group.request
+        deduped = end
+        request = sequence.group.request
         for table in self._named_tables(sequence):
             if not table.pool.fills:
                 continue  # by snapshots

@@ -86,9 +86,7 @@ class EngineAdapters:
         self.device = device
         # Tables lie on one device: layers on several get theirs from plain torch.
         package = None if is_spread(model) else triton_package(config.kernels, device, parameter.dtype)
-        self.contents = AdapterContents(
-            model, VirtualPrompts(outer, model, partial(names_of, key=KEY)), outer
-        )
+        self.contents = AdapterContents(model, VirtualPrompts(outer, model, partial(names_of, key=KEY)))
         self.table = AdapterTable(config.max_adapters, device, package, self.contents.vocabularies)
         if self.table.kernels is not None:
             note_places(model)
@@ -405,33 +403,31 @@ class EngineAdapters:
         """
         self._note_change()
         self.apart.leave(slot)
-        own = any(name in self.contents.own for name in names) and not self.contents.apart(names)
-        for again in (True, False):
-            try:
-                if self._side is None or not own:
-                    self._enter(names, slot)
-                    return
-                with torch.cuda.stream(self._side):
-                    adapter = self.contents.on_device(names, self.device)
-                    event = torch.cuda.Event()
-                    event.record(self._side)
-                self._loading[names] = adapter, slot, event
-                self._entered[names] = self.contents.key(names)
+        try:
+            if self.table.slots[slot] is not None:
+                self.table.clear(slot)  # its memory may be what the next adapter gets
+            own = any(name in self.contents.own for name in names) and not self.contents.apart(names)
+            if self._side is None or not own:
+                self._enter(names, slot)
                 return
-            except Exception as error:
-                if is_out_of_memory(error) and again:
-                    self.table.clear(slot)  # what it held may have had the memory
-                elif is_out_of_memory(error) and len([*self.slots]) > 1 and mesh_of(self.model) is None:
-                    if self.slots.most == self.slots.count:
-                        logger.warning(
-                            "%s has no memory for the adapter %s beside %d others: requests wait until one "
-                            "of these is idle; lower the engine's memory_fraction or num_blocks to have %d",
-                            self.device, "+".join(names), len([*self.slots]) - 1, self.slots.count,
-                        )  # fmt: skip
-                    raise MemoryError(f"no memory for {'+'.join(names)} beside other adapters") from error
-                else:
-                    self.failed[names] = error
-                    return
+            with torch.cuda.stream(self._side):
+                adapter = self.contents.on_device(names, self.device)
+                event = torch.cuda.Event()
+                event.record(self._side)
+            self._loading[names] = adapter, slot, event
+            self._entered[names] = self.contents.key(names)
+        except Exception as error:
+            others = len([*self.slots]) - 1
+            if not is_out_of_memory(error) or not others or mesh_of(self.model) is not None:
+                self.failed[names] = error
+                return
+            if self.slots.most == self.slots.count:
+                logger.warning(
+                    "%s has no memory for the adapter %s beside %d others: requests wait until one of these "
+                    "is idle; lower the engine's memory_fraction or num_blocks to have %d",
+                    self.device, "+".join(names), others, self.slots.count,
+                )  # fmt: skip
+            raise MemoryError(f"no memory for {'+'.join(names)} beside other adapters") from error
 
     def _enter(self, names: AdapterNames, slot: int) -> None:
         self.apart.leave(slot)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...blocks import extra_key
-from ..adaption_prompts import configs_of, note_wrapper
+from ..adaption_prompts import configs_of, wrapper_of
 from ..identity import identity_of
 from ..lora import Adapter, combine, require_together
 from ..parts import LowRank
@@ -40,10 +40,9 @@ class _AdapterLook(NamedTuple):
 class AdapterContents:
     """Adapters by name: those of a peft model, which lie there and may change, and others, which never do."""
 
-    def __init__(self, model: nn.Module, virtual: VirtualPrompts, outer: Any = None) -> None:
-        """outer: what the user holds, perhaps peft's wrapper of the model."""
-        self.prompts = note_wrapper(outer, model)
-        """The owner of the model's Adaption Prompts, which nobody else may keep."""
+    def __init__(self, model: nn.Module, virtual: VirtualPrompts) -> None:
+        self.prompts = wrapper_of(model)
+        """The owner of the model's Adaption Prompts; None if it has none. It is kept alive here."""
         self.virtual = virtual
         """Those that are virtual tokens, and change no layer."""
         self.own: dict[str, HostAdapter | PeftAdapter] = {}
