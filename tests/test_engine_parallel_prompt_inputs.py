@@ -39,10 +39,11 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
     with small_engine(model) as engine:
         requests = engine.driver.loop.with_inputs
         shared = SharedInputs(requests)
-        encoder = StepEncoder(shared, engine.pools)
-        decoder = StepDecoder(engine.pools, LastTokens(6, engine.runner.eager.device))
+        pools = engine.pools
+        encoder = StepEncoder(shared, pools)
+        decoder = StepDecoder(pools, LastTokens(6, engine.runner.eager.device))
         run, show = engine.runner.run, engine.runner.encode_media
-        most = 0
+        most = across = 0
 
         def shown_there(media: Media, names: Any) -> None:
             show(media, names)
@@ -53,7 +54,7 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
             decoder.prompts[shared.add(media)] = copy
 
         def watched(batch: ForwardBatch) -> Any:
-            nonlocal most
+            nonlocal most, across
             for each in shared.missing(batch):
                 decoder.prompts[shared.add(each)] = on_device(on_host(each), engine.runner.eager.device)
             sent, _ = encoder.encode(batch, [], True, AdapterNews())
@@ -66,13 +67,12 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
                 assert (there.source is None) == (own.source is None)
                 for one, other in ((own.embeds, there.embeds), (own.positions, there.positions)):
                     assert (one is None and other is None) or torch.equal(one, other)
-                if own.source is not None:
-                    assert own.across is not None
-                    assert there.across is not None
-                    assert (there.across.length, there.across.blocks) == (
-                        own.across.length,
-                        own.across.blocks,
-                    )
+            assert found.sources == batch.sources
+            for row, source in zip(batch.rows.row_ids, batch.sources, strict=True):
+                blocks = list(pools.groups.values())[-1].pool.blocks_for(source)
+                own, there = (each.rows.tables[-1].first(row, blocks) for each in (batch, found))
+                assert own == there
+                across += blocks
             return run(batch)
 
         monkeypatch.setattr(executor_of(engine), "run", watched)
@@ -82,4 +82,5 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
             assert all(each.result().error is None for each in handles)
         assert engine.submit(**prompts[-1], max_new_tokens=5).result().error is None
         assert most > 0
+        assert (across > 0) == (name == "t5")
         assert len(decoder.prompts) == (name == "t5")

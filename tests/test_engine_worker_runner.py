@@ -27,7 +27,7 @@ def test_rows_of_a_step_are_strangers() -> None:
     sequences = [SequenceGroup(request, pools.kv_groups).leader for request in requests]
     for row, sequence in enumerate(sequences):
         sequence.row = row
-    tables = tuple(BlockTableArray() for _ in pools.own)
+    tables = tuple(BlockTableArray() for _ in pools.groups)
 
     def computed(ends: list[int]) -> torch.Tensor:
         """The logits behind the sequences that these steps bring to their end."""

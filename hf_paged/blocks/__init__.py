@@ -11,6 +11,7 @@ from .columns import (
     NO_NUMBERS,
     ROPE_DELTA,
     SCORED,
+    SOURCE,
     STATE_READ,
     STATE_WRITTEN,
     WANTED,
@@ -33,7 +34,7 @@ from .table import BlockTable, Copy, TableView, append, blocks_needed, check_sou
 
 __all__ = [
     "ADAPTER_SLOT", "COLUMNS", "LOGIT_PLACE", "NEVER_FULL", "NO_NUMBERS", "ROOT", "ROPE_DELTA", "SCORED",
-    "STATE_READ", "STATE_WRITTEN", "WANTED", "BlockPool", "BlockTable", "BlockTableArray", "Column",
+    "SOURCE", "STATE_READ", "STATE_WRITTEN", "WANTED", "BlockPool", "BlockTable", "BlockTableArray", "Column",
     "ColumnFillers", "Copy", "Corruption", "Cross", "Due", "Evictor", "Full", "LayerKind", "Match", "Numbers",
     "OutOfBlocks", "Partial", "PartialBlockIndex", "PrefixLookup", "Prompt", "PromptScores", "SealedBlocks",
     "SharedReads", "State", "TableView", "Window", "adopt", "append", "blocks_needed", "chain", "check_salt",

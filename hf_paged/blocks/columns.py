@@ -45,13 +45,15 @@ WANTED = Column("wanted", empty=1, captured=False)
 """1 if a token is chosen from the logits behind a row, 0 if the row ends before its sequence does."""
 SCORED = Column("scored", captured=False)
 """How many tokens of a prompt the logits behind a row score: those that follow its first ones."""
+SOURCE = Column("source", captured=False)
+"""The tokens that a row attends to across, of its encoder or its pictures."""
 STATE_READ = Column("state_read", "int64", empty=-1)
 """The slot from which a row reads its recurrent states; none behind no token."""
 STATE_WRITTEN = Column("state_written", "int64", empty=-1)
 """The slot to which a row writes its recurrent states."""
 COLUMNS = {
     each.name: each
-    for each in (ADAPTER_SLOT, ROPE_DELTA, LOGIT_PLACE, WANTED, SCORED, STATE_READ, STATE_WRITTEN)
+    for each in (ADAPTER_SLOT, ROPE_DELTA, LOGIT_PLACE, WANTED, SCORED, SOURCE, STATE_READ, STATE_WRITTEN)
 }
 """All columns, by name."""
 

@@ -63,6 +63,10 @@ class LayerKind:
         tails = 1 if tokens == common and self.fills else width  # where none fills, forks take theirs at once
         return shared + tails * (-(-tokens // size) - shared)
 
+    def holds(self, tokens: int, source: int) -> int:
+        """The tokens of a table behind `tokens` of its sequence. source: those that it attends to across."""
+        return tokens
+
     def growth(self, count: int, held: int, source: int) -> int:
         """The tokens by which a table that holds `held` grows in a step of `count`. source: those that its
         sequence attends to across.
@@ -144,6 +148,9 @@ class Cross(LayerKind):
     ) -> int:
         """All sequences attend to the same."""
         return -(-source // size)
+
+    def holds(self, tokens: int, source: int) -> int:
+        return source if tokens else 0
 
     def growth(self, count: int, held: int, source: int) -> int:
         return source - held

@@ -431,8 +431,6 @@ class StepLoop:
             if scores is not None:
                 row = row._replace(scored=None if row.past is not None else scores.wanted(start, count))
             media = params.media
-            if row.source is not None or row.cross is not None:
-                row = row._replace(across=sequence.tables[-1])
             if isinstance(media, CrossMedia):
                 row = row._replace(ids=media.ids_of(start, sequence.tokens[start : start + count]))
             elif media is not None:

@@ -29,14 +29,11 @@ def check_groups(by_status: Mapping[Status, Sequence[SequenceGroup]], key: Key) 
             expect(group.status is status, f"{group!r} is queued as {status.value}")
             expect(not group.swapped or status is Status.PREEMPTED, f"{group!r} waits on the host")
             for sequence in group.sequences:
-                tables = list(zip(group.kv_groups, sequence.parked or sequence.tables, strict=True))
-                lengths = {table.length for kv_group, table in tables if kv_group.kind.grows}
-                expect(lengths == {sequence.computed}, f"{sequence!r} has tables of {lengths} tokens")
-                encoded = {table.length for kv_group, table in tables if not kv_group.kind.grows}
-                expect(
-                    encoded <= {group.request.source if sequence.computed else 0},
-                    f"{sequence!r} attends across to {encoded} tokens",
-                )
+                for kv_group, table in zip(group.kv_groups, sequence.parked or sequence.tables, strict=True):
+                    expect(
+                        table.length == kv_group.kind.holds(sequence.computed, group.request.source),
+                        f"{sequence!r} has a table of {table.length} tokens of {kv_group.kind} layers",
+                    )
                 here = any(table.blocks for table in sequence.tables)
                 expect(status is Status.RUNNING or not here, f"{sequence!r} does not run and holds blocks")
                 expect(bool(sequence.parked) == group.swapped, f"{sequence!r} is not where its group is")

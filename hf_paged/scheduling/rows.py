@@ -45,14 +45,16 @@ class RowTable:
     """
 
     def __init__(self, kv_groups: tuple[KVCacheGroup, ...]) -> None:
-        """kv_groups: those whose tables grow with the tokens; a member's cross-attention table is empty."""
-        self.kv_groups = kv_groups
+        """kv_groups: all of them. A member's tables that do not grow with its tokens are empty."""
+        self.kv_groups = tuple([each for each in kv_groups if each.kind.grows])
+        """Those whose tables grow, the first ones of all."""
+        self._all = len(kv_groups)
         self._finest = kv_groups[finest(kv_groups)].pool.block_size
         self.clear()
 
     def clear(self) -> None:
         """Begin anew without members."""
-        self.tables = tuple(BlockTableArray() for _ in self.kv_groups)
+        self.tables = tuple(BlockTableArray() for _ in range(self._all))
         """The block tables of all running sequences by their rows: members' are kept up to date here, others'
         are entered with each step of theirs."""
         self._limits: dict[TokenSequence, int] = {}
@@ -93,7 +95,7 @@ class RowTable:
     def join(self, sequence: TokenSequence) -> None:
         """Add a sequence whose prompt is computed."""
         for kv_group, tables, table in zip(
-            self.kv_groups, self.tables, self._tables_of(sequence), strict=True
+            self.kv_groups, self.tables, self._tables_of(sequence), strict=False
         ):
             if table.length % kv_group.pool.block_size:
                 kv_group.pool.uncache(table.blocks[-1])  # a name from before a crop would be wrong
@@ -273,7 +275,7 @@ class RowTable:
         """Give a sequence the blocks of what it takes: its new limit."""
         length = sequence.computed + self.uneven.get(sequence, 1)
         limit = sequence.group.request.most_tokens - 1
-        for tables, table in zip(self.tables, sequence.tables, strict=False):
+        for tables, table in zip(self.tables, self._tables_of(sequence), strict=False):
             capacity, pool, blocks = table.capacity, table.pool, table.blocks
             while capacity < length:
                 blocks.append(pool.take(blocks[-1] + 1 if blocks else NOWHERE, table.tenant))
@@ -286,7 +288,7 @@ class RowTable:
     def renamed(self, sequence: TokenSequence, first: int) -> None:
         """The tables of a sequence name other blocks from their block `first` on."""
         if sequence in self._limits:
-            for tables, table in zip(self.tables, self._tables_of(sequence), strict=True):
+            for tables, table in zip(self.tables, self._tables_of(sequence), strict=False):
                 tables.put(sequence.row, table, first)
 
     # ---- the audit
@@ -308,7 +310,7 @@ class RowTable:
                 sequence in self.ending or not sequence.complete,
                 f"the table does not know that {sequence!r} ends",
             )
-            for tables, table in zip(self.tables, self._tables_of(sequence), strict=True):
+            for tables, table in zip(self.tables, self._tables_of(sequence), strict=False):
                 expect(tables.matches(sequence.row, table), f"{sequence!r} has other blocks than its row")
         if self._columns is not None:
             lengths = dict(zip(self._columns.sequences, self._lengths, strict=True))

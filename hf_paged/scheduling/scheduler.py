@@ -90,7 +90,7 @@ class Scheduler:
         self.preempted: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         """These three are in the order of the policy."""
-        self.rows = RowTable(self._growing)
+        self.rows = RowTable(self.kv_groups)
         self._others: list[SequenceGroup] = []
         """The running groups outside the table of rows, in the same order."""
         self._free_rows = list(range(limits.sequences))

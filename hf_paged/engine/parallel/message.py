@@ -8,14 +8,16 @@ from enum import IntEnum
 from operator import add, is_
 from typing import NamedTuple
 
-from ...blocks import COLUMNS, NO_NUMBERS, BlockTableArray, Copy, Due, Numbers, TableView
+from ...blocks import COLUMNS, NO_NUMBERS, BlockTableArray, Copy, Due, Numbers
 from ...kv.checksums import NO_CHECKS, ByteChecks
-from ...model.slots import CROSS
 from ...scheduling import ForwardRows, StepPlan, Swaps
 from ..multimodal import PromptInputs
 from ..worker.forward_batch import PLAIN, ForwardBatch, LastTokens, RowInputs
 from ..worker.pools import Pools
-from .prompt_inputs import UNCHANGED, SentRow, SharedInputs
+from .prompt_inputs import SharedInputs, read_inputs, write_inputs
+
+UNCHANGED = -1
+"""In the place of the number of entries of a column that the other ranks know."""
 
 
 class MessageKind(IntEnum):
@@ -98,8 +100,6 @@ class StepEncoder:
     def __init__(self, shared: SharedInputs, pools: Pools) -> None:
         self._shared = shared
         self._pools = pools
-        self._cross: dict[int, tuple[int, list[int]]] = {}
-        """By row the length and the blocks of the last table across that was written."""
         self._tables: tuple[BlockTableArray, ...] = ()
         self._rows: tuple[array[int], ...] = ()
         """The rows of the last step, and the tokens that each took."""
@@ -127,7 +127,7 @@ class StepEncoder:
         self._end = sum(rows.starts[:1]) + sum(rows.counts[:1])
         out.append(len(batch.host_ids))
         out.extend(batch.host_ids)
-        self._write_tables(out, rows)
+        self._write_tables(out, batch)
         news.write(out)
         self._write_columns(out, batch.columns)
         self._write_given(out, batch)
@@ -140,16 +140,8 @@ class StepEncoder:
         out.extend(gone)
         some = any(row.prompt is not None or row.positions is not None for row in batch.inputs.values())
         out.append(some)
-        if not some:
-            self._cross.clear()
         for i in range(batch.rows.decodes, len(batch.rows)) if some else ():
-            row_id = batch.rows.row_ids[i]
-            row = SentRow.of(batch.inputs.get(i, PLAIN))
-            cross = row.length, list(row.blocks or ())
-            if cross == self._cross.get(row_id):
-                row = row._replace(blocks=None)
-            self._cross[row_id] = cross
-            row.write(out, 0 if row.inputs.prompt is None else self._shared.of(row.inputs.prompt))
+            write_inputs(out, batch.inputs.get(i, PLAIN), self._shared)
 
     def _write_columns(self, out: array[int], numbers: Numbers) -> None:
         """Write the columns whose numbers are others than in the step before."""
@@ -164,13 +156,15 @@ class StepEncoder:
                 out.append(UNCHANGED if same else len(given))
                 out.extend(() if same else given)
 
-    def _write_tables(self, out: array[int], rows: ForwardRows) -> None:
+    def _write_tables(self, out: array[int], batch: ForwardBatch) -> None:
         """Write the changes of tables since the last step; of arrays that are new the rows of the step."""
+        rows = batch.rows
         if self._tables is not rows.tables:
             self._tables = rows.tables
             ends = map(add, rows.starts, rows.counts)
-            lengths = list(zip(rows.row_ids, ends, strict=True))
-            for group, tables in zip(self._pools.own.values(), rows.tables, strict=True):
+            tokens = list(zip(rows.row_ids, ends, batch.sources, strict=True))
+            for (kind, group), tables in zip(self._pools.groups.items(), rows.tables, strict=True):
+                lengths = [(row, kind.holds(end, source)) for row, end, source in tokens]
                 tables.journal = [(row, 0, group.pool.blocks_for(length)) for row, length in lengths]
         for tables in rows.tables:
             journal = tables.journal or []
@@ -187,11 +181,9 @@ class StepDecoder:
     def __init__(self, pools: Pools, last_tokens: LastTokens) -> None:
         self._pools = pools
         self._last_tokens = last_tokens
-        self._tables = tuple(BlockTableArray() for _ in pools.own)
+        self._tables = tuple(BlockTableArray() for _ in pools.groups)
         self._columns = (array("i"), array("i"), array("i"))
         """The rows of the last step, where each began and what it took."""
-        self._across: dict[int, TableView] = {}
-        """By row the table of what it attends to across."""
         self._numbers = NO_NUMBERS
         self.prompts: dict[int, PromptInputs] = {}
         """Inputs of rows, by rank 0's numbers."""
@@ -220,7 +212,9 @@ class StepDecoder:
         rows = ForwardRows(row_ids, starts, counts, self._tables, longest, tokens, decodes)
         for number in _take(read, next(read)):
             self.prompts.pop(number, None)
-        inputs = {i: self._read_inputs(read, rows, i) for i in range(decodes, many)} if next(read) else {}
+        inputs: dict[int, RowInputs] = {}
+        for i in range(decodes, many) if next(read) else ():
+            inputs[i] = read_inputs(read, self.prompts, starts[i], counts[i])
         batch = ForwardBatch(rows, self._last_tokens, ids, inputs, self._numbers)
         return Received(preparations, bool(checks), bool(shares), batch, news)
 
@@ -234,14 +228,6 @@ class StepDecoder:
             if given:
                 found[column.name] = given
         return found or NO_NUMBERS
-
-    def _read_inputs(self, read: Iterator[int], rows: ForwardRows, i: int) -> RowInputs:
-        """The inputs of a row beside token ids."""
-        row_id = rows.row_ids[i]
-        row = SentRow.read(read, self.prompts, rows.starts[i], rows.counts[i])
-        if row.blocks is not None and row.length:
-            self._across[row_id] = TableView(self._pools.groups[CROSS].pool, list(row.blocks), row.length)
-        return row.inputs._replace(across=self._across[row_id] if row.length else None)
 
 
 def _take(read: Iterator[int], count: int) -> list[int]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -17,9 +16,6 @@ from ..multimodal.encoder import EncoderInput
 from ..multimodal.media import Media, put_on
 from ..requests.params import RequestParams
 from ..worker.forward_batch import PLAIN, ForwardBatch, RowInputs, inputs_of
-
-UNCHANGED = -1
-"""In the place of the number of blocks of a table that the other ranks know."""
 
 
 class SharedInputs:
@@ -92,58 +88,33 @@ def on_device(given: PromptInputs, device: torch.device) -> PromptInputs:
     return given.to(device) if isinstance(given, torch.Tensor) else given
 
 
-class SentRow(NamedTuple):
-    """A row's inputs beside token ids, and where it attends to across."""
+def write_inputs(out: array[int], inputs: RowInputs, shared: SharedInputs) -> None:
+    """Append a row's inputs beside token ids as numbers."""
+    number = 0 if inputs.prompt is None else shared.of(inputs.prompt)
+    if inputs.prompt is not None and not number:
+        raise RuntimeError("other ranks do not have what a row is given; report this")
+    out.append(number)
+    positions = inputs.positions
+    if positions is None:
+        out.append(0)
+    elif positions.is_floating_point():  # of recordings: their bits
+        out.append(-len(positions))
+        out.extend(positions.to(torch.float32).view(torch.int32).flatten().tolist())
+    else:
+        out.append(len(positions))
+        out.extend(positions.flatten().tolist())
 
-    inputs: RowInputs = PLAIN
-    length: int = 0
-    """The tokens that it attends to across."""
-    blocks: Sequence[int] | None = ()
-    """Where these are; None if that is as in the row's step before."""
 
-    @classmethod
-    def of(cls, inputs: RowInputs) -> SentRow:
-        """A row with these inputs."""
-        table = inputs.across
-        return cls(inputs) if table is None else cls(inputs, table.length, list(table.blocks))
-
-    def write(self, out: array[int], number: int) -> None:
-        """Append this as numbers; number: of what the row is given."""
-        inputs = self.inputs
-        if inputs.prompt is not None and not number:
-            raise RuntimeError("other ranks do not have what a row is given; report this")
-        out.append(number)
-        positions = inputs.positions
-        if positions is None:
-            out.append(0)
-        elif positions.is_floating_point():  # of recordings: their bits
-            out.append(-len(positions))
-            out.extend(positions.to(torch.float32).view(torch.int32).flatten().tolist())
-        else:
-            out.append(len(positions))
-            out.extend(positions.flatten().tolist())
-        out.append(self.length)
-        if self.blocks is None:
-            out.append(UNCHANGED)
-        else:
-            out.append(len(self.blocks))
-            out.extend(self.blocks)
-
-    @classmethod
-    def read(cls, read: Iterator[int], given: Mapping[int, PromptInputs], start: int, count: int) -> SentRow:
-        """The row as `write` wrote it, for `count` tokens from `start` on."""
-        number = next(read)
-        axes = next(read)
-        numbers = list(itertools.islice(read, abs(axes) * count))
-        length = next(read)
-        count_of_blocks = next(read)
-        blocks = None if count_of_blocks == UNCHANGED else list(itertools.islice(read, count_of_blocks))
-        inputs = inputs_of(given[number], start, count, False) if number else PLAIN
-        if number and inputs.prompt is None:
-            raise RuntimeError("this rank does not have what a row is given; report this")
-        positions = None
-        if axes:
-            positions = torch.tensor(numbers, dtype=torch.int32, device="cpu").view(abs(axes), count)
-            positions = positions.long() if axes > 0 else positions.view(torch.float32)
-        inputs = inputs._replace(positions=positions)
-        return cls(inputs, length, blocks)
+def read_inputs(read: Iterator[int], given: Mapping[int, PromptInputs], start: int, count: int) -> RowInputs:
+    """The inputs as `write_inputs` wrote them, of `count` tokens from `start` on."""
+    number = next(read)
+    axes = next(read)
+    numbers = list(itertools.islice(read, abs(axes) * count))
+    inputs = inputs_of(given[number], start, count, False) if number else PLAIN
+    if number and inputs.prompt is None:
+        raise RuntimeError("this rank does not have what a row is given; report this")
+    positions = None
+    if axes:
+        positions = torch.tensor(numbers, dtype=torch.int32, device="cpu").view(abs(axes), count)
+        positions = positions.long() if axes > 0 else positions.view(torch.float32)
+    return inputs._replace(positions=positions)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, chain
+from operator import add
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -27,7 +28,6 @@ from ...model.offloaded import input_device
 from ...model.ranks.tensor_parallel import local_forwards
 from ...model.routing import RoutingRecord
 from ...model.servable import Unservable
-from ...model.slots import CROSS
 from ...model.state_functions import StateFunctions
 from ...model.state_slots import StateRow
 from ...model.state_spans import PARAMETERS
@@ -171,17 +171,20 @@ class EagerModel:
             shared.follow_singles, rows.tables[number], rows.row_ids, rows.starts, rows.counts
         )
 
-    def _tables(self, rows: ForwardRows, number: int, kind: LayerKind) -> list[TableView]:
+    def _tables(
+        self, rows: ForwardRows, number: int, kind: LayerKind, lengths: Iterable[int] | None = None
+    ) -> list[TableView]:
         """The tables of rows in the group of layers of that number and kind, as far as their tokens read
-        them.
+        them. lengths: the tokens of each table; None: those of its row, with this step's.
         """
         tables = rows.tables[number]
-        pool = self.pools.paged[kind].pool
+        pool = self.pools.groups[kind].pool
         found = []
-        for row_id, start, count in zip(rows.row_ids, rows.starts, rows.counts, strict=True):
+        lengths = map(add, rows.starts, rows.counts) if lengths is None else lengths
+        for row_id, start, length in zip(rows.row_ids, rows.starts, lengths, strict=True):
             released = kind.reach(start, pool.block_size)
-            blocks = tables.read(row_id, released, pool.blocks_for(start + count) - released)
-            found.append(TableView(pool, blocks.tolist(), start + count, released))
+            blocks = tables.read(row_id, released, pool.blocks_for(length) - released)
+            found.append(TableView(pool, blocks.tolist(), length, released))
         return found
 
     def _plans_of(self, kind: LayerKind) -> dict[object, Any]:
@@ -254,17 +257,17 @@ class EagerModel:
         """The logits behind the one row of a batch, if they are wanted, and what is scored of it."""
         (start,) = batch.rows.starts
         (count,) = batch.rows.counts
-        batches: dict[LayerKind, Batch] = {
-            kind: RowBatch(self._tables(batch.rows, i, kind), None, start + count, count, None, lambda: True)
-            for i, kind in enumerate(self.pools.paged)
-        }
+        (source,) = batch.sources
+        batches: dict[LayerKind, Batch] = {}
+        for i, kind in enumerate(self.pools.groups):
+            length = kind.holds(start + count, source)
+            if kind.fills and length:
+                tables = self._tables(batch.rows, i, kind, [length])
+                new = kind.growth(count, 0, source)
+                batches[kind] = RowBatch(tables, None, length, new, None, lambda: True)
         inputs = self._inputs(batch)
         row = batch.inputs.get(0, PLAIN)
-        cross_tokens = 0
-        if row.across is not None:
-            length = row.across.length
-            batches[CROSS] = RowBatch([row.across], None, length, length, None, lambda: True)
-            cross_tokens = 0 if row.cross is None or row.cross.states else length
+        cross_tokens = 0 if row.cross is None or row.cross.states else source
         if row.source is not None:
             inputs = self._behind_encoder(batch, row, inputs["input_ids"], start == 0)
         self.cache.begin(batches, past=start, cross_tokens=cross_tokens)
@@ -285,7 +288,7 @@ class EagerModel:
             with self._with_adapters(batch, None):
                 answer = self.encoder.run(row.source)
         made = answer.last_hidden_state.shape[1]
-        expected = 0 if row.across is None else row.across.length
+        (expected,) = batch.sources
         if made != expected:
             raise RuntimeError(
                 f"the encoder of {type(self.model).__name__} made {made} tokens, expected {expected}; "

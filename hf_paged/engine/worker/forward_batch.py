@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...blocks import ADAPTER_SLOT, NO_NUMBERS, ROPE_DELTA, SCORED, WANTED, Numbers, TableView
+from ...blocks import ADAPTER_SLOT, NO_NUMBERS, ROPE_DELTA, SCORED, SOURCE, WANTED, Numbers
 from ...blocks.columns import by_token, selected, with_numbers
 from ...kv.ordinary import ordinary_tensors
 from ...kv.upload import upload
@@ -89,8 +89,6 @@ class RowInputs(NamedTuple):
     """Inputs of its decoder for some of its tokens, in addition to embeddings."""
     cross: CrossInputs | None = None
     """The states that its decoder attends to across, and their masks."""
-    across: TableView | None = None
-    """The table of what its decoder attends to across, if it attends to any."""
     ids: list[int] | None = None
     """The ids of its tokens that the host has, if the sequence has other names for them."""
     scored: Scored | None = None
@@ -108,6 +106,11 @@ class RowInputs(NamedTuple):
 
 
 PLAIN = RowInputs()
+
+
+def sources_of(sequences: Sequence[TokenSequence]) -> list[int]:
+    """The column SOURCE of sequences."""
+    return [sequence.group.request.source for sequence in sequences]
 
 
 def inputs_of(given: PromptInputs | None, start: int, count: int, begun: bool) -> RowInputs:
@@ -227,6 +230,11 @@ class ForwardBatch(NamedTuple):
             for i, (row_id, begin, count) in enumerate(zip(self.rows.row_ids, begins, counts, strict=False))
             if count
         ]
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """The tokens that each row attends to across."""
+        return self.columns.get(SOURCE.name) or [0] * len(self.rows)
 
     @property
     def positions(self) -> list[range]:

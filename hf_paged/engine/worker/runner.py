@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...blocks import ADAPTER_SLOT, ColumnFillers
+from ...blocks import ADAPTER_SLOT, SOURCE, ColumnFillers
 from ...kv.budget import Room
 from ...kv.upload import upload
 from ...kv.warmup import Warming
@@ -24,7 +24,7 @@ from ...scheduling import AdapterNames
 from ..multimodal.media import Media
 from .captured import CapturedRunner, begin_states
 from .eager import EagerModel, Form
-from .forward_batch import Answer, ForwardBatch
+from .forward_batch import Answer, ForwardBatch, sources_of
 from .merging import Merger
 from .pools import Pools
 from .warmup import label_of
@@ -52,6 +52,8 @@ class Runner:
     def __init__(self, model: nn.Module, pools: Pools) -> None:
         self.fillers = ColumnFillers()
         """The fillers of columns: each is given the sequences of a step."""
+        if not all(kind.grows for kind in pools.groups):
+            self.fillers.fill(SOURCE.name, sources_of)
         self.eager = EagerModel(model, pools)
         """The model over pages, operation by operation."""
         self.states = states_of(self.eager.cache.layers)

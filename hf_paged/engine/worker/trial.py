@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...blocks import BlockTable, BlockTableArray, append
+from ...blocks import NO_NUMBERS, SOURCE, BlockTable, BlockTableArray, append
+from ...blocks.columns import with_numbers
 from ...kv.group import is_out_of_memory
 from ...model.adapters.vocabulary import ends_of, ids_of
 from ...model.lazy import NotFlat
@@ -20,7 +21,6 @@ from ...model.rounding import computing_dtype, shaken
 from ...model.routers import routers_of
 from ...model.servable import check_routers, longest
 from ...model.shapes import ShapesOnly
-from ...model.slots import CROSS
 from ...scheduling import ForwardRows
 from ..multimodal.cross import STATES, CrossInputs, trial_inputs, why_not_cross
 from ..multimodal.encoder import EncoderInput
@@ -122,7 +122,8 @@ class Trial:
     @property
     def _attends_across(self) -> bool:
         """True if layers of the decoder's own attend to pictures."""
-        return CROSS in self._eager.pools.groups and self._eager.encoder is None
+        attends = any(not kind.grows for kind in self._eager.pools.groups)
+        return attends and self._eager.encoder is None
 
     def _cross_inputs(self, rows: list[list[int]]) -> CrossInputs:
         """The inputs that rows attend to in the trial of cross-attention layers."""
@@ -341,30 +342,32 @@ class Trial:
         cross: CrossInputs | None,
     ) -> ForwardBatch:
         """A step that takes row i, with its tables of all groups, from starts[i] to ends[i] tokens."""
-        arrays = tuple(BlockTableArray() for _ in self._eager.pools.own)
+        arrays = tuple(BlockTableArray() for _ in self._eager.pools.groups)
         inputs = {}
         ids = array("i")
+        source = self._source_length(cross)
         for i, (own, start, end) in enumerate(zip(tables, starts, ends, strict=True)):
-            self._grow(own, start, end, cross)
-            for inside, table in zip(arrays, own, strict=False):
+            self._grow(own, start, end, source)
+            for inside, table in zip(arrays, own, strict=True):
                 inside.put(i, table)
             ids.extend(rows[i][start:end])
             part = None if cross is None else cross.part(start, end - start, stored=bool(start))
             if part is not None or self._source is not None:
-                inputs[i] = RowInputs(source=self._source, cross=part, across=own[-1])
+                inputs[i] = RowInputs(source=self._source, cross=part)
         counts = array("i", map(sub, ends, starts))
         places = array("i", range(len(rows)))
         batch = ForwardRows(places, array("i", starts), counts, arrays, max(ends), len(ids))
-        return ForwardBatch(batch, LastTokens(0, self._eager.device), ids, inputs)
+        columns = with_numbers(NO_NUMBERS, SOURCE.name, [source] * len(rows))
+        return ForwardBatch(batch, LastTokens(0, self._eager.device), ids, inputs, columns)
 
-    def _grow(self, tables: Sequence[BlockTable], start: int, end: int, cross: CrossInputs | None) -> None:
-        """Let the tables of a sequence take its tokens, and in the first step what it attends to across."""
-        first = 0 if cross is None else CROSS_TOKENS
+    def _source_length(self, cross: CrossInputs | None) -> int:
+        """The tokens that each sequence of the trial attends to across."""
         if self._eager.encoder is not None and self._source is not None:
-            first = self._eager.encoder.length(self._source)
+            return self._eager.encoder.length(self._source)
+        return 0 if cross is None else CROSS_TOKENS
+
+    def _grow(self, tables: Sequence[BlockTable], start: int, end: int, source: int) -> None:
+        """Let the tables of a sequence take its tokens, and in the first step what it attends to across."""
         for group, table in zip(self._eager.pools.groups.values(), tables, strict=True):
             group.kind.release(table)
-            count = end - start
-            if group.kind == CROSS:
-                count = 0 if start else first
-            append([table], [count])
+            append([table], [group.kind.growth(end - start, table.length, source)])
