@@ -145,7 +145,7 @@ def test_submit_takes_every_typed_keyword(engine: Engine, name: str) -> None:
             engine.submit(PROMPT, **{name: torch.zeros(1, 3, 4, 4)})
         return
     if name == "task_ids":
-        with pytest.raises(ValueError, match="task_ids=1: only a multitask prompt has tasks"):
+        with pytest.raises(ValueError, match="task_ids=1: only a multitask prompt and Poly have tasks"):
             engine.submit(PROMPT, task_ids=1)
         return
     assert value is not None, f"a value for {name} is missing here"

@@ -28,6 +28,7 @@ from hf_paged.engine.worker.check_policy import WeightsChanged
 from hf_paged.model.rehearsal import RECORDERS
 
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+LONG: dict[str, Any] = {"max_new_tokens": 14}
 KINDS = [
     "BOFT",
     "C3A",
@@ -316,6 +317,65 @@ def test_a_mixed_model_of_peft() -> None:
         assert {names: tokens(handle) for names, handle in handles.items()} == expected
 
 
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_methods_that_take_the_mean_of_all_tokens(mode: Any) -> None:
+    """Lily: no prompt is cut, no prefix is shared, and a request that gave way is computed as it was."""
+    model, other = other_method("LILY"), adapted(lora())
+    wanted = ["one", None, "two", "lora", "one", "two"]
+    expected = [
+        alone(*(other, prompt(i, 12), "one") if each == "lora" else (model, prompt(i, 12), each), **LONG)
+        for i, each in enumerate(wanted)
+    ]
+    sizes = {"num_blocks": 17, "max_batch_tokens": 17, "max_batch_sequences": 6, "watermark": 0.0}
+    with Engine(model, block_size=4, preemption=mode, **sizes) as engine:
+        engine.add_adapter("lora", peft.get_peft_model_state_dict(other, adapter_name="one"), lora())
+        for _ in range(2):  # nothing is found of what the first ones have left
+            handles = [
+                engine.submit(prompt(i, 12), **{**GREEDY, **LONG}, adapter=each)
+                for i, each in enumerate(wanted)
+            ]
+            assert [tokens(handle) for handle in handles] == expected
+            assert handles[0].result().cached_tokens == 0
+        assert engine.stats()["preemptions"] > 0
+        engine.check()
+        with pytest.raises(ValueError, match="'one' with num_beams=2: it takes the mean of all beams"):
+            engine.submit(prompt(1), adapter="one", num_beams=2)
+        refused = engine.submit(prompt(1, 13), adapter="one", max_new_tokens=2).result()
+        assert "13 tokens, its adapter needs all of them in one forward, and 12 have" in str(refused.error)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_tasks_of_requests(mode: Any) -> None:
+    """Poly: two adapters, of several tasks each, and the model alone; a prefix is that of one task."""
+    model = other_method("POLY")
+    wanted = [("one", 0), ("one", 1), (None, None), ("two", 1), ("one", 1), ("two", 2)]
+    given = [{} if task is None else {"task_ids": torch.tensor([task])} for _, task in wanted]
+    ids = prompt(3, 12)
+    expected = [
+        alone(model, ids, name, **LONG, **options) for (name, _), options in zip(wanted, given, strict=True)
+    ]
+    assert len(set(map(tuple, expected))) == 5
+    sizes = {"num_blocks": 17, "max_batch_tokens": 10, "max_batch_sequences": 6, "watermark": 0.0}
+    with Engine(model, block_size=4, preemption=mode, **sizes) as engine:
+        for _ in range(2):
+            handles = [
+                engine.submit(ids, **{**GREEDY, **LONG}, adapter=name, task_ids=task) for name, task in wanted
+            ]
+            assert [tokens(handle) for handle in handles] == expected
+        assert handles[0].result().cached_tokens + handles[1].result().cached_tokens > 0
+        assert engine.stats()["preemptions"] > 0
+        both: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2}
+        found = engine.generate(ids, **GREEDY, adapter="two", task_ids=2, **both)
+        assert first(found) == alone(model, ids, "two", task_ids=torch.tensor([2, 2, 2]), **both)
+        assert ask(engine, ids, task_ids=1) == alone(model, ids, "one", task_ids=torch.tensor([1]))
+        for wrong in (None, 3, -1, "1", True):
+            with pytest.raises(ValueError, match=r"'one' is an adapter of several tasks; .*, 0 to 2"):
+                engine.submit(ids, adapter="one", task_ids=wrong)
+        with pytest.raises(ValueError, match="only a multitask prompt and Poly have tasks"):
+            engine.submit(ids, adapter=None, task_ids=1)
+        engine.check()
+
+
 # ---- given to the engine
 
 
@@ -328,6 +388,25 @@ def generated(model: Any, ids: list[int]) -> list[int]:
     """The answer of peft with what is active."""
     out = model.generate(input_ids=torch.tensor([ids]), **GREEDY)
     return list(out[0, len(ids) :].tolist())
+
+
+@pytest.mark.parametrize("kind", ["LILY", "POLY"])
+def test_of_means_and_of_tasks(kind: str, tmp_path: Path) -> None:
+    """Requests are computed at once, or by their tasks, also where a folder says so."""
+    options = {"task_ids": 1} if kind == "POLY" else {}
+    other_method(kind, 1).save_pretrained(tmp_path)
+    saved = in_peft(tmp_path / "one")
+    with Engine(
+        tiny_llama(), block_size=4, num_blocks=100, max_batch_tokens=16, max_batch_sequences=4
+    ) as engine:
+        engine.add_adapter("x", tmp_path / "one")
+        handles = [engine.submit(prompt(i, 13), **GREEDY, adapter="x", **options) for i in range(3)]
+        asked = {name: torch.tensor([task]) for name, task in options.items()}
+        assert [tokens(handle) for handle in handles] == [
+            alone(saved, prompt(i, 13), "default", **asked) for i in range(3)
+        ]
+        assert ask(engine, prompt(1)) == alone(saved, prompt(1), None)
+        engine.check()
 
 
 @pytest.mark.parametrize("kind", ["IA3", "VERA", "ADAPTION_PROMPT", "pissa"])

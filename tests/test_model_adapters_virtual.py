@@ -304,7 +304,7 @@ def test_bad_input(tuned: Any, tmp_path: Path) -> None:
             engine.submit(prompt(1), adapter=["one", "two"])
         with pytest.raises(ValueError, match="'one' has no tasks; leave it out"):
             engine.submit(prompt(1), task_ids=1)
-        with pytest.raises(ValueError, match="only a multitask prompt has tasks"):
+        with pytest.raises(ValueError, match="only a multitask prompt and Poly have tasks"):
             engine.submit(prompt(1), adapter=None, task_ids=1)
         with pytest.raises(ValueError, match="'two' is the peft model's; delete it there"):
             engine.remove_adapter("two")

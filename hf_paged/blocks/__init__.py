@@ -14,6 +14,7 @@ from .columns import (
     SOURCE,
     STATE_READ,
     STATE_WRITTEN,
+    TASK,
     WANTED,
     Column,
     ColumnFillers,
@@ -34,10 +35,10 @@ from .table import BlockTable, Copy, TableView, append, blocks_needed, check_sou
 
 __all__ = [
     "ADAPTER_SLOT", "COLUMNS", "LOGIT_PLACE", "NEVER_FULL", "NO_NUMBERS", "ROOT", "ROPE_DELTA", "SCORED",
-    "SOURCE", "STATE_READ", "STATE_WRITTEN", "WANTED", "BlockPool", "BlockTable", "BlockTableArray", "Column",
-    "ColumnFillers", "Copy", "Corruption", "Cross", "Due", "Evictor", "Full", "LayerKind", "Match", "Numbers",
-    "OutOfBlocks", "Partial", "PartialBlockIndex", "PrefixLookup", "Prompt", "PromptScores", "SealedBlocks",
-    "SharedReads", "State", "TableView", "Window", "adopt", "append", "blocks_needed", "chain", "check_salt",
-    "check_sources", "commit", "commit_tail", "detach", "distinct", "extra_key", "leading", "move",
-    "parent_key", "reach_in_all", "reorder", "tail_name",
+    "SOURCE", "STATE_READ", "STATE_WRITTEN", "TASK", "WANTED", "BlockPool", "BlockTable", "BlockTableArray",
+    "Column", "ColumnFillers", "Copy", "Corruption", "Cross", "Due", "Evictor", "Full", "LayerKind", "Match",
+    "Numbers", "OutOfBlocks", "Partial", "PartialBlockIndex", "PrefixLookup", "Prompt", "PromptScores",
+    "SealedBlocks", "SharedReads", "State", "TableView", "Window", "adopt", "append", "blocks_needed",
+    "chain", "check_salt", "check_sources", "commit", "commit_tail", "detach", "distinct", "extra_key",
+    "leading", "move", "parent_key", "reach_in_all", "reorder", "tail_name",
 ]  # fmt: skip

@@ -51,9 +51,21 @@ STATE_READ = Column("state_read", "int64", empty=-1)
 """The slot from which a row reads its recurrent states; none behind no token."""
 STATE_WRITTEN = Column("state_written", "int64", empty=-1)
 """The slot to which a row writes its recurrent states."""
+TASK = Column("task", empty=-1, captured=False)
+"""The number of a row's task, of an adapter that computes each of its tasks in another way."""
 COLUMNS = {
     each.name: each
-    for each in (ADAPTER_SLOT, ROPE_DELTA, LOGIT_PLACE, WANTED, SCORED, SOURCE, STATE_READ, STATE_WRITTEN)
+    for each in (
+        ADAPTER_SLOT,
+        ROPE_DELTA,
+        LOGIT_PLACE,
+        WANTED,
+        SCORED,
+        SOURCE,
+        STATE_READ,
+        STATE_WRITTEN,
+        TASK,
+    )
 }
 """All columns, by name."""
 

@@ -266,7 +266,7 @@ class Engine:
             tenant: for whose share of the blocks this request's count, under `cache_shares`.
             adapter: the name of an adapter, or of several LoRA adapters that are added up; None for the model
                 alone. Not given, it is what is active on the peft model now.
-            task_ids: the number of its task, if its adapter is a multitask prompt.
+            task_ids: the number of its task, if its adapter is a multitask prompt or of the method Poly.
             **generate_keywords: max_new_tokens, temperature, top_p, num_beams and all others of generate(),
                 logits_processor, stopping_criteria and prefix_allowed_tokens_fn among them; and as in
                 OpenAI's API stop (strings that end an answer and are no part of its text),
@@ -299,6 +299,8 @@ class Engine:
         job = Job(params, None, self.tokenizer, chosen)
         job.active = self._adapters.active
         extra = extra_key(None if salt is None else check_salt(salt))
+        if chosen.task >= 0:
+            extra = extra_key(extra, "task", chosen.task)
         if params.return_routing:  # of tokens that others have cached it may not be known
             extra = extra_key(extra, "routing")
         number = next(self._books.numbers)

@@ -128,17 +128,25 @@ def _decoder(model: Any) -> nn.Module:
 
 
 @cache
+def takes_means(kind: Any) -> bool:
+    """True if a class of peft's takes the mean of all tokens of a forward (Lily)."""
+    mean = ".mean(dim=0)"
+    if not kind.__module__.startswith("peft.tuners.") or mean not in _source_of(sys.modules[kind.__module__]):
+        return False  # to find a class in a file, all of it is parsed
+    return mean in _source_of(kind)
+
+
+@cache
 def _looks_around(kind: Any) -> bool:
-    """True if a class's code (no comments) names a capacity, or averages all tokens (peft's Lily)."""
+    """True if a class's code (no comments) names a capacity, or takes the mean of all tokens."""
     if kind.__module__.startswith("torch."):
         return False
-    words = ["capacity", ".mean(dim=0)"] if kind.__module__.startswith("peft.tuners.") else ["capacity"]
-    file = _source_of(sys.modules.get(kind.__module__))  # to find a class in it, all of it is parsed
-    if file and not any(word in file.lower() for word in words):
+    if takes_means(kind):
+        return True
+    file = _source_of(sys.modules.get(kind.__module__))
+    if file and "capacity" not in file.lower():
         return False
     source = _source_of(kind)
-    if any(word in source for word in words[1:]):
-        return True
     if "capacity" not in source.lower():
         return False
     try:

@@ -35,6 +35,12 @@ def why_infeasible(request: Request, kv_groups: Sequence[KVCacheGroup], limits: 
             f"{request.width} sequences are asked for and at most {limits.sequences} run at once; "
             "lower num_beams or num_return_sequences, or raise max_batch_sequences"
         )
+    room = limits.tokens - limits.sequences + 1  # others take one token each
+    if request.whole and len(request.prompt) > room:
+        return (
+            f"the prompt has {len(request.prompt)} tokens, its adapter needs all of them in one forward, and "
+            f"{room} have room there; raise max_batch_tokens or lower max_batch_sequences"
+        )
     for kv_group in kv_groups:
         need = kv_group.need(
             request.width, len(request.prompt), request.most_tokens, limits.tokens, request.source

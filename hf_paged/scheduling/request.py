@@ -39,7 +39,9 @@ class Request:
     without it no prefix is shared. batchable: whether its sequences may be in the table of rows. adapter:
     names, adapter_key: their content, adapter_start: the first token that they compute; those before it have
     the blocks of the model alone. scored: numbers for each token of its prompt. tenant: for cache_shares.
-    given: its first tokens whose keys and values are given, and not computed.
+    given: its first tokens whose keys and values are given, and not computed. task: the number of its task,
+    -1 for none. whole: whether all tokens of a forward change each other, so that its prompt is computed at
+    once, its other tokens one by one, and no prefix is shared.
     """
 
     number: int
@@ -57,6 +59,8 @@ class Request:
     tenant: str = ""
     adapter_start: int = 0
     given: int = 0
+    task: int = -1
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int):  # whatever cannot be put in order would break the order of all
@@ -67,7 +71,7 @@ class Request:
     @cached_property
     def shares(self) -> bool:
         """True if `key` and the tokens determine its keys and values, so that prefixes can be shared."""
-        return not self.source or bool(self.source_key)
+        return not self.whole and (not self.source or bool(self.source_key))
 
     @cached_property
     def key(self) -> bytes:
@@ -295,21 +299,27 @@ class SequenceGroup:
             return []
         if not self.forked:
             count = min(self.common - self.leader.computed, room)
-            return [(self.leader, self._to_stop(self.leader, count))] if count > 0 else []
+            return self._steps([(self.leader, count)])
         running = [sequence for sequence in self.sequences if sequence.pending and not sequence.complete]
         if sum(sequence.behind for sequence in running) <= room:
-            return [(sequence, self._to_stop(sequence, sequence.behind)) for sequence in running]
+            return self._steps([(sequence, sequence.behind) for sequence in running])
         steps = []
         for sequence in running:
-            count = min(sequence.behind - 1, room)
-            if count > 0:
-                count = self._to_stop(sequence, count)
-                steps.append((sequence, count))
-                room -= count
+            found = self._steps([(sequence, min(sequence.behind - 1, room))])
+            steps += found
+            room -= sum([count for _, count in found])
         return steps
+
+    def _steps(self, most: list[tuple[TokenSequence, int]]) -> list[tuple[TokenSequence, int]]:
+        """The tokens of sequences that have room for so many, up to their stops."""
+        found = [(sequence, self._to_stop(sequence, count)) for sequence, count in most if count > 0]
+        return [each for each in found if each[1]]
 
     def _to_stop(self, sequence: TokenSequence, count: int) -> int:
         """`count` tokens of a sequence, or those up to the next stop."""
+        if self.request.whole:
+            piece = max(1, len(self.request.prompt) - sequence.computed)
+            return piece if count >= piece else 0
         border = max(self.request.adapter_start, self.request.given)  # what is given has no adapter
         if sequence.computed < border:
             count = min(count, border - sequence.computed)

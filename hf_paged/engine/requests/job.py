@@ -94,6 +94,8 @@ class Job:
             tenant=tenant,
             adapter_start=self.adapters.start,
             given=0 if params.past is None else params.virtual,
+            task=self.adapters.task,
+            whole=self.adapters.whole,
         )
 
     # ---- a step

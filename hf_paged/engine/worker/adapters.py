@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from ...blocks import ADAPTER_SLOT, ColumnFillers
+from ...blocks import ADAPTER_SLOT, TASK, ColumnFillers
 from ...kv import is_out_of_memory
 from ...kv.budget import free_bytes
 from ...kv.ops import triton_package
@@ -169,6 +169,7 @@ class EngineAdapters:
             self.table.renew_vocabularies()
         self.contents.note_others()
         self._fillers.fill(ADAPTER_SLOT.name, weakly(self._slots_of) if self.present else None)
+        self._fillers.fill(TASK.name, _tasks_of if self.contents.knows_tasks else None)
 
     @property
     def present(self) -> bool:
@@ -547,3 +548,8 @@ class EngineAdapters:
             assert adapter is not None
             return AdapterBatch.of_one(self.table, adapter)
         return AdapterBatch(self.table, slots, last)
+
+
+def _tasks_of(sequences: Sequence[TokenSequence]) -> list[int]:
+    """The tasks of sequences: the filler of their column."""
+    return [sequence.group.request.task for sequence in sequences]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ...blocks import ADAPTER_SLOT
+from ...blocks import ADAPTER_SLOT, TASK
 from ...kv import is_out_of_memory
 from ...model.adapters.content import AdapterContents
 from ...model.adapters.peft_loading import PeftAdapter
+from ...model.adapters.tasks import giving_task, modules_by_task
 from ...model.adapters.twins import NoTwin, active_twin, twin_of, why_not_together, without_tuners
 from ...model.adaption_prompts import configs_of
 from ...model.dispatch import runs_unknown_code
@@ -29,6 +31,9 @@ from .pools import Pools
 from .probe import CLOSE, CLOSE_IN_HALF, distance
 from .runner import Runner, Verdicts
 from .trial import Trial
+
+OF_ADAPTERS = {ADAPTER_SLOT.name, TASK.name}
+"""Columns that a twin does not read."""
 
 logger = logging.getLogger("hf_paged")
 
@@ -49,13 +54,21 @@ class ForwardApart(NamedTuple):
     runner: Runner
     unknown: bool
     """True if it runs code of the user's."""
+    by_task: list[nn.Module]
+    """Its modules that compute each task in another way."""
 
     def run(self, batch: ForwardBatch, unseen: int) -> Answer:
         """The answer to rows of this adapter. unseen: steps since the engine has checked its model."""
-        columns = {name: numbers for name, numbers in batch.columns.items() if name != ADAPTER_SLOT.name}
+        tasks = batch.columns.get(TASK.name) or (TASK.empty,) * len(batch.rows)
+        columns = {name: each for name, each in batch.columns.items() if name not in OF_ADAPTERS}
+        batch = batch._replace(columns=columns)
         self.runner.eager.checks.unseen = unseen
         try:
-            return self.runner.run(batch._replace(columns=columns))
+            if not self.by_task:
+                return self.runner.run(batch)
+            rows = {task: [i for i, each in enumerate(tasks) if each == task] for task in tasks}
+            parts = [(own, partial(self._run_task, int(task))) for task, own in rows.items()]
+            return self.runner.join(batch, parts)
         except (StatesAdvanced, Unservable):
             raise
         except Exception as error:
@@ -64,6 +77,10 @@ class ForwardApart(NamedTuple):
             raise RuntimeError(
                 f"the forward of the adapter {_title(self.names)} failed ({type(error).__name__}: {error})"
             ) from error
+
+    def _run_task(self, task: int, batch: ForwardBatch) -> Answer:
+        with giving_task(self.by_task, task):
+            return self.runner.run(batch)
 
 
 class ForwardsApart:
@@ -181,14 +198,18 @@ class ForwardsApart:
                 twin = own.twin(self._model, names[0])
                 settings = own.settings
             if settings not in self._tried:
-                self._tried[settings] = self._try(twin)
+                whole = any(map(self._contents.is_whole, names)) if own is None else own.whole
+                self._tried[settings] = self._try(twin, whole)
                 title = _title(names)
                 logger.info("the adapter %s runs in forwards of its own: peft's modules compute it", title)
         except (NoTwin, Unservable) as error:
             raise Unservable(f"the adapter {_title(names)} cannot be chosen by request: {error}") from error
         runner = Runner(twin, self._pools)
         runner.take(self._tried[settings])
-        return ForwardApart(names, runner, runs_unknown_code(twin))
+        by_task = modules_by_task(twin)
+        if by_task:
+            runner.captured = None  # one step would be of one task
+        return ForwardApart(names, runner, runs_unknown_code(twin), by_task)
 
     def _look_at_model(self) -> None:
         """See whether modules of a copy answer as the model does, once as long as it stays the same."""
@@ -207,12 +228,17 @@ class ForwardsApart:
             if own.why_apart is not None:
                 own.follow(self._model)
 
-    def _try(self, twin: nn.Module) -> Verdicts:
-        """Compute two short sequences on pages of the twin's own: the findings."""
+    def _try(self, twin: nn.Module, whole: bool) -> Verdicts:
+        """Compute two short sequences on pages of the twin's own: the findings. whole: whether all tokens of
+        a forward change each other.
+        """
         pools = Pools(twin, self._pools.config)
         try:
             runner = Runner(twin, pools)
-            Trial(runner).compare()
+            if whole:
+                runner.why_rows = "an adapter takes the mean of all tokens of a forward"
+            with giving_task(modules_by_task(twin), 0):
+                Trial(runner, whole).compare()
             runner.close()
             return runner.verdicts
         finally:

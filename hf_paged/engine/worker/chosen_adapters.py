@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...model.adapters.invocation import start_of
+from ...model.adapters.tasks import task_of, tasks_of
 from ...model.adapters.virtual import ChosenAdapters
 from ...scheduling import AdapterNames
 from ..requests.params import RequestParams
@@ -19,10 +20,33 @@ def chosen_adapters(
     virtual = _virtual(adapters, wanted)
     if virtual is not None:
         return ChosenAdapters(virtual=adapters.contents.virtual.of(virtual, task))
+    names = adapters.resolve(wanted)
+    if adapters.contents.apart(names):
+        return _apart(adapters, names, params, task)
     if task is not None:
-        raise ValueError(f"task_ids={task!r}: only a multitask prompt has tasks; leave it out")
+        raise ValueError(f"task_ids={task!r}: only a multitask prompt and Poly have tasks; leave it out")
     ids = () if params.source is not None else params.ids  # peft looks for no place in an encoder's
-    return _begun(adapters, adapters.resolve(wanted), ids)
+    return _begun(adapters, names, ids)
+
+
+def _apart(adapters: EngineAdapters, names: AdapterNames, params: RequestParams, task: Any) -> ChosenAdapters:
+    """Adapters that peft's own modules compute, with the task of the request."""
+    contents = adapters.contents
+    of_tasks = [name for name in names if tasks_of(contents.config(name)) is not None]
+    found = [task_of(contents.config(name), name, task) for name in of_tasks or names[:1]]
+    whole = next((name for name in names if contents.is_whole(name)), None)
+    if whole is not None and params.beams > 1:
+        raise ValueError(
+            f"adapter={whole!r} with num_beams={params.beams}: it takes the mean of all beams, which the "
+            "engine computes one by one; use generate()"
+        )
+    if of_tasks and params.media is not None:
+        raise ValueError(
+            f"adapter={of_tasks[0]!r} computes tasks, which pictures and recordings have none of"
+        )
+    return _begun(adapters, names, ())._replace(
+        task=-1 if found[0] is None else found[0], whole=whole is not None
+    )
 
 
 def vocabulary_of(adapters: EngineAdapters, wanted: Any) -> int | None:

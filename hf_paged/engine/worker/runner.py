@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -154,7 +154,7 @@ class Runner:
         parts = self._parts(batch) if batch.inputs or batch.columns else []
         if parts:
             rows, act = parts[0]
-            return act(batch) if len(rows) == len(batch.rows) else self._join(batch, parts)
+            return act(batch) if len(rows) == len(batch.rows) else self.join(batch, parts)
         try:
             with self.eager.pools.memory.lock, torch.no_grad():
                 captured = self.captured if self.why_rows is None or self.captures_rows else None
@@ -202,8 +202,8 @@ class Runner:
         with self.eager.pools.memory.lock, torch.no_grad():
             return self.eager.plugged(lambda: self.forward(batch, "rows"))
 
-    def _join(
-        self, batch: ForwardBatch, parts: list[tuple[list[int], Callable[[ForwardBatch], Answer]]]
+    def join(
+        self, batch: ForwardBatch, parts: Sequence[tuple[list[int], Callable[[ForwardBatch], Answer]]]
     ) -> Answer:
         """The answers of parts of a batch, each run by itself, in the order of the batch."""
         wanted = batch.wanted

@@ -61,8 +61,10 @@ def _sequences(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
 class Trial:
     """Computes two short sequences in every way that steps will, and notes in a runner what it may do."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, whole: bool = False) -> None:
+        """whole: whether all tokens of a forward change each other, so that no prompt is cut."""
         self.runner = runner
+        self._whole = whole
         self._eager = runner.eager
         self._source: EncoderInput | None = None
         """The input of an encoder-decoder's encoder."""
@@ -155,7 +157,7 @@ class Trial:
         long = (longest(self._eager.model) or LONGEST) >= LONGEST
         longer = LONGER.get(self._eager.device.type, 1) if long else 1
         lengths = [longer * length for length in TRIAL]
-        cuts = [[longer * length for length in CUT], lengths]
+        cuts = [lengths] if self._whole else [[longer * length for length in CUT], lengths]
         rows = _sequences(lengths, vocabulary)
         name = type(self._eager.model).__name__
         with tried(f"{name} fails without any cache; fix its forward"):
@@ -166,7 +168,8 @@ class Trial:
         self.runner.why_no_embeddings = self._why_no_embeddings(rows[:1], whole[:1])  # while kernels compile
         with tried(f"{name} failed in a test of its forward on pages; use generate()"):
             pieces = self._on_pages(rows, "rows", cuts)
-        check_routers(self._eager.model, self._eager.pools.config.max_batch_tokens)
+        if not self._whole:
+            check_routers(self._eager.model, self._eager.pools.config.max_batch_tokens)
         off = self._apart(rows, whole, pieces)
         if off is not None:
             raise otherwise(self._eager.model, off, self._apart(rows, whole, self._without_cache(rows)))

@@ -22,6 +22,7 @@ from .invocation import Invocation, invocation_in
 from .loading import HostAdapter
 from .peft_content import PeftContent
 from .peft_loading import PeftAdapter
+from .tasks import tasks_of
 from .virtual import VirtualPrompts
 from .vocabulary import Vocabularies, ends_of
 
@@ -139,6 +140,22 @@ class AdapterContents:
         if name in self.own:
             return self.own[name].invocation
         return invocation_in((configs_of(self._model) or {}).get(name))
+
+    def config(self, name: str) -> Any:
+        """Peft's config of an adapter that its own modules compute."""
+        own = self.own.get(name)
+        return own.config if isinstance(own, PeftAdapter) else (configs_of(self._model) or {}).get(name)
+
+    def is_whole(self, name: str) -> bool:
+        """True for an adapter with which all tokens of a forward change each other."""
+        adapter = self.own[name] if name in self.own else self.read(name)
+        return isinstance(adapter, (PeftAdapter, PeftContent)) and adapter.whole
+
+    @property
+    def knows_tasks(self) -> bool:
+        """True if an adapter of peft's modules computes each of its tasks in another way."""
+        names = [*self.own, *self.in_model.names]
+        return any(tasks_of(self.config(name)) for name in names)
 
     def only_products(self, name: str) -> bool:
         """True if low-rank products of linear layers are all that an adapter is."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..adaption_prompts import layers_of
 from ..peft_layers import LoraLayers
+from ..routers import takes_means
 from ..weights_digest import tensor_facts
 
 STATE = frozenset({"_caches", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
@@ -74,6 +75,12 @@ class PeftContent:
     def versions(self) -> tuple[Any, ...]:
         """The host's facts about its tensors, writes to them among these, and its settings."""
         return tensor_facts(self.tensors), self.facts
+
+    @property
+    def whole(self) -> bool:
+        """True if all tokens of a forward change each other."""
+        kinds: list[Any] = list(map(type, self._modules))
+        return any(map(takes_means, kinds))
 
     @property
     def rank(self) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..lora import Adapter
+from ..routers import takes_means
 from ..switch import modules_of
 from ..weights_digest import content_digest
 from .invocation import Invocation
@@ -37,8 +38,9 @@ class PeftAdapter:
         """why: why no kernels compute it."""
         self.why_apart = why
         self._state = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-        self._config = copy.deepcopy(config)
-        self._config.inference_mode = True
+        self.config = copy.deepcopy(config)
+        """Peft's config of it."""
+        self.config.inference_mode = True
         self.settings = repr(sorted(_settings(config).items()))
         self.key = _content(self._state, self.settings)
         self.rank = int(getattr(config, "r", 0) or 0)
@@ -48,6 +50,8 @@ class PeftAdapter:
         """True if its twin has weights of its own in the place of the model's."""
         self.vocabulary: int | None = None
         """How many tokens it knows, if they are not the model's."""
+        self.whole = False
+        """True if all tokens of a forward change each other."""
         self._twin: nn.Module | None = None
 
     @property
@@ -66,13 +70,15 @@ class PeftAdapter:
         if self._twin is None:
             with torch.random.fork_rng(_cuda_devices(model)):
                 try:
-                    found = _loaded(model, self._state, self._config, name, writes=False)
+                    found = _loaded(model, self._state, self.config, name, writes=False)
                 except _WritesBase:
-                    found = _loaded(model, self._state, self._config, name, writes=True)
+                    found = _loaded(model, self._state, self.config, name, writes=True)
             self._twin, more = found
             known = scores_of(self._twin)
             self.vocabulary = None if known == scores_of(model) else known
             self.copies_base = more > 0
+            kinds: list[Any] = list(map(type, modules_of(self._twin)))
+            self.whole = any(map(takes_means, kinds))
             self.bytes = sum(tensor.nbytes for tensor in self._state.values()) + more
         return self._twin
 

@@ -12,6 +12,7 @@ import torch
 from ..offloaded import input_device
 from ..prompt_learning import BY_TASK, EMBEDDINGS, PASTS, kind_of, learns_prompts, past_in, pasts_are_ignored
 from ..weights_digest import tensor_facts
+from .tasks import task_of
 
 
 class GivenPast(NamedTuple):
@@ -49,6 +50,10 @@ class ChosenAdapters(NamedTuple):
     names: tuple[str, ...] = ()
     start: int = 0
     virtual: VirtualTokens | None = None
+    task: int = -1
+    """The task that they compute, if they know several."""
+    whole: bool = False
+    """True if all tokens of a forward change each other."""
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -105,7 +110,7 @@ class VirtualPrompts:
         multitask prompt.
         """
         acting = self.own[name] if name in self.own else _acting(self._outer, name)
-        place = _task_of(acting.active_peft_config, name, task)
+        place = task_of(acting.active_peft_config, name, task)
         weights = list(acting.prompt_encoder[name].parameters())
         versions = tensor_facts(weights)
         known = self._read.get((name, place))
@@ -229,20 +234,3 @@ def _saved(model: Any, name: str, state: Mapping[str, torch.Tensor], config: Any
         get_base_model=lambda: model,
         config=model.config,
     )
-
-
-def _task_of(config: Any, name: str, task: Any) -> int | None:
-    """The task of a request, checked against what its adapter knows."""
-    if kind_of(config) != BY_TASK:
-        if task is not None:
-            raise ValueError(f"task_ids={task!r}: {name!r} has no tasks; leave it out")
-        return None
-    found = task.tolist() if hasattr(task, "tolist") else task
-    while isinstance(found, (list, tuple)) and len(found) == 1:
-        found = found[0]
-    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < config.num_tasks:
-        raise ValueError(
-            f"task_ids={task!r}: {name!r} is a multitask prompt; give the number of the request's task, "
-            f"0 to {config.num_tasks - 1}"
-        )
-    return found
