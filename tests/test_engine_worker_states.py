@@ -242,6 +242,7 @@ def test_rows_are_computed_beside_each_other_where_that_is_right(model: Any) -> 
     """Its attention finds a token's distance by the columns of the row, which padding shifts."""
     with Engine(model, max_batch_tokens=16, max_batch_sequences=4) as engine:
         assert engine.stats()["form"] == "rows"
+        assert "beside others its sequences get other logits" in engine.stats()["off"]["beside"]
         handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts()]
         for prompt, handle in zip(prompts(), handles, strict=True):
             assert handle.result().sequences[0].token_ids == alone(model, prompt)

@@ -177,6 +177,7 @@ def parts_off(loop: StepLoop) -> dict[str, str]:
     compilation = None if captured is None else captured.compilation
     reasons = {
         "flat": runner.why_rows,
+        "beside": runner.eager.why_not_beside,
         "graphs": _why_no_graphs(loop),
         "compile": None if compilation is None else compilation.why_not,
         "kernels": why_in_torch(config.kernels, loop.pools.layouts),

@@ -237,6 +237,7 @@ class ForwardsApart:
             runner = Runner(twin, pools)
             if whole:
                 runner.why_rows = "an adapter takes the mean of all tokens of a forward"
+                runner.captures_rows = False
             with giving_task(modules_by_task(twin), 0):
                 Trial(runner, whole).compare()
             runner.close()

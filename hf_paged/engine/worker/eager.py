@@ -107,8 +107,10 @@ class EagerModel:
         self._plans: dict[LayerKind, dict[object, Any]] = {}
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = name_in(model)
-        self.beside = True
-        """True if rows of one token may be computed beside each other, over states in slots."""
+        self.why_not_beside: str | None = None
+        """Why rows of one token are not computed beside each other, over states in slots; None if they may
+        be.
+        """
         self.keeps_some = "logits_to_keep" in parameters
         self.takes_embeddings = "inputs_embeds" in parameters
         self.encoder = Encoder(model) if pools.cross_layers else None
@@ -215,7 +217,9 @@ class EagerModel:
 
     def _rows_beside(self, batch: ForwardBatch) -> list[int]:
         """The rows of a batch that one forward computes beside each other: decoding ones over states."""
-        if self.cache.states is None or not self.beside or batch.scored or ADAPTER_SLOT.name in batch.columns:
+        if self.cache.states is None or self.why_not_beside is not None:
+            return []
+        if batch.scored or ADAPTER_SLOT.name in batch.columns:
             return []
         rows = enumerate(zip(batch.rows.starts, batch.rows.counts, strict=True))
         return [i for i, (start, count) in rows if start and count == 1 and i not in batch.inputs]

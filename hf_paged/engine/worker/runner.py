@@ -38,7 +38,7 @@ class Verdicts(NamedTuple):
     captures_rows: bool
     why_no_embeddings: str | None
     why_not_cross: str | None
-    beside: bool
+    why_not_beside: str | None
 
 
 class Runner:
@@ -87,13 +87,17 @@ class Runner:
     def verdicts(self) -> Verdicts:
         """The findings of its trial."""
         return Verdicts(
-            self.why_rows, self.captures_rows, self.why_no_embeddings, self.why_not_cross, self.eager.beside
-        )
+            self.why_rows, self.captures_rows, self.why_no_embeddings, self.why_not_cross,
+            self.eager.why_not_beside,
+        )  # fmt: skip
 
     def take(self, verdicts: Verdicts) -> None:
         """Know what a trial of this model, or of one alike, has found over other pools."""
-        self.why_rows, self.captures_rows, self.why_no_embeddings, self.why_not_cross, beside = verdicts
-        self.eager.beside = beside
+        self.why_rows = verdicts.why_rows
+        self.captures_rows = verdicts.captures_rows
+        self.why_no_embeddings = verdicts.why_no_embeddings
+        self.why_not_cross = verdicts.why_not_cross
+        self.eager.why_not_beside = verdicts.why_not_beside
         if self.captured is not None and self.captured.compilation is not None:
             self.captured.compilation.why_not = "peft's own modules compute"
 

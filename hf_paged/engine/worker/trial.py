@@ -176,7 +176,7 @@ class Trial:
         if self.runner.why_rows is None:
             self.runner.why_rows = self._why_not_flat(rows, whole, cuts, pieces)
         if self.runner.why_rows is not None and self.runner.states is not None:
-            self._eager.beside = self._answers_beside(rows, whole)
+            self._eager.why_not_beside = self._why_not_beside(rows, whole)
         if self._attends_across:
             self.runner.why_not_cross = why_not_cross(self._eager.model) or self._why_not_cross(rows, cuts)
             if self.runner.why_not_cross is not None:
@@ -239,16 +239,21 @@ class Trial:
             return None
         return f"in one row with others its sequences get other logits (by {off:.1e} of their size)"
 
-    def _answers_beside(self, rows: list[list[int]], right: torch.Tensor) -> bool:
-        """True if the last tokens of the rows may be computed beside each other, padded to one length."""
+    def _why_not_beside(self, rows: list[list[int]], right: torch.Tensor) -> str | None:
+        """Why the last tokens of the rows are not computed beside each other, padded to one length."""
+        if self._whole:
+            return self.runner.why_rows
         ends = list(map(len, rows))
         try:
             found = self._on_pages(rows, "rows", [[end - 1 for end in ends], ends])
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return False
-        return self._apart(rows, right, found) is None
+            return f"{type(error).__name__}: {error}"
+        off = self._apart(rows, right, found)
+        if off is None:
+            return None
+        return f"beside others its sequences get other logits (by {off:.1e} of their size)"
 
     def _without_cache(
         self, rows: list[list[int]], embedded: bool = False, cross: CrossInputs | None = None
