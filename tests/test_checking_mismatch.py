@@ -75,6 +75,13 @@ def test_other_families_are_identical(family: str, ids: torch.Tensor) -> None:
     assert hf_paged.check_mismatch(build(BY_NAME[family]), ids, **GREEDY).identical
 
 
+def test_no_length_needs_to_be_given(llama: Any, ids: torch.Tensor, recwarn: pytest.WarningsRecorder) -> None:
+    """Both answer with stock's default of 20 tokens, and stock's advice to give a length is left out."""
+    report = hf_paged.check_mismatch(llama, ids)
+    assert (report.tokens, report.identical) == (20 * len(ids), True)
+    assert not [each.message for each in recwarn if "max_length" in str(each.message)]
+
+
 def test_nothing_is_left_changed(llama: Any, ids: torch.Tensor) -> None:
     """The modules' modes, the random state and the generation config are as before."""
     llama.train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -163,7 +164,9 @@ class Runs:
             config.cache_implementation = config.cache_config = None
             arguments["generation_config"] = config
         self._begin_anew()
-        with self._without_the_word(paged):
+        with self._without_the_word(paged), warnings.catch_warnings():
+            # Stock's own length is what is compared where the user gives none.
+            warnings.filterwarnings("ignore", "Using the model-agnostic default `max_length`", UserWarning)
             return self.model.generate(**arguments)
 
     @contextmanager

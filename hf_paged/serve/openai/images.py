@@ -93,6 +93,14 @@ class Images:
 
     def made(self, text: str, images: Sequence[Any], special: bool) -> ChatPrompt:
         """The same with images of pillow's."""
+        place = getattr(self.processor, "image_token", None)
+        places = text.count(place) if place else 0
+        if places > len(images):  # processors of older transformers do not count
+            raise invalid(
+                f"the model's processor takes no such chat: {place} stands {places} times in it, and "
+                f"{len(images)} images are given; leave it out of texts",
+                "messages",
+            )
         try:
             found = self.processor(
                 text=[text], images=list(images), return_tensors="pt", add_special_tokens=special
