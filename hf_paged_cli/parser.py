@@ -343,7 +343,7 @@ def _add_bench(to: Parser) -> None:
     add("--max-num-seqs", type=number(int, 1), help="sequences of the engine at once, if not the same")
     add("--num-prompts", type=number(int, 1), help="prompts, all there at once (four batches)")
     add("--input-len", type=number(int, 1), default=128, help="tokens of each prompt (128)")
-    add("--output-len", type=number(int, 1), default=64, help="mean tokens of an answer (64)")
+    add("--output-len", type=number(int, 1), default=32, help="mean tokens of an answer (32)")
     add("--runs", type=number(int, 1), default=3, help="turns whose medians are shown (3)")
     add("--processor-time", action="store_true", help="count processor time, for a CPU that others use too")
     add("--seed", type=int, default=0, help="seed of prompts and lengths (0)")

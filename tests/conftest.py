@@ -13,6 +13,7 @@ import torch
 from families import BY_NAME, VOCABULARY, build
 from fresh_process import FreshProcess
 from hypothesis import HealthCheck, settings
+from releases import skipping_refused
 
 import hf_paged
 from hf_paged.engine import Engine
@@ -27,6 +28,20 @@ settings.load_profile("busy")  # an example takes as long as the machine takes
 def pytest_configure(config: pytest.Config) -> None:
     """Tests name a cache as all releases do; transformers 5.24 has another name, and takes this one."""
     config.addinivalue_line("filterwarnings", "ignore:`past_key_values` is deprecated:FutureWarning")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    """A model that this release cannot have on pages, and that is refused by name, needs no fixture."""
+    with skipping_refused():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Nor is there a test of it."""
+    with skipping_refused():
+        return (yield)
 
 
 def pytest_collection_finish() -> None:

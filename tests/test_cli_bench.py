@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from hf_paged import Engine, demo
-from hf_paged.cli.bench import Load, Run, engine_for, engine_run, generate_run, measure
+from hf_paged.cli.bench import Load, Run, engine_for, engine_run, generate_run, loads_of, measure
 from hf_paged.cli.bench_report import WHO
 from hf_paged_cli.loads import LOADS
 from hf_paged_cli.main import main
+from hf_paged_cli.parser import parser
 
 SMALL = ["--num-prompts", "2", "--input-len", "8", "--output-len", "4", "--runs", "1"]
 
@@ -119,6 +120,19 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert len(drawn.findall(".//{http://www.w3.org/2000/svg}rect")) == 3 + 3 * 4
 
 
+def test_what_is_measured_by_default_ends_in_minutes() -> None:
+    """Several batches, three turns, and tokens for two minutes of the demo model on two busy cores: 126,000 took
+    121 seconds of one processor.
+    """
+    given = parser()[0].parse_args(["bench", "demo"])
+    loads = loads_of(given)
+    assert {load.kind for load in loads} == {"equal", "ragged"}
+    assert len({load.batch for load in loads}) >= 3
+    assert given.runs >= 3
+    tokens = sum(load.tokens(load.requests(100, turn)) for load in loads for turn in range(given.runs + 1))
+    assert tokens * len(WHO) < 140_000
+
+
 def test_every_load_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Where a batch has no room for the sequences of a prompt, the line is left out and the text says so."""
     asked = ["bench", "demo", *SMALL, "--load", *LOADS, "--batch-size", "1", "4"]
@@ -139,4 +153,4 @@ def test_answers_that_the_model_has_no_room_for(
     """Are refused by the flags' names, before anything is measured."""
     monkeypatch.setattr("hf_paged.cli.bench.measure", lambda *given: pytest.fail("it measures"))
     assert main(["bench", "demo", "--input-len", "5000"]) == 1
-    assert "--input-len 5000 and answers of up to 256 tokens (by --output-len 64)" in capsys.readouterr().err
+    assert "--input-len 5000 and answers of up to 128 tokens (by --output-len 32)" in capsys.readouterr().err

@@ -26,6 +26,8 @@ def tiny(family: str) -> Any:
         for config in known
         if kind != "causal"
     }
+    if family not in found:
+        pytest.skip(f"this transformers has no {family}")
     return build(*found[family])
 
 

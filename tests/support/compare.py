@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from releases import KEEPS_WHAT_LEFT
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 import hf_paged
@@ -83,9 +84,11 @@ def _assert_caches(stock: Cache, paged: Cache, where: str) -> None:
             assert other.keys is None, f"{where}.layers[{i}]"
             continue
         starts = paged.sequences.starts
-        first = stock.get_seq_length() - one.keys.shape[-2]
+        first = stock.get_seq_length() - other.keys.shape[-2]
         for name in ("keys", "values"):
             mine, theirs = getattr(other, name), getattr(one, name)
+            if KEEPS_WHAT_LEFT and other.is_sliding:
+                theirs = theirs[..., -mine.shape[-2] :, :]
             assert mine.shape == theirs.shape, (
                 f"{where}.layers[{i}].{name}: {tuple(mine.shape)}, expected {tuple(theirs.shape)}"
             )
