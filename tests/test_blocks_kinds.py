@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from operator import attrgetter
 
 import pytest
 
@@ -69,8 +70,17 @@ def test_what_is_attended_to_across_comes_at_once() -> None:
     kind = Cross()
     assert [kind.growth(3, held, 40) for held in (0, 40)] == [40, 0]
     assert Full().growth(3, 0, 40) == 3
+    assert [kind.holds(tokens, 40) for tokens in (0, 1, 9)] == [0, 40, 40]
+    assert Full().holds(9, 40) == 9
     assert not kind.grows
     assert not kind.linear
+
+
+def test_groups_have_an_order() -> None:
+    """Tables of a sequence's own tokens come first, and what reads pages before what keeps states."""
+    kinds = [Cross(), State(), Window(8), Full()]
+    assert sorted(kinds, key=attrgetter("order")) == [Window(8), Full(), State(), Cross()]
+    assert [kind.label for kind in kinds] == ["cross", "state", "window8", "full"]
 
 
 def test_what_sequences_have_in_common_is_counted_once() -> None:

@@ -85,6 +85,18 @@ class LayerKind:
         return tokens
 
     @property
+    def label(self) -> str:
+        """Its name: "full", or "window" and its length."""
+        return self.name if self.window is None else f"{self.name}{self.window}"
+
+    @property
+    def order(self) -> tuple[bool, bool]:
+        """Its place in a list of groups: tables that grow with a sequence's tokens come first, and among them
+        those whose blocks become full.
+        """
+        return not self.grows, not self.fills
+
+    @property
     def adds(self) -> bool:
         """True if a table takes more blocks after those of its first tokens."""
         return self.grows and self.fills

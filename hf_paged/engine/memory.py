@@ -19,7 +19,7 @@ from ..model.servable import check_architecture
 from ..model.shards import local_part
 from .bounds import RequestBounds
 from .worker.config import EngineConfig
-from .worker.pools import Pools, kind_name
+from .worker.pools import Pools
 from .worker.runner import Runner
 from .worker.trial import Trial
 
@@ -149,7 +149,7 @@ def _memory(
     groups = list(zip(pools.groups.values(), blocks, strict=True))
     found = tuple(
         PoolMemory(
-            kind_name(group.kind),
+            group.kind.label,
             group.pool.block_size if group.kind.fills else None,
             group.block_bytes,
             count,

@@ -22,7 +22,7 @@ from ..model.offloaded import input_device
 from ..model.ranks.tensor_parallel import mesh_of
 from ..model.registry import base_model, end_forwards, memory_of
 from ..model.routing import RoutingRecord
-from ..model.slots import CROSS, NO_CONTENT, Slot, beside, slots_of
+from ..model.slots import NO_CONTENT, Slot, beside, slots_of
 from ..model.state_functions import WITHOUT_PAST, StateFunctions
 from ..model.state_layers import KeepsStates, RowStates
 from ..model.state_slots import rows_at, states_of
@@ -59,6 +59,8 @@ class PagedCache(DynamicCache):
 
     reuse: Reuse | None
     """Prefix reuse of this cache, if it is enabled."""
+    sequences: Sequences
+    """The rows of its own layers."""
     cross: PagedCache | None
     """The layers that attend to another sequence than the text (a picture's tokens), with tables of their
     own; None if none does.
@@ -111,10 +113,12 @@ class PagedCache(DynamicCache):
             group.verify_bytes(config.verify == "bytes", by_call=mesh_of(model) is not None)
         own_cross = None
         reference = weakref.ref(model)
-        if CROSS in groups and not cross:
+        across = {kind: group for kind, group in groups.items() if not kind.grows and not cross}
+        if across:
+            groups = {kind: group for kind, group in groups.items() if kind.grows}
             own_cross = PagedCache.__new__(PagedCache)
-            sequences = Sequences(memory, {CROSS: groups.pop(CROSS)})
-            own_cross._adopt(sequences, [slot for slot in slots if slot.kind == CROSS], reference, config)
+            own_slots = [slot for slot in slots if slot.kind in across]
+            own_cross._adopt(Sequences(memory, across), own_slots, reference, config)
         self._adopt(Sequences(memory, groups), slots, reference, config, own_cross)
         if config.prefix_caching and not cross:
             self.reuse = Reuse(self.sequences, config)
@@ -131,9 +135,10 @@ class PagedCache(DynamicCache):
 
         Layers of cross attention use those of `cross`.
         """
+        across = {} if cross is None else cross.sequences.rows
         cross_layers = iter(() if cross is None else cross.layers)
         layers = [
-            next(cross_layers) if cross is not None and slot.kind == CROSS else slot.open(i, sequences)
+            slot.open(i, sequences) if slot.kind not in across else next(cross_layers)
             for i, slot in enumerate(slots)
         ]
         Cache.__init__(self, layers=layers)

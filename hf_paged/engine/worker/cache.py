@@ -14,7 +14,7 @@ from ...kv import Batch, LayerGroup, Sequences
 from ...model.layer import PagedLayer
 from ...model.lazy import LazyTensor
 from ...model.servable import Unservable
-from ...model.slots import CROSS, STATES, Slot, take_over
+from ...model.slots import Slot, take_over
 from ...model.state_layers import KeepsStates, StateLayer
 from .pools import Pools
 from .states import SequenceStates
@@ -42,23 +42,24 @@ class StepCache(DynamicCache):
         Cache.__init__(self, layers=layers)
         self.states: SequenceStates | None = None
         """The recurrent states of the sequences, if layers keep any."""
-        if STATES in pools.own:
-            self.states = SequenceStates(self.sequences, pools.own[STATES], list(pools.own).index(STATES))
+        for place, group in enumerate(pools.never_full.values(), len(pools.paged)):
+            self.states = SequenceStates(self.sequences, group, place)
             for layer in layers:
                 if isinstance(layer, KeepsStates):
                     layer.keep_in_slots(self.states)
         self._cross = DynamicCache()
-        Cache.__init__(self._cross, layers=[StepLayer(i, CROSS, self) for i in range(pools.cross_layers)])
+        encoded: list[Any] = [StepLayer(i, kind, self) for i, kind in enumerate(pools.encoded)]
+        Cache.__init__(self._cross, layers=encoded)
 
     def _layer(self, number: int, slot: Slot) -> Any:
         """The layer of a place; one that keeps nothing is stock's."""
         if slot.kind is None:
             return slot.source
-        if slot.kind == STATES:
+        if not slot.kind.fills:
             return slot.open(number, self.sequences)
-        kind: Any = OwnCrossLayer if slot.kind == CROSS else step_class(slot.paged)
-        layer: PagedLayer = kind(number, slot.kind, self)
-        if issubclass(kind, KeepsStates):
+        made: Any = step_class(slot.paged) if slot.kind.grows else OwnCrossLayer
+        layer: PagedLayer = made(number, slot.kind, self)
+        if issubclass(made, KeepsStates):
             take_over(layer, slot.source)
         return layer
 
@@ -87,7 +88,7 @@ class StepCache(DynamicCache):
     @property
     def paths(self) -> set[str]:
         """How attention has read the layers in this step."""
-        return {layer.path for layer in self.layers if isinstance(layer, StepLayer) and layer.kind != CROSS}
+        return {layer.path for layer in self.layers if isinstance(layer, StepLayer) and layer.kind.grows}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -180,7 +181,7 @@ class OwnCrossLayer(StepLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store what the sequence attends to; a step of texts has no table for it."""
-        if CROSS not in self.step.batches:
+        if self.kind not in self.step.batches:
             raise Unservable(
                 f"layer {self.number} is a cross-attention layer and the step has no table for it; use "
                 "generate()"

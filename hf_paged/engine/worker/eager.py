@@ -113,7 +113,7 @@ class EagerModel:
         """
         self.keeps_some = "logits_to_keep" in parameters
         self.takes_embeddings = "inputs_embeds" in parameters
-        self.encoder = Encoder(model) if pools.cross_layers else None
+        self.encoder = Encoder(model) if pools.encoded else None
         self.takes_positions = "position_ids" in parameters and self.encoder is None
 
     @property

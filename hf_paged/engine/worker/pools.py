@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ...model.offloaded import input_device
 from ...model.registry import memory_of
 from ...model.routing import ROUTING
 from ...model.servable import Unservable
-from ...model.slots import CROSS, NO_CONTENT, STATES, slots_of
+from ...model.slots import NO_CONTENT, slots_of
 from ...scheduling import KVCacheGroup, StepPlan, Swaps
 from ...scheduling import SequenceGroup as Requests
 from ...trace import Kind as TracedKind
@@ -79,10 +80,9 @@ class Pools:
                 f"({', '.join(sorted(others))}); the engine cannot preempt or fork them yet, use generate()"
             )
         kinds = [kind for slot in slots for kind in slot.kinds]
-        cross = len(slots_of(model, cross=True)) if getattr(model.config, "is_encoder_decoder", False) else 0
-        counts = Counter(kind for kind in kinds if kind not in (CROSS, STATES))
-        counts.update([STATES] * kinds.count(STATES))
-        counts.update([CROSS] * (cross or kinds.count(CROSS)))  # the last of them
+        has_encoder = getattr(model.config, "is_encoder_decoder", False)
+        encoded = [kind for slot in slots_of(model, cross=True) for kind in slot.kinds] if has_encoder else []
+        counts = Counter(sorted([*kinds, *encoded], key=attrgetter("order")))
         self.config = config
         self.agree: Callable[[Sequence[int]], list[int]] = list
         """Numbers of blocks as all ranks can have them, where several processes have a part of each."""
@@ -92,7 +92,8 @@ class Pools:
         """The checks of the blocks' bytes, once the pools have their size."""
         self.slots = slots
         """The places of the model's layers."""
-        self.cross_layers = cross
+        self.encoded = encoded
+        """The kinds of the layers that attend to an encoder's output, if it has one."""
         self._model = weakref.ref(model)
         self._dtype = getattr(model, "dtype", None)
         self.memory = memory_of(model)
@@ -103,10 +104,12 @@ class Pools:
             kind: self.memory.group(kind, options, count, count / counts.total(), owner)
             for kind, count in counts.items()
         }
-        self.own = {kind: group for kind, group in self.groups.items() if kind != CROSS}
+        self.own = {kind: group for kind, group in self.groups.items() if kind.grows}
         """The groups whose tables hold a sequence's own tokens, the first ones of all."""
         self.paged = {kind: group for kind, group in self.own.items() if kind.fills}
         """Those of keys and values, the first ones of these."""
+        self.never_full = {kind: group for kind, group in self.own.items() if not kind.fills}
+        """That of recurrent states, if layers keep any, which comes behind them."""
         self.shared_reads = _shared_reads(model, self.paged)
         """Those of steps that are launched one operation at a time, by the kinds of layers that do."""
         for group in self.groups.values():
@@ -121,7 +124,8 @@ class Pools:
     def drop_cross(self) -> None:
         """Have no blocks for cross-attention layers: nothing will be stored in them."""
         with self.memory.lock:
-            self.memory.drop(self.groups.pop(CROSS))
+            for kind in self.groups.keys() - self.own.keys():
+                self.memory.drop(self.groups.pop(kind))
 
     @property
     def kv_groups(self) -> tuple[KVCacheGroup, ...]:
@@ -166,7 +170,7 @@ class Pools:
         no pool is given. room: that of a device where the model is not; else of those where its layers are.
         """
         return [
-            self._blocks(kind, (longest_source if kind == CROSS else longest) or LONGEST, captures, room)
+            self._blocks(kind, (longest if kind.grows else longest_source) or LONGEST, captures, room)
             for kind in self.groups
         ]
 
@@ -225,7 +229,7 @@ class Pools:
             room = Room(device.type, free_bytes(device))
         share = config.memory_fraction or (SHARE_OF_CUDA if room.type == "cuda" else SHARE_OF_CPU)
         free = int(share * max(0, room.free - captures))
-        states = self.groups.get(STATES)
+        states = next(iter(self.never_full.values()), None)
         shares = 1.0
         if states is not None:
             slots = self._slots(states, free)
@@ -391,7 +395,7 @@ class Pools:
     def described(self, model: str) -> Trace:
         """The header of a trace."""
         kinds = tuple(
-            TracedKind(kind_name(kind), kind.window, group.pool.total) for kind, group in self.groups.items()
+            TracedKind(kind.label, kind.window, group.pool.total) for kind, group in self.groups.items()
         )
         limits = self.config.limits()
         host = tuple(0 if group.host is None else group.host.most for group in self.groups.values())
@@ -417,7 +421,7 @@ class Pools:
         within their shares (C43).
         """
         return {
-            kind_name(kind): {
+            kind.label: {
                 "total": group.pool.total,
                 "held": group.pool.held,
                 "cached": group.pool.cached,
@@ -450,10 +454,9 @@ class Pools:
 
     def slot_usage(self) -> dict[str, int]:
         """Slots of recurrent states: all, those of running sequences, snapshots, and what became of these."""
-        group = self.groups.get(STATES)
-        if group is None:
+        pool = next((group.pool for group in self.never_full.values()), None)
+        if pool is None:
             return {}
-        pool = group.pool
         return {
             "slots": pool.total,
             "used": pool.held,
@@ -467,7 +470,7 @@ class Pools:
         held ones, free ones.
         """
         return {
-            kind_name(kind): {
+            kind.label: {
                 "most": group.host.most,
                 "total": group.host.pool.total,
                 "held": group.host.pool.held,
@@ -484,8 +487,3 @@ def _no_host(wanted: int, group: LayerGroup) -> OutOfBlocks:
         f"the host has no memory for host_blocks={wanted} of {group.block_bytes} bytes (the "
         f"{group.kind.name} layers); lower it"
     )
-
-
-def kind_name(kind: LayerKind) -> str:
-    """The name of a kind of layer: "full", or "window" and its length."""
-    return kind.name if kind.window is None else f"{kind.name}{kind.window}"
