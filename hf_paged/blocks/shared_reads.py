@@ -11,7 +11,7 @@ begins with other blocks, and taken out when it ends: steps in between ask for t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .block_table_array import BlockTableArray
@@ -263,6 +263,15 @@ class SharedReads:
                 for chunk, begin in choices[levels].groups
             )
         return self._known
+
+
+def usage(books: Iterable[SharedReads]) -> dict[str, int]:
+    """The groups of the last steps, their members, and the tokens that no step has read again."""
+    every = list(books)
+    groups = [group for each in every for group in each.groups()]
+    members = sum(len(group.rows) for group in groups)
+    unread = sum(each.unread for each in every)
+    return {"groups": len(groups), "members": members, "tokens_unread": unread}
 
 
 def _best(chunk: _Chunk, begin: int, levels: int, fewest: int) -> _Choice:

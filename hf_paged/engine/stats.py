@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypedDict, cast, get_args
 
+from ..blocks.shared_reads import usage
 from ..kv.ops import why_in_torch
 from ..scheduling import Count
 from .loop import StepLoop
@@ -209,11 +209,9 @@ def _why_no_graphs(loop: StepLoop) -> str | None:
 
 def _shared_reads(loop: StepLoop) -> dict[str, int]:
     """The groups of the last steps: of the model's, and of adapters' that peft's modules compute."""
-    found = Counter(loop.pools.shared_reads_usage())
     own = loop.runner.captured
-    for each in [*([] if own is None else [own]), *loop.adapters.apart.captured]:
-        found.update(each.shared_reads())
-    return dict(found)
+    captured = [*([] if own is None else [own]), *loop.adapters.apart.captured]
+    return usage(books for each in (loop.pools, *captured) for books in each.shared_reads.values())
 
 
 def _why_no_shared_reads(loop: StepLoop) -> str | None:

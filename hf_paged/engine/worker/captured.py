@@ -23,7 +23,6 @@ from ...blocks import (
     ROPE_DELTA,
     WANTED,
     LayerKind,
-    SharedReads,
 )  # fmt: skip
 from ...kv import LayerGroup, StaticBatch, StaticSpans
 from ...kv.budget import Room, free_bytes
@@ -141,10 +140,7 @@ class CapturedRunner:
         """True if kernels read the pages in it."""
         room = Room(eager.device.type, free_bytes(eager.device))
         own = _own_bytes(room)
-        self._shared = {
-            kind: SharedReads.of(kind, group.pool.block_size, eager.pools.config.common_reads)
-            for kind, group in eager.pools.paged.items()
-        }
+        self.shared_reads = eager.pools.books_of_reads()
         """The rows that read common blocks together, by the kinds of layers that do."""
         self.captures = CapturePool(eager.pools.memory, own, is_ready, self.compilation)
         config: Any = eager.model.config
@@ -195,14 +191,6 @@ class CapturedRunner:
             form = f"{size.form}, adapters" if size.adapters else str(size.form)
             sizes.setdefault(form, []).append(size.rows)
         return {**self.captures.stats(), "sizes": {form: sorted(rows) for form, rows in sizes.items()}}
-
-    def shared_reads(self) -> dict[str, int]:
-        """The groups of the last step, their members, and the tokens that no step has read again."""
-        books = [each for each in self._shared.values() if each is not None]
-        groups = [group for each in books for group in each.groups()]
-        members = sum(len(group.rows) for group in groups)
-        unread = sum(each.unread for each in books)
-        return {"groups": len(groups), "members": members, "tokens_unread": unread}
 
     def run(self, batch: ForwardBatch) -> Answer | None:
         """The answer for the wanted rows; None if no trusted step can hold them. The next run overwrites
@@ -522,7 +510,8 @@ class CapturedRunner:
         block_size = group.pool.block_size
         if not group.kind.fills:  # a sequence has one slot
             width, block_size = 1, ENDLESS
-        shared = self._shared.get(group.kind) if rows > 1 and group.captured_ops.kernels is not None else None
+        together = rows > 1 and group.captured_ops.kernels is not None
+        shared = self.shared_reads.get(group.kind) if together else None
         arguments = width, block_size, width, group.device, group.kind.window, shared
         return (
             StaticSpans(rows, self._most, *arguments) if form == "spans" else StaticBatch(rows, 1, *arguments)

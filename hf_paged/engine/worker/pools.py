@@ -6,7 +6,7 @@ import gc
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -52,16 +52,6 @@ SHARE_OF_HOST = 0.2
 """The largest share of the host's free memory in which preempted blocks wait by default."""
 LONGEST = 4096
 """How long sequences are taken to become where the model has no limit."""
-
-
-def _shared_reads(model: nn.Module, groups: Mapping[LayerKind, LayerGroup]) -> dict[LayerKind, SharedReads]:
-    """Books of the sequences that read common blocks together, by the kinds of layers that do."""
-    on_cpu = input_device(model).type == "cpu"
-    found = {
-        kind: SharedReads.of(kind, group.pool.block_size, group.config.shared_reads, on_cpu)
-        for kind, group in groups.items()
-    }
-    return {kind: books for kind, books in found.items() if books is not None}
 
 
 class Pools:
@@ -110,8 +100,8 @@ class Pools:
         """Those of keys and values, the first ones of these."""
         self.never_full = {kind: group for kind, group in self.own.items() if not kind.fills}
         """That of recurrent states, if layers keep any, which comes behind them."""
-        self.shared_reads = _shared_reads(model, self.paged)
-        """Those of steps that are launched one operation at a time, by the kinds of layers that do."""
+        self.shared_reads = self.books_of_reads(input_device(model).type == "cpu")
+        """Those of steps that are launched one operation at a time."""
         for group in self.groups.values():
             group.kept = config.keep_pools
         if config.num_blocks is not None and not self.paged:
@@ -120,6 +110,14 @@ class Pools:
                 config.num_blocks,
                 type(model).__name__,
             )
+
+    def books_of_reads(self, on_cpu: bool = False) -> dict[LayerKind, SharedReads]:
+        """Books of the sequences that read common blocks together, by the kinds of layers that do."""
+        found = {
+            kind: SharedReads.of(kind, group.pool.block_size, self.config.common_reads, on_cpu)
+            for kind, group in self.paged.items()
+        }
+        return {kind: books for kind, books in found.items() if books is not None}
 
     def drop_cross(self) -> None:
         """Have no blocks for cross-attention layers: nothing will be stored in them."""
@@ -432,14 +430,6 @@ class Pools:
             }
             for kind, group in self.groups.items()
         }
-
-    def shared_reads_usage(self) -> dict[str, int]:
-        """The groups of the last step that was not captured, their members, and the tokens not read again."""
-        books = self.shared_reads.values()
-        groups = [group for each in books for group in each.groups()]
-        members = sum(len(group.rows) for group in groups)
-        unread = sum(each.unread for each in books)
-        return {"groups": len(groups), "members": members, "tokens_unread": unread}
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes of all pools: reserved ones, those of held or cached blocks, and the most that can be
