@@ -275,7 +275,7 @@ class RowTable:
         """Give a sequence the blocks of what it takes: its new limit."""
         length = sequence.computed + self.uneven.get(sequence, 1)
         limit = sequence.group.request.most_tokens - 1
-        for tables, table in zip(self.tables, self._tables_of(sequence), strict=False):
+        for _, tables, table in zip(self.kv_groups, self.tables, sequence.tables, strict=False):
             capacity, pool, blocks = table.capacity, table.pool, table.blocks
             while capacity < length:
                 blocks.append(pool.take(blocks[-1] + 1 if blocks else NOWHERE, table.tenant))
