@@ -24,7 +24,7 @@ from ...model.offloaded import input_device
 from ...model.registry import memory_of
 from ...model.routing import ROUTING
 from ...model.servable import Unservable
-from ...model.slots import NO_CONTENT, slots_of
+from ...model.slots import NO_CONTENT, Slot, slots_of
 from ...scheduling import KVCacheGroup, StepPlan, Swaps
 from ...scheduling import SequenceGroup as Requests
 from ...trace import Kind as TracedKind
@@ -54,21 +54,26 @@ LONGEST = 4096
 """How long sequences are taken to become where the model has no limit."""
 
 
+def _require_in_pools(model: nn.Module, slots: Iterable[Slot]) -> None:
+    """Raise if layers keep anything that no pool has."""
+    others = {
+        type(slot.source).__name__
+        for slot in slots
+        if not (type(slot.source) in NO_CONTENT if slot.kind is None else slot.paged.complete)
+    }
+    if others:
+        raise Unservable(
+            f"{type(model).__name__} has layers that keep more than keys and values "
+            f"({', '.join(sorted(others))}); the engine cannot preempt or fork them yet, use generate()"
+        )
+
+
 class Pools:
     """The layer groups of a model as one engine has them, in the order of the scheduler's KV cache groups."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         slots = slots_of(model, cross=False)
-        others = {
-            type(slot.source).__name__
-            for slot in slots
-            if not (type(slot.source) in NO_CONTENT if slot.kind is None else slot.paged.complete)
-        }
-        if others:
-            raise Unservable(
-                f"{type(model).__name__} has layers that keep more than keys and values "
-                f"({', '.join(sorted(others))}); the engine cannot preempt or fork them yet, use generate()"
-            )
+        _require_in_pools(model, slots)
         kinds = [kind for slot in slots for kind in slot.kinds]
         has_encoder = getattr(model.config, "is_encoder_decoder", False)
         encoded = [kind for slot in slots_of(model, cross=True) for kind in slot.kinds] if has_encoder else []
