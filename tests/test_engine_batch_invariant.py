@@ -179,8 +179,7 @@ def test_equal_top_logprobs_come_in_one_order(beams: int) -> None:
     ("name", "dtype"),
     [
         ("llama", torch.float32),
-        ("llama", torch.bfloat16),
-        *once_each(["qwen3", "phi3", "gpt2"], [torch.bfloat16, torch.float16]),
+        *once_each(["qwen3", "gpt2"], [torch.bfloat16, torch.float16]),
     ],
     ids=str,
 )

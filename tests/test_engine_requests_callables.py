@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import every_other
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import GREEDY, Does, Fails, assert_neighbours_unharmed, neighbours
 from families import BY_NAME, VOCABULARY, build
@@ -317,8 +318,7 @@ CRITERIA: dict[str, Callable[[torch.Tensor, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", CRITERIA)
+@pytest.mark.parametrize(("kind", "mode"), every_other([*CRITERIA], [*MODES]))
 def test_a_criterion_answers_as_generate_takes_it(one: Engine, kind: str, mode: str) -> None:
     """The engine takes an answer for what stock generate() takes it; what that refuses is an error of the
     request.
@@ -425,8 +425,7 @@ PROCESSED: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", PROCESSED)
+@pytest.mark.parametrize(("kind", "mode"), every_other([*PROCESSED], [*MODES]))
 def test_a_processor_answers_as_generate_takes_it(one: Engine, kind: str, mode: str) -> None:
     if mode == "beams" and kind in ("cut", "longer") and not NEWER_LOOPS:
         pytest.skip("beam search of this transformers takes the model's own vocabulary alone")
@@ -450,8 +449,7 @@ ALLOWED: dict[str, Callable[[int, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ALLOWED)
+@pytest.mark.parametrize(("kind", "mode"), every_other([*ALLOWED], [*MODES]))
 def test_allowed_tokens_as_generate_takes_them(one: Engine, kind: str, mode: str) -> None:
     stock, ours = parity(one, mode, prefix_allowed_tokens_fn=ALLOWED[kind])
     assert ours == stock

@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 import transformers
+from families import BY_NAME, build
 from generation_fields import HONOURED_HERE, REFUSED_HERE
 from transformers import GenerationConfig
 
@@ -97,6 +98,12 @@ def accepted_as_neutral() -> dict[str, Any]:
         for name, values in {**found, **assistants, "return_dict_in_generate": [True]}.items()
         if values
     }
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """For requests that are cancelled or refused."""
+    return Engine(build(BY_NAME["llama"]), block_size=4, num_blocks=60)
 
 
 def test_the_types_name_what_submit_takes() -> None:

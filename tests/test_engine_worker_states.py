@@ -28,12 +28,10 @@ from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.model.state_slots import StateSlots
 
 pytestmark = NEEDS_SLOTS
-SCANS = [pytest.param(family, marks=FLAT_STATES) for family in ("jamba", "zamba")]
-"""Families whose scans begin without states in transformers."""
-ALONE = [pytest.param(family, marks=FLAT_STATES) for family in ("mamba", "mamba2")]
-"""Families without keys and values."""
+FLAT = ("jamba", "zamba", "mamba", "mamba2")
+"""Families whose scans begin without states in transformers; the last two are without keys and values."""
 FAMILIES = [
-    "falcon_h1", *SCANS, ALONE[0], "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text", "zamba2", "zaya",
+    "falcon_h1", "jamba", "zamba", "mamba", "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text", "zamba2", "zaya",
 ]  # fmt: skip
 LENGTHS = (3, 11, 1, 7, 20, 5)
 NEW = 14
@@ -42,6 +40,11 @@ NEW = 14
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_free_slots(monkeypatch)
+
+
+def family(name: str, *values: Any) -> Any:
+    """A case of tests: a family, and values of other parameters."""
+    return pytest.param(name, *values, marks=FLAT_STATES if name in FLAT else ())
 
 
 def prompts() -> list[list[int]]:
@@ -66,8 +69,14 @@ def model(request: pytest.FixtureRequest) -> Any:
     return made
 
 
-@pytest.mark.parametrize("model", FAMILIES, indirect=True)
-@pytest.mark.parametrize("graphs", [False, True], ids=["one by one", "captured"])
+@pytest.mark.parametrize(
+    ("model", "graphs"),
+    [
+        *(family(name, True) for name in FAMILIES),
+        *(family(name, False) for name in FAMILIES[::3]),
+    ],
+    indirect=["model"],
+)
 def test_sequences_answer_as_alone(model: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in pieces beside decoding ones, and a search by beams, whose states are forked."""
     if graphs:
@@ -129,8 +138,16 @@ def test_a_fault_in_the_middle_of_a_layer(
         engine.check()
 
 
-@pytest.mark.parametrize("model", ["qwen3_5_text", "lfm2", SCANS[0]], indirect=True)
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("model", "preemption"),
+    [
+        ("qwen3_5_text", "recompute"),
+        ("qwen3_5_text", "swap"),
+        ("lfm2", "swap"),
+        family("jamba", "recompute"),
+    ],
+    indirect=["model"],
+)
 def test_sequences_beyond_the_slots_are_preempted(model: Any, preemption: Any) -> None:
     """Samples of a prompt take slots of their own; what does not fit is computed again later, or waits on the
     host with its states.
@@ -252,8 +269,11 @@ def test_rows_are_computed_beside_each_other_where_that_is_right(model: Any) -> 
 # ---- snapshots
 
 
-@pytest.mark.parametrize("model", FAMILIES, indirect=True)
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+@pytest.mark.parametrize(
+    ("model", "ahead"),
+    [family(name, number % 2 == 1) for number, name in enumerate(FAMILIES)],
+    indirect=["model"],
+)
 def test_a_turn_of_a_chat_goes_on_from_the_last_answer(model: Any, ahead: bool) -> None:
     """C18: to the token, in blocks that are not full."""
     said, known = prompts()[1], 0
@@ -302,7 +322,7 @@ def test_an_answer_that_ends_by_itself_is_found_by_what_was_computed(
         engine.check()
 
 
-@pytest.mark.parametrize("model", ["qwen3_5_text", "zaya", ALONE[1]], indirect=True)
+@pytest.mark.parametrize("model", ["qwen3_5_text", "zaya", family("mamba2")], indirect=True)
 def test_prompts_part_where_nobody_expected_it(model: Any) -> None:
     """The second leaves what the third hits; of two at once the first leaves it, and the second hits."""
     common = (prompts()[4] * 5)[:85]
@@ -323,8 +343,11 @@ def test_prompts_part_where_nobody_expected_it(model: Any) -> None:
         engine.check()
 
 
-@pytest.mark.parametrize("model", ["qwen3_5_text", "lfm2", ALONE[1]], indirect=True)
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+@pytest.mark.parametrize(
+    ("model", "ahead"),
+    [("qwen3_5_text", True), ("lfm2", False), family("mamba2", True)],
+    indirect=["model"],
+)
 def test_snapshots_give_way_to_sequences(model: Any, ahead: bool) -> None:
     """C9: with hardly a slot to spare, beams and samples among what runs, no answer changes and none waits."""
     chance = random.Random(4)
@@ -353,8 +376,9 @@ def test_snapshots_give_way_to_sequences(model: Any, ahead: bool) -> None:
         engine.check()
 
 
-@pytest.mark.parametrize("model", ["qwen3_5_text", "nemotron_h"], indirect=True)
-@pytest.mark.parametrize("graphs", [False, True], ids=["", "captured"])
+@pytest.mark.parametrize(
+    ("model", "graphs"), [("qwen3_5_text", True), ("nemotron_h", False)], indirect=["model"]
+)
 def test_states_in_bfloat16(model: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nearly the same answers in less memory, in chunks, from snapshots, behind a swap."""
     if graphs:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from captures import counts, drop, policy, reasons
+from cases import once_each
 from counted_states import CountedStates, assert_every_token_once, counting, put_into_generate
 from families import BY_NAME, VOCABULARY, build
 from poison import poison_free_slots
@@ -191,8 +192,9 @@ def test_a_prompt_that_failed_is_given_again(
     assert_once(states, answer)
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "jamba", "lfm2", "qwen3_next"])
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    ("family", "later"), once_each(["falcon_h1", "jamba", "lfm2", "qwen3_next"], [False, True])
+)
 def test_a_forward_over_states_that_failed_is_given_again(family: str, later: bool) -> None:
     """It has written elsewhere than it read, so the cache is where it was, and so is a copy of it."""
     model = build_tiny("causal", config_class("causal", family))
@@ -220,8 +222,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], list[int]]] = {
 """Changes of a kept cache, and the rows that it holds then."""
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["", "captured"])
-@pytest.mark.parametrize("family", ["lfm2", "nemotron_h", "qwen3_5_text", "zaya"])
+@pytest.mark.parametrize(
+    ("family", "captured"),
+    [("lfm2", False), ("nemotron_h", True), ("qwen3_5_text", False), ("qwen3_5_text", True), ("zaya", True)],
+)
 def test_a_second_turn_behind_a_kept_cache(
     family: str, captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

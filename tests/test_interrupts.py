@@ -131,7 +131,7 @@ def test_a_paged_call_that_is_begun_or_ended(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_a_paged_call_in_the_middle(name: str) -> None:
     """C22: places all over the package."""
-    assert_generates_through_interrupts(name, ("",), most=25)
+    assert_generates_through_interrupts(name, ("",), most=examples(15))
 
 
 def assert_engine_through_interrupts(
@@ -184,7 +184,7 @@ def assert_engine_through_interrupts(
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("files", [DRIVING, ("",)], ids=["driving", "anywhere"])
 def test_a_step_of_the_engine(files: tuple[str, ...], ahead: bool) -> None:
-    assert_engine_through_interrupts(files, most=examples(35 if files == DRIVING else 15), run_ahead=ahead)
+    assert_engine_through_interrupts(files, most=examples(20 if files == DRIVING else 10), run_ahead=ahead)
 
 
 TORCH_FILES = (
@@ -216,7 +216,7 @@ def test_what_torch_keeps_for_a_thread(how: str) -> None:
         assert probe(act)
         # Rotary positions have no context manager of torch's own any more.
         assert probe.count > (20 if how == "generate" and RENAMED else 40)
-        for at in range(1, probe.count + 1, max(1, probe.count // examples(50))):
+        for at in range(1, probe.count + 1, max(1, probe.count // examples(30))):
             interrupted = Interrupted(at, MODE_FILES, TORCH_FILES)
             interrupted(act)
             assert thread_facts() == before, interrupted.where

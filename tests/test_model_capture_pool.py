@@ -38,7 +38,7 @@ def prompts(rows: int = 3, columns: int = 13) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*once_each(["llama"], [*MODES]), *once_each(["gemma3", "gpt-oss", "bart", "gemma3"], [*MODES])],
+    [*once_each(["llama"], [*MODES]), *once_each(["gemma3", "gpt-oss", "bart", "gemma3"], [*MODES])[::2]],
 )
 def test_same_tokens_from_replays(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family = BY_NAME[name]
@@ -61,13 +61,12 @@ def test_same_tokens_from_replays(name: str, mode: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "padded", "call"),
     [
-        ("llama", False, {}),
         ("llama", True, {"num_beams": 2}),
         ("qwen3", False, {}),
         ("gemma3", True, {}),
         ("phi3", False, {}),
     ],
-    ids=["llama", "llama-padded-beams", "qwen3", "gemma3-padded", "phi3"],
+    ids=["llama-padded-beams", "qwen3", "gemma3-padded", "phi3"],
 )
 def test_kernels_and_fused_modules(
     name: str, padded: bool, call: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from captures import counts, policy, reasons
+from cases import every_other
 from poison import poison_free_slots
 from releases import FLAT_STATES
 from tape import record
@@ -48,8 +49,7 @@ def padded_prompts() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mode"), every_other(FAMILIES, [*MODES]))
 def test_captured_steps_answer_as_stock(family: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECORDERS, "cpu", record)
     policy(monkeypatch, least_steps=4)

@@ -99,7 +99,7 @@ CONVERSIONS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "entry"), every_other([*CONVERSIONS], ENTRIES))
+@pytest.mark.parametrize(("name", "entry"), every_other([*CONVERSIONS], ENTRIES, every=4))
 def test_a_conversion_between_two_uses(entry: str, name: str) -> None:
     """The weights become what they become without us, and the next answers are theirs (C24)."""
     plain, seen = Seen(build(BY_NAME["llama"])), Seen(build(BY_NAME["llama"]))

@@ -22,14 +22,14 @@ def generator() -> Any:
 
 
 @pytest.mark.parametrize(
-    "mode",
+    ("mode", "batch_size"),
     [
-        {"do_sample": False},
-        {"num_beams": 4, "do_sample": False},
-        {"do_sample": True, "num_return_sequences": 2},
+        ({"do_sample": False}, 1),
+        ({"do_sample": False}, 4),
+        ({"num_beams": 4, "do_sample": False}, 4),
+        ({"do_sample": True, "num_return_sequences": 2}, 4),
     ],
 )
-@pytest.mark.parametrize("batch_size", [1, 4])
 def test_prompts(generator: Any, mode: dict[str, Any], batch_size: int) -> None:
     """The same texts; batches are padded on the left."""
     answers = []

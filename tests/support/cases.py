@@ -20,9 +20,11 @@ def once_each(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [tuple(values[i % len(values)] for values in parameters) for i in range(max(map(len, parameters)))]
 
 
-def every_other(first: Sequence[Any], second: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Half of all cases, as the black squares of a board: each value meets half of the other parameter's."""
-    return [(a, b) for i, a in enumerate(first) for j, b in enumerate(second) if (i + j) % 2 == 0]
+def every_other(first: Sequence[Any], second: Sequence[Any], every: int = 2) -> list[tuple[Any, Any]]:
+    """Half of all cases, as the black squares of a board: each value meets half of the other parameter's. every: 3 for a
+    third, and so on.
+    """
+    return [(a, b) for i, a in enumerate(first) for j, b in enumerate(second) if (i + j) % every == 0]
 
 
 def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -67,6 +67,9 @@ def _patch_once(interpreter: Any) -> None:
     a third of the time. This copy of Triton is interpreted for good.
     """
     language, builder = interpreter.tl, interpreter.interpreter_builder
+    # tensors are on the host: else each launch copies their whole storages onto themselves, a fifth of the time
+    interpreter.GridExecutor._init_args_hst = lambda self, args, options: (args, options)
+    interpreter.GridExecutor._restore_args_dev = lambda self, *given: None
     interpreter._patch_attr = _set_builtin(interpreter.interpreter_semantic)
     interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": language, "core": language.core}))
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
