@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from engine_answers import KINDS, PROMPTS, _model, small_engine
 from engine_steps import executor_of
 
@@ -87,6 +88,35 @@ def test_a_batch_is_the_same_on_the_other_side(
         assert all(each.result().error is None for each in requests)
         assert max(decoding) > 1
         assert scored
+
+
+def test_a_step_that_goes_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that are tried by themselves, because their first step could not be sent: other ranks have the
+    tables of each.
+    """
+    with small_engine(_model("llama"), max_batch_tokens=40) as engine:
+        pools = engine.pools
+        encoder = StepEncoder(SharedInputs({}), pools)
+        decoder = StepDecoder(pools, LastTokens(6, torch.device("cpu")))
+        run = executor_of(engine).run
+        parts = 0
+
+        def watched(batch: ForwardBatch) -> Any:
+            nonlocal parts
+            for i in range(len(batch.rows)):
+                part = batch.select([i])
+                numbers, _ = encoder.encode(part, [], True, AdapterNews())
+                found = decoder.decode(numbers).batch.rows
+                assert isinstance(part.rows, ScheduledBatch)
+                for table, there in zip(part.rows.sequences[0].tables, found.tables, strict=True):
+                    assert there.matches(found.row_ids[0], table)
+                parts += 1
+            return run(batch)
+
+        monkeypatch.setattr(executor_of(engine), "run", watched)
+        handles = [engine.submit(prompt, max_new_tokens=6) for prompt in PROMPTS[:4]]
+        assert all(handle.result().error is None for handle in handles)
+        assert parts > 8
 
 
 @pytest.mark.parametrize("rows", [8, 64])

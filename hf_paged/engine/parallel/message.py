@@ -127,7 +127,7 @@ class StepEncoder:
         self._end = sum(rows.starts[:1]) + sum(rows.counts[:1])
         out.append(len(batch.host_ids))
         out.extend(batch.host_ids)
-        self._write_tables(out, batch)
+        self._write_tables(out, rows)
         news.write(out)
         self._write_columns(out, batch.columns)
         self._write_given(out, batch)
@@ -156,16 +156,12 @@ class StepEncoder:
                 out.append(UNCHANGED if same else len(given))
                 out.extend(() if same else given)
 
-    def _write_tables(self, out: array[int], batch: ForwardBatch) -> None:
-        """Write the changes of tables since the last step; of arrays that are new the rows of the step."""
-        rows = batch.rows
+    def _write_tables(self, out: array[int], rows: ForwardRows) -> None:
+        """Write the changes of tables since the last step; of arrays that are new all rows."""
         if self._tables is not rows.tables:
             self._tables = rows.tables
-            ends = map(add, rows.starts, rows.counts)
-            tokens = list(zip(rows.row_ids, ends, batch.sources, strict=True))
-            for (kind, group), tables in zip(self._pools.groups.items(), rows.tables, strict=True):
-                lengths = [(row, kind.holds(end, source)) for row, end, source in tokens]
-                tables.journal = [(row, 0, group.pool.blocks_for(length)) for row, length in lengths]
+            for tables in rows.tables:
+                tables.journal = [(row, 0, tables.width) for row in tables.rewritten(0)]
         for tables in rows.tables:
             journal = tables.journal or []
             tables.journal = []
