@@ -7,7 +7,7 @@ import inspect
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate, chain
+from itertools import chain
 from operator import add
 from typing import Any, Literal, TypeVar
 
@@ -132,8 +132,7 @@ class EagerModel:
         """The step as one flat row, operation by operation."""
         self.checks.mark_forward()
         self._begin_flat(batch.rows)
-        ends = list(accumulate(batch.rows.counts))
-        return self._forward(batch, self._inputs(batch), [ends[i] - 1 for i in batch.wanted], flat=True)
+        return self._forward(batch, self._inputs(batch), flat=True)
 
     def write(self, batch: ForwardBatch) -> None:
         """Write to pages the keys and values that rows bring along."""
@@ -275,7 +274,7 @@ class EagerModel:
         if row.source is not None:
             inputs = self._behind_encoder(batch, row, inputs["input_ids"], start == 0)
         self.cache.begin(batches, past=start, cross_tokens=cross_tokens)
-        return self._forward(batch, inputs, [count - 1] if batch.wanted else [], flat=False)
+        return self._forward(batch, inputs, flat=False)
 
     def _behind_encoder(
         self,
@@ -321,10 +320,11 @@ class EagerModel:
             begin += count
         return {"inputs_embeds": embeds}
 
-    def _forward(self, batch: ForwardBatch, inputs: Mapping[str, Any], last: list[int], flat: bool) -> Answer:
-        """One forward over the tokens of a batch: the logits [len(last), vocabulary] at the places `last`,
-        and what is scored behind others.
+    def _forward(self, batch: ForwardBatch, inputs: Mapping[str, Any], flat: bool) -> Answer:
+        """One forward over the tokens of a batch: the logits [wanted rows, vocabulary], and what is scored
+        behind other tokens.
         """
+        last = batch.logit_places
         arguments: dict[str, Any] = {self.cache_name: self.cache, **inputs}
         arguments |= {"use_cache": True, "return_dict": True}
         positions = list(chain.from_iterable(batch.positions))

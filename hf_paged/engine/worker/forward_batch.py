@@ -221,6 +221,12 @@ class ForwardBatch(NamedTuple):
         return [i for i in range(len(self.rows)) if wanted is None or wanted[i]]
 
     @property
+    def logit_places(self) -> list[int]:
+        """The tokens, among all of the forward, whose logits are sampled from."""
+        ends = list(accumulate(self.rows.counts))
+        return [ends[i] - 1 for i in self.wanted]
+
+    @property
     def scored(self) -> list[ScoredRow]:
         """The rows of which a part is scored."""
         counts = self.columns.get(SCORED.name, ())
