@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from .exact import weight_sum
 from .launching import launch
@@ -54,7 +55,13 @@ class Plan:
         ) * keys.element_size()
         if window is not None:
             mean_length = min(mean_length, window)
-        self.tiling = tiling or decode_tiling(group, token_bytes, self.rows, self.heads, mean_length)
+        if shared and (window is not None or invariant):
+            raise ValueError("Invalid shared: groups read what no window hides, in no fixed order of summing")
+        pieces = SharedPieces(query, values, token_bytes, shared_tiling) if shared else None
+        self.shared = pieces if pieces is not None and pieces.members > 1 else None
+        self.tiling = tiling or decode_tiling(
+            group, token_bytes, self.rows, self.heads, mean_length, self.shared is not None
+        )
         if invariant:
             self.tiling = in_fixed_tiles(self.tiling, token_bytes, keys.dtype == torch.float32)
         self.target = 0 if invariant else self.tiling.per_sm * multiprocessors(query.device)
@@ -73,10 +80,6 @@ class Plan:
         )
         self.weight = torch.empty(self.most, self.query_heads, dtype=torch.float32, device=query.device)
         """log2 of the sum of each partial's exponentials."""
-        if shared and (window is not None or invariant):
-            raise ValueError("Invalid shared: groups read what no window hides, in no fixed order of summing")
-        pieces = SharedPieces(query, values, token_bytes, shared_tiling) if shared else None
-        self.shared = pieces if pieces is not None and pieces.members > 1 else None
         self._none = None if self.shared is None else torch.zeros(self.rows, RECORD, **ints)
         self.groups = self._none
         """Those of the step."""
@@ -141,8 +144,10 @@ def decode(
     several = triton.next_power_of_2(group) * padded
     scale_log2 = (plan.key_dim**-0.5 if scale is None else scale) * LOG2E.value
     common = plan.partial, plan.weight
+    early: dict[str, bool] = {}
     if plan.shared is not None and plan.groups is not None:
         common = plan.shared.read(query, keys, values, table, plan.groups, scale_log2, softcap)
+        early = {"launch_pdl": True} if plan.shared.early else {}
     launch(
         _decode, (plan.heads, plan.most),
         query, keys, values, table, plan.pieces, plan.count, plan.done, plan.partial, plan.weight, *common,
@@ -155,9 +160,9 @@ def decode(
         GROUPS=triton.next_power_of_2(group), PAGE=plan.block_size,
         BLOCK_M=max(tiling.block_m, triton.next_power_of_2(group)), TILE=tiling.block_n, STAGES=tiling.stages,
         AT_ONCE=max(1, min(16, 2048 * tiling.warps // several)), SOFTCAP=softcap or 0.0,
-        HAS_SINK=sinks is not None, SHARED=plan.groups is not None, INVARIANT=plan.invariant,
-        PRECISION=precision(query.dtype, plan.invariant), num_warps=tiling.warps, num_stages=tiling.stages,
-        enable_fp_fusion=not plan.invariant,
+        HAS_SINK=sinks is not None, SHARED=plan.groups is not None, EARLY=bool(early),
+        INVARIANT=plan.invariant, PRECISION=precision(query.dtype, plan.invariant), num_warps=tiling.warps,
+        num_stages=tiling.stages, enable_fp_fusion=not plan.invariant, **early,
     )  # fmt: skip
     return out
 
@@ -227,8 +232,8 @@ def _decode(
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
-    SOFTCAP: tl.constexpr, HAS_SINK: tl.constexpr, SHARED: tl.constexpr, INVARIANT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_SINK: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
+    INVARIANT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o = sum_t 2^(s_t - m) v_t / sum_t 2^(s_t - m), s = log2(e) softcap(q k_t * scale), m = max s.
 
@@ -236,7 +241,7 @@ def _decode(
     TABLE [rows, blocks of a row]; PIECES [most, 8], COUNT [1], DONE [rows, HEADS], PARTIAL [most, HEADS *
     GROUP, VALUE_DIM] and WEIGHT [most, HEADS * GROUP] as in Plan; COMMON and COMMON_WEIGHT the same of slots;
     SINKS [HEADS * GROUP]; OUT [rows, HEADS * GROUP, VALUE_DIM]. One program reads one piece of one row for
-    the GROUP query heads of one key head.
+    the GROUP query heads of one key head. EARLY: _read_shared may still run until the first merge.
     """
     head = tl.program_id(0)
     piece = tl.program_id(1)
@@ -310,12 +315,17 @@ def _decode(
             slot = 0
             if SHARED:
                 slot = tl.load(record + 5)
+            if EARLY:
+                cuda.gdc_wait()  # for what was read with others
             _merge(
                 PARTIAL, WEIGHT, COMMON, COMMON_WEIGHT, OUT + row.to(tl.int64) * out_row, out_head, head,
                 first, pieces, slot, common,
                 SHARED, HEADS, GROUP, GROUPS, VALUE_DIM, VALUE_DIMS, AT_ONCE,
             )  # fmt: skip
             tl.store(DONE + row * HEADS + head, 0)
+    if EARLY:
+        if piece == 0:
+            cuda.gdc_wait()  # who waits for this kernel waits for the one before, too
 
 
 @triton.jit

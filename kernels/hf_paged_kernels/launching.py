@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 import triton
 from triton.runtime import driver
 
@@ -20,6 +21,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         _compile(kernel, arguments, constants)
     else:
         kernel[grid](*arguments, **constants)
+
+
+def launches_early(device: torch.device) -> bool:
+    """True if a kernel can be launched while the one before it runs, and wait for it in the middle: on Hopper
+    and later GPUs. "meta" stands for the current one.
+    """
+    if device.type not in ("cuda", "meta") or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device if device.type == "cuda" else None) >= (9, 0)
 
 
 def _compile(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
-from .launching import launch
+from .launching import launch, launches_early
 from .tiles import Strides, block_ids, capped, load_tile, precision, token_offsets
 from .tuning import Tiling, multiprocessors, room_for, shared_tiling
 
@@ -36,6 +37,8 @@ class SharedPieces:
         self.value_dim = values.shape[3]
         lanes = triton.next_power_of_2(self.query_heads // self.heads)
         self.tiling = tiling or shared_tiling(token_bytes, query.dtype == torch.float32)
+        self.early = launches_early(query.device)
+        """True if the kernel that needs the answers runs beside this one until it does."""
         self.members = max(1, self.tiling.block_m // lanes)
         """Rows of one program."""
         self.target = max(self.heads, self.tiling.per_sm * multiprocessors(query.device))
@@ -92,7 +95,7 @@ class SharedPieces:
             VALUE_DIM=self.value_dim, KEY_DIMS=max(16, triton.next_power_of_2(key_dim)),
             VALUE_DIMS=max(16, triton.next_power_of_2(self.value_dim)), PAGE=values.shape[1],
             BLOCK_M=max(16, self.members * lanes), TILE=tiling.block_n, STAGES=tiling.stages,
-            SOFTCAP=softcap or 0.0, PRECISION=precision(query.dtype), **options,
+            SOFTCAP=softcap or 0.0, PRECISION=precision(query.dtype), EARLY=self.early, **options,
         )  # fmt: skip
         return partial, weight
 
@@ -189,13 +192,15 @@ def _read_shared(
     HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, KEY_DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The answers of one piece's members for the GROUP query heads of one key head.
 
     Q, K, V and TABLE as in decode; GROUPS, PIECES, COUNT and OF_ROWS as in SharedPieces; PARTIAL [slots,
     HEADS * GROUP, VALUE_DIM], WEIGHT [slots, HEADS * GROUP].
     """
+    if EARLY:
+        cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     piece = tl.program_id(1)
     record = PIECES + piece * _RECORD
