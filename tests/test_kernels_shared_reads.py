@@ -82,6 +82,36 @@ def test_a_plan_serves_groups_that_come_and_go() -> None:
         assert bool(int(plan.shared.count)) == bool(now.count_nonzero())
 
 
+@pytest.mark.skipif(not GPU, reason="GPUs launch a kernel beside the one before it, the interpreter does not")
+def test_a_launch_beside_the_reading_of_common_blocks() -> None:
+    """Rows are merged behind both, in every replay, however programs of the two kernels follow one another."""
+    case = with_common(
+        Case([900, 70, 700, 650, 90, 820], heads=2, group=4), [([0, 2, 3, 5], 40), ([1, 4], 4)]
+    )
+    found, none = groups_of(case), torch.zeros_like(groups_of(case))
+    answers, plans = [], []
+    for early in (False, True):
+        plan = plan_of(case)
+        assert plan.shared.early == (torch.cuda.get_device_capability() >= (9, 0))
+        plan.shared.early &= early
+        answers.append([attend(case, plan, groups).clone() for groups in (found, none)])
+        plans.append(plan)
+    assert_close(answers[0][0], case.expected())
+    assert all(map(torch.equal, *answers))
+    out = torch.empty_like(case.query)
+    graph, groups = torch.cuda.CUDAGraph(), found.clone()
+    lengths = ints(case.lengths)
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            plans[1].update(lengths, groups=groups)
+            kernels.decode(case.query, case.keys, case.values, case.table, plans[1], out=out)
+    for replay in range(500):
+        groups.copy_((found, none)[replay % 2])
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, answers[0][replay % 2]), replay
+
+
 def test_common_parts_that_end_at_the_last_token() -> None:
     """A row whose own part has no token: all that it has is common."""
     case = with_common(Case([64, 70], key_dim=32, with_sinks=True), [([0, 1], 4)])
