@@ -111,6 +111,8 @@ class SharedReads:
         self._root = _Chunk()
         self._ends: dict[int, _Chunk] = {}
         """The last chunk of each row."""
+        self._entered: dict[int, Sequence[int]] = {}
+        """The blocks of each row, as it was entered."""
         self._levels = 0
         """Levels of groups in use."""
         self._least = 0 if always else (SPLIT if on_cpu else LAUNCH) / (block_size * GRAIN)
@@ -186,13 +188,8 @@ class SharedReads:
 
     def _begins_with(self, row: int, blocks: Sequence[int]) -> bool:
         """True if blocks begin with those that a row was entered with."""
-        chunk: _Chunk | None = self._ends[row]
-        while chunk is not None and chunk.above is not None:
-            end = chunk.depth * self._grain
-            if tuple(blocks[end - self._grain : end]) != chunk.ids:
-                return False
-            chunk = chunk.above
-        return True
+        count = self._ends[row].depth * self._grain
+        return self._entered[row][:count] == blocks[:count]
 
     def _numbers(self, groups: Sequence[SharedRead], rows: Sequence[int]) -> array[int]:
         places = {row: place for place, row in enumerate(rows)}
@@ -230,11 +227,13 @@ class SharedReads:
                 self._known = None
         chunk.rows.add(row)
         self._ends[row] = chunk
+        self._entered[row] = blocks
 
     def leave(self, row: int) -> None:
         """A row has ended, or its table begins with other blocks from now on."""
         chunk: _Chunk | None = self._ends.pop(row)
         assert chunk is not None
+        del self._entered[row]
         chunk.rows.discard(row)
         while chunk is not None:
             chunk.count -= 1
