@@ -12,6 +12,7 @@ from releases import prefixes_are_ignored
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_paged import Engine
+from hf_paged.model.adapters.loading import HostAdapter
 from hf_paged.model.capture.replay import captures_of
 
 if not torch.cuda.is_available():
@@ -137,6 +138,32 @@ def test_the_engine(model: Any, peft_model: bool) -> None:
             assert stats["replayed"] > NEW, stats
             assert any("adapters" in form for form in stats["sizes"]), stats
             engine.check()
+
+
+def test_memory_that_another_stream_cannot_have(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that the stream of steps has freed may be kept for it, which then brings adapters."""
+    given = ids(1)
+    expected = generate(model, given, False, adapter_names=["one"])
+    state = peft.get_peft_model_state_dict(model, adapter_name="one")
+    with Engine(model.unload(), max_adapters=2) as engine:
+        engine.add_adapter("one", state, lora(**OPTIONS["one"]))
+        engine.add_adapter("two", state, lora(**OPTIONS["one"]))
+        steps, copies = torch.cuda.current_stream(), HostAdapter.copy_to
+        streams = []
+
+        def copy_to(self: HostAdapter, device: torch.device) -> Any:
+            streams.append(torch.cuda.current_stream())
+            if streams[-1] != steps:
+                raise torch.OutOfMemoryError("none for this stream")
+            return copies(self, device)
+
+        monkeypatch.setattr(HostAdapter, "copy_to", copy_to)
+        for name in ("one", "two"):
+            options = {"max_new_tokens": NEW, "do_sample": False, "adapter": name}
+            handle = engine.submit(given[0].tolist(), **options)
+            assert [list(handle.result().sequences[0].token_ids)] == expected
+        assert len(streams) == 4
+        assert streams[1] == streams[3] == steps
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

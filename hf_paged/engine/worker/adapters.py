@@ -411,10 +411,15 @@ class EngineAdapters:
             if self._side is None or not own:
                 self._enter(names, slot)
                 return
-            with torch.cuda.stream(self._side):
-                adapter = self.contents.on_device(names, self.device)
-                event = torch.cuda.Event()
-                event.record(self._side)
+            try:
+                with torch.cuda.stream(self._side):
+                    adapter = self.contents.on_device(names, self.device)
+                    event = torch.cuda.Event()
+                    event.record(self._side)
+            except torch.OutOfMemoryError:
+                # The stream of steps may have freed some, which is kept for it.
+                self._enter(names, slot)
+                return
             self._loading[names] = adapter, slot, event
             self._entered[names] = self.contents.key(names)
         except Exception as error:
