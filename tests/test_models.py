@@ -18,6 +18,7 @@ from tiny import build, mappings, prompts
 
 from hf_paged.generate.cache import paged_parts
 from hf_paged.model.cache_name import NAMES, cache_in
+from hf_paged.model.state_layers import NUMBERED
 
 SAMPLE = {
     # Plain attention in all its variants; windows, chunks, biases, experts.
@@ -62,9 +63,10 @@ def test_path_and_tokens(kind: str, family: str) -> None:
     stock, paged = both(model, **arguments, num_beams=2, output_scores=True)
     path = path_of(paged_parts(cache_in(paged)))
     assert_equal(_told(stock), _told(paged))
-    assert path == expected_paths().get(f"{kind} {family}", ""), (
-        "a path changed; if it is meant to: scripts/sweep_models.py --expect"
-    )
+    expected = expected_paths().get(f"{kind} {family}", "")
+    # Before transformers 5.14 some attention is not in the registry, and states are on stock's cache.
+    known = [expected] if NUMBERED else [expected, expected.replace("paged", "dense"), ""]
+    assert path in known, "a path changed; if it is meant to: scripts/sweep_models.py --expect"
     del stock, paged
     assert_clean(model, setting)
 

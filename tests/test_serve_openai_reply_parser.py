@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -357,3 +358,12 @@ def test_a_templates_errors_come_at_the_start() -> None:
         Replies({"fields": {"content": {"content": "text"}}})
     request = ChatRequest.model_validate({"messages": CHAT})
     assert Replies(None).of(request, lambda: "") == []
+
+
+def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has no module that reads answers."""
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_parsing.response_templates", None)
+    with pytest.raises(
+        ValueError, match=r"transformers .* cannot read answers by a response template; upgrade it"
+    ):
+        Replies(TEMPLATE)

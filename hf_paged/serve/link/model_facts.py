@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from ...engine import Engine
@@ -72,6 +73,8 @@ class ModelFacts(NamedTuple):
 
 def _template_of(tokenizer: Any, model: Any) -> dict[str, Any] | None:
     """The response template of a tokenizer, or what transformers knows for the kind of model."""
+    if find_spec("transformers.utils.chat_parsing") is None:  # an older release reads no answers
+        return None
     own: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
     if own is not None:
         return own

@@ -225,8 +225,15 @@ class Replies:
         self._only_calls = False
         """True if an answer without calls is all content."""
         if template is not None:
-            from transformers.utils.chat_parsing.response_templates import load_response_template
+            try:
+                from transformers.utils.chat_parsing.response_templates import load_response_template
+            except ImportError as error:
+                from transformers import __version__
 
+                raise ValueError(
+                    f"transformers {__version__} cannot read answers by a response template; "
+                    "upgrade it or leave --response-template out"
+                ) from error
             self._template = load_response_template(template)
             _bound(self._template)
             fields = self._template.fields.keys()
