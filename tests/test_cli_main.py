@@ -522,7 +522,7 @@ def test_info_says_what_runs_on_pages(capsys: pytest.CaptureFixture[str], tmp_pa
     state.save_pretrained(tmp_path / "state")
     assert main(["info", str(tmp_path / "state")]) == 0
     said = capsys.readouterr().out
-    assert "2 states in slots" in said
+    assert ("2 states in slots" if NUMBERED else "2 in transformers' own tensors") in said
     assert ("0 bytes a token" if NUMBERED else "upgrade it; use generate()") in said
     from transformers import RwkvConfig
 

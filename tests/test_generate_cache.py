@@ -13,7 +13,7 @@ import pytest
 import torch
 from families import BY_NAME
 from families import build as build_family
-from releases import layers_say_dtype
+from releases import NEWER_CACHES, layers_say_dtype
 from tiny import build, config_class
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
@@ -22,6 +22,7 @@ from hf_paged import PagedCache
 from hf_paged.kv.config import CacheConfig
 from hf_paged.model.registry import memory_of
 
+pytestmark = NEWER_CACHES
 CLOSE = {"atol": 2e-4, "rtol": 2e-4}
 Answer = Any
 Ask = Callable[[Any], Answer]

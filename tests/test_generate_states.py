@@ -16,6 +16,7 @@ from cases import once_each
 from counted_states import CountedStates, assert_every_token_once, counting, put_into_generate
 from families import BY_NAME, VOCABULARY, build
 from poison import poison_free_slots
+from releases import NEEDS_SLOTS
 from tape import record, rerun
 from tiny import build as build_tiny
 from tiny import config_class
@@ -299,6 +300,7 @@ def test_too_few_slots(options: dict[str, Any], slots: int, said: str, qwen: Any
     memory_of(qwen).check()
 
 
+@NEEDS_SLOTS
 def test_caches_of_stock_are_stocks(qwen: Any) -> None:
     """A StaticCache goes on as before; a cache beside the word, and one that holds no states, are refused by
     transformers.

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import tiny
+import transformers as tf
 from families import BY_NAME, build
 from transformers import AutoModelForCausalLM, HrmTextConfig
 
+from hf_paged import demo
+from hf_paged.engine.weights import load_into
+from hf_paged.model.adapters.state_dict import parts_in
 from hf_paged.model.ranks import tensor_parallel
 
 
@@ -44,3 +48,13 @@ def test_weights_that_loading_joins_after_ranks_have_their_part(
         pytest.skip(f"this release of transformers has no {kind}")
     reason = tensor_parallel.why_not_divided(tiny.build("image", tiny.config_class("image", kind)))
     assert ("as if each were both" in (reason or "")) == wrong, reason
+
+
+def test_parts_that_do_not_say_which_they_are() -> None:
+    """As those of transformers 5.9, whose ranks have plain tensors: nothing is made to fit by its shape."""
+    model: Any = demo.model()
+    tensor_parallel.require_known_parts(model)
+    model._device_mesh, model._tp_size = SimpleNamespace(ndim=1), 2
+    for load in (lambda: load_into(model, model.state_dict()), lambda: parts_in(model, {}, None, "poet")):
+        with pytest.raises(ValueError, match=f"transformers {tf.__version__} does not say which part"):
+            load()

@@ -24,6 +24,7 @@ import peft
 import torch
 from commands import Command, ForkedPopen
 from processes import LIMIT, ended
+from releases import NAMED_PARTS
 from safetensors.torch import save_file
 from serving import until
 
@@ -78,6 +79,7 @@ def _listening(process: psutil.Process) -> set[str]:
     return {each.laddr.ip for each in sockets}
 
 
+@NAMED_PARTS
 def test_a_server_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens as of one process, of the model, of an adapter and of new weights; no other machine can
     reach the ranks; a signal drains it, and none is left behind. Ranks are forks.

@@ -15,6 +15,7 @@ from ..kv.budget import Room, free_bytes
 from ..model.loading import first_device
 from ..model.servable import Unservable, longest
 from ..model.slots import slots_of
+from ..model.state_layers import NUMBERED
 from ..model.support import why_not
 from ..serve.link.loading import Source
 from .arguments import source_of
@@ -74,6 +75,8 @@ def _layers(model: Any) -> str:
         slots = slots_of(model, cross=False)
     except AttributeError as error:
         return f"unknown ({error})"
+    if not NUMBERED and any(not kind.fills for slot in slots for kind in slot.kinds):
+        return f"{len(slots)} in transformers' own tensors"  # an older release, which has no slots for states
     kinds = Counter(_kind(slot) for slot in slots)
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..model.offloaded import offloaded
-from ..model.ranks.tensor_parallel import divided_otherwise, mesh_of
+from ..model.ranks.tensor_parallel import divided_otherwise, mesh_of, require_known_parts
 from ..model.switch import modules_of
 
 PauseMode = Literal["recompute", "wait", "abort", "keep"]
@@ -40,6 +40,7 @@ def load_into(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> 
     """
     if isinstance(weights, str) or not isinstance(weights, Iterable):
         raise TypeError(f"load_weights got {weights!r:.50}; give a state dict or pairs of name and tensor")
+    require_known_parts(model)
     tensors: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
     tensors |= dict(model.named_parameters(remove_duplicate=False))
     own = {INSIDE.sub("", name): (name, tensor) for name, tensor in tensors.items()}

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from ..adaption_prompts import is_prompted
 from ..parts import LowRank, LowRankEmbedding, OwnBias, Part, Parts, SavedModule, TrainedTokens, with_tensors
 from ..peft_parts import base_of, inner_of, why_not_by_row, why_not_tokens
+from ..ranks.tensor_parallel import require_known_parts
 from ..shards import local_part
 from .vocabulary import PREFIX, ends_of, ids_of, ids_with, is_twice, plain_key, vocabulary_of
 
@@ -42,6 +43,7 @@ class Entry(NamedTuple):
 
 def parts_in(model: nn.Module, state: Mapping[str, torch.Tensor], config: Any, name: str) -> Parts:
     """The parts of an adapter, by the names of modules. Raises ValueError for what does not fit the model."""
+    require_known_parts(model)
     found: dict[str, dict[str, torch.Tensor]] = {}
     known_ends = set(map(id, ends_of(model)))
     ends = {path for path, module in model.named_modules() if id(module) in known_ends}
