@@ -7,8 +7,9 @@
 
 A cell differs from constraints.txt in one thing. A release of a package lies in a folder of its own, with what
 it requires in other versions, before the packages of this environment; a Python has an environment of its own.
-Both are made below .compatibility, where results are kept as well. `--reports` takes the numbers of a run in parts from
-its JUnit files, and runs nothing.
+Both are made below .compatibility. Results are in scripts/compatibility.json, each with its failed tests, or with `notes`
+that somebody wrote about them; a new run of a cell begins without. `--reports` takes the numbers of a run in parts
+from its JUnit files, and runs nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = ROOT / ".compatibility"
-RESULTS = PLACE / "results.json"
+RESULTS = ROOT / "scripts" / "compatibility.json"
 PATH = (
     *(f"transformers=={release}" for release in ("5.9.0", "5.14.1", "5.17.0", "5.23.0", "5.24.0")),
     *(f"torch=={release}" for release in ("2.11.0", "2.12.1", "2.14.1", "2.15.0")),
@@ -67,7 +68,7 @@ def main() -> None:
     tests = "whole" if given.whole else "fast"
     for cell in given.cells or PATH:
         row = results[f"{cell} {tests}"] = run(cell, tests, given.reports)
-        RESULTS.write_text(json.dumps(results, indent=1))
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         print(cell, tests, {name: row[name] for name in ("passed", "failed", "skipped")})
 
 
@@ -90,7 +91,8 @@ def run(cell: str, tests: str, reports: list[Path] | None = None) -> dict[str, A
     )
     versions = dict(zip(COLUMNS, asked.stdout.split()[-3:], strict=False))
     extent = covered(reports) if tests == "whole" else tests
-    return {"date": datetime.date.today().isoformat(), **versions, "tests": extent, **counted(reports)}
+    conditions = {"date": datetime.date.today().isoformat(), "machine": platform.machine()}
+    return {**conditions, **versions, "tests": extent, **counted(reports)}
 
 
 def make_environment(python: str, folder: Path) -> None:
@@ -164,10 +166,11 @@ def page(results: dict[str, Any]) -> str:
     rows = sorted(
         results.values(), key=lambda row: ([numbers(row[name]) for name in COLUMNS[:3]], row["tests"])
     )
+    machines = ", ".join(sorted({row["machine"] for row in rows}))
     lines = [
         "# Compatibility",
         "",
-        f"Made by `scripts/compatibility.py` on CPUs ({platform.machine()}): the fast subset of the suite (`scripts/test --fast`) or",
+        f"Made by `scripts/compatibility.py` on CPUs ({machines}): the fast subset of the suite (`scripts/test --fast`) or",
         "the whole suite, without its tests of texts, and with the packages of constraints.txt but for the versions named here. A",
         "row is a run; where it had a part of the suite, the row says how many files of tests. Combinations that are not listed were",
         "not run. CI runs the whole suite on the release of constraints.txt and on 5.24.0.",
@@ -179,13 +182,14 @@ def page(results: dict[str, Any]) -> str:
         values = [row[name] for name in COLUMNS]
         lines.append(f"| {' | '.join(f'{each:,}' if isinstance(each, int) else each for each in values)} |")
     for row in rows:
-        if row["names"]:
+        notes = row.get("notes") or [f"`{name}`" for name in row["names"]]
+        if notes:
             lines += [
                 "",
                 f"Failed on transformers {row['transformers']}, torch {row['torch']}, Python {row['python']} ({row['tests']}):",
                 "",
             ]
-            lines += [f"- `{name}`" for name in row["names"]]
+            lines += [f"- {note}" for note in notes]
     return "\n".join(lines) + "\n\n<!-- words -->" + words
 
 

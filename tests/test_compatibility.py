@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from importlib.metadata import distribution
 from pathlib import Path
@@ -19,7 +20,13 @@ REPORT = """<testsuites><testsuite>
 
 
 def row(transformers: str, **found: Any) -> dict[str, Any]:
-    versions = {"transformers": transformers, "torch": "2.13.0+cpu", "python": "3.11.7", "date": "2026-11-27"}
+    versions = {
+        "transformers": transformers,
+        "torch": "2.13.0+cpu",
+        "python": "3.11.7",
+        "date": "2026-11-27",
+        "machine": "x86_64",
+    }
     return {**versions, "tests": "fast", "passed": 2000, "failed": 0, "skipped": 3, "names": [], **found}
 
 
@@ -58,6 +65,14 @@ def test_the_page_has_a_row_for_each_run_and_keeps_its_words() -> None:
     ]
     assert "- `tests/test_a.py::two`" in lines
     assert "## Limits of single releases" in lines
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    """Of scripts/compatibility.json; the words behind the tables are written by hand."""
+    results = json.loads(SCRIPT["RESULTS"].read_text())
+    assert SCRIPT["page"](results) == (ROOT / "docs" / "compatibility.md").read_text()
+    for found in results.values():
+        assert bool(found["failed"]) == bool(found["names"] or found.get("notes"))
 
 
 def test_requirements_that_this_environment_does_not_meet() -> None:
