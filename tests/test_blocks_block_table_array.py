@@ -42,3 +42,30 @@ def test_an_array_that_is_read_stays_as_it_is(blocks: int) -> None:
     array.put(0, table, 3)
     assert array.matches(0, table)
     assert (kept.obj is array.ids) == (blocks == 16)
+
+
+def test_a_reader_of_the_journal_has_the_same_array() -> None:
+    """Rows that others had before, also shorter ones with the same blocks: what is as before is left out, and the row
+    counts as written all the same.
+    """
+    chance, pool = random.Random(2), BlockPool(300, 2)
+    array, mirror = BlockTableArray(), BlockTableArray()
+    array.journal = []
+    tables = [BlockTable(pool) for _ in range(6)]
+    entries = 0
+    for _ in range(400):
+        row = chance.randrange(len(tables))
+        table = tables[row]
+        if chance.random() < 0.1:
+            table.free()
+        table.append(chance.randrange(1, 5))
+        if chance.random() < 0.2:
+            table.crop(1)
+        array.put(row, table)
+        ((_, first, count),) = array.journal
+        mirror.write(row, first, array.read(row, first, count))
+        array.journal = []
+        entries += count
+        assert mirror.matches(row, table)
+        assert array.rewritten(array.writes - 1) == mirror.rewritten(mirror.writes - 1) == [row]
+    assert entries < 3 * 400

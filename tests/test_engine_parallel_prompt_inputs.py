@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import PROMPTS, small_engine
+from engine_parts import eager_of
 from engine_steps import executor_of
 from families import BY_NAME, build
 from pictures import with_pictures
@@ -14,10 +15,17 @@ from releases import OMNI
 from tiny import build as tiny_of
 from tiny import config_class
 
+from hf_paged.engine import Engine
 from hf_paged.engine.multimodal.media import Media
 from hf_paged.engine.parallel.message import AdapterNews, StepDecoder, StepEncoder
 from hf_paged.engine.parallel.prompt_inputs import SharedInputs, on_device, on_host
 from hf_paged.engine.worker.forward_batch import ForwardBatch, LastTokens
+
+
+def sender_of(engine: Engine) -> tuple[SharedInputs, StepEncoder]:
+    """The inputs that rank 0 has sent, and the writer of its messages."""
+    shared = SharedInputs(engine.driver.loop.with_inputs)
+    return shared, StepEncoder(shared, eager_of(engine).pools)
 
 
 @pytest.mark.parametrize(
@@ -37,11 +45,9 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
     elif name == "llama":
         prompts[0] = {"inputs_embeds": torch.randn(17, model.config.hidden_size)}
     with small_engine(model) as engine:
-        requests = engine.driver.loop.with_inputs
-        shared = SharedInputs(requests)
-        pools = engine.pools
-        encoder = StepEncoder(shared, pools)
-        decoder = StepDecoder(pools, LastTokens(6, engine.runner.eager.device))
+        pools = eager_of(engine).pools
+        shared, encoder = sender_of(engine)
+        decoder = StepDecoder(pools, LastTokens(6, eager_of(engine).device))
         run, show = engine.runner.run, engine.runner.encode_media
         most = across = 0
 
@@ -84,3 +90,25 @@ def test_prompts_that_are_more_than_ids(name: str, monkeypatch: pytest.MonkeyPat
         assert most > 0
         assert (across > 0) == (name == "t5")
         assert len(decoder.prompts) == (name == "t5")
+
+
+def test_tables_of_rows_planned_one_by_one_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of an encoder-decoder, none of which is in the table of rows: a step has their new blocks, one each."""
+    with small_engine(build(BY_NAME["t5"]), num_blocks=200) as engine:
+        shared, encoder = sender_of(engine)
+        run, sizes = executor_of(engine).run, []
+
+        def watched(batch: ForwardBatch) -> Any:
+            for given in shared.missing(batch):
+                shared.add(given)
+            numbers, _ = encoder.encode(batch, [], True, AdapterNews())
+            sizes.append(len(numbers))
+            return run(batch)
+
+        monkeypatch.setattr(executor_of(engine), "run", watched)
+        prompts = [[5 + (7 * i + k) % 50 for k in range(40)] for i in range(4)]
+        handles = [engine.submit(each, max_new_tokens=30, min_new_tokens=30) for each in prompts]
+        assert all(handle.result().error is None for handle in handles)
+        steady = sizes[2:30]
+        assert len(steady) == 28
+        assert max(steady) - min(steady) <= len(prompts)

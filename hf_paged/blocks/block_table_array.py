@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+from .partial_index import leading
 from .table import BlockTable
 
 NARROWEST = 16
@@ -23,7 +24,9 @@ class BlockTableArray:
         self.ids = array("i")
         """Replaced by a new array whenever it grows, so that an array in use never changes its size."""
         self.journal: list[tuple[int, int, int]] | None = None
-        """Row, first entry and number of entries of every write, for a reader that empties it."""
+        """Row, first entry and number of entries of every write, for a reader that empties it and knows what
+        was there before: entries at its beginning that are as before are left out.
+        """
         self.writes = 0
         """How often a row was written down, beside new blocks at its end."""
         self._written = array("q")
@@ -39,11 +42,12 @@ class BlockTableArray:
         if row >= self.height or first + len(blocks) > self.width:
             self._fit(row, first + len(blocks))
         begin = row * self.width + first
+        if self.journal is not None:
+            same = leading(self.ids[begin : begin + len(blocks)], blocks)
+            self.journal.append((row, first + same, len(blocks) - same))
         self.ids[begin : begin + len(blocks)] = blocks
         self.writes += 1
         self._written[row] = self.writes
-        if self.journal is not None:
-            self.journal.append((row, first, len(blocks)))
 
     def add(self, row: int, table: BlockTable) -> None:
         """Write down the last block of a table, which is new."""

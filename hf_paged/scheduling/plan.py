@@ -88,10 +88,8 @@ class ScheduledBatch(ForwardRows):
         sequences, starts, counts, samples = zip(*rows, strict=True)
         ends = [start + count for _, start, count, _ in rows]
         for sequence in sequences:
-            kv_groups = sequence.group.kv_groups
-            for tables, kv_group, table in zip(self.tables, kv_groups, sequence.tables, strict=False):
-                if kv_group.kind.grows or not tables.matches(sequence.row, table):
-                    tables.put(sequence.row, table)
+            for tables, table in zip(self.tables, sequence.tables, strict=False):
+                tables.put(sequence.row, table)
         size = min([MAX_BLOCK_SIZE, *(table.pool.block_size for table in sequences[0].tables)])
         full = [
             (sequence, end)

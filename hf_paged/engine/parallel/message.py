@@ -117,7 +117,9 @@ class StepEncoder:
         # Each goes on where it was: rows that nobody has joined or left advance alike.
         known = same and sum(rows.starts[:1]) == self._end
         shares = batch.unseen
-        out = array("i", [checks, shares, known, len(rows), rows.decodes, rows.longest, len(preparations)])
+        anew = self._tables is not rows.tables
+        out = array("i", [checks, shares, known, anew, len(rows), rows.decodes, rows.longest])
+        out.append(len(preparations))
         for each in preparations:
             _write_preparation(out, each, len(self._pools.groups))
         if not known:
@@ -127,7 +129,7 @@ class StepEncoder:
         self._end = sum(rows.starts[:1]) + sum(rows.counts[:1])
         out.append(len(batch.host_ids))
         out.extend(batch.host_ids)
-        self._write_tables(out, rows)
+        self._write_tables(out, rows, anew)
         news.write(out)
         self._write_columns(out, batch.columns)
         self._write_given(out, batch)
@@ -156,9 +158,9 @@ class StepEncoder:
                 out.append(UNCHANGED if same else len(given))
                 out.extend(() if same else given)
 
-    def _write_tables(self, out: array[int], rows: ForwardRows) -> None:
+    def _write_tables(self, out: array[int], rows: ForwardRows, anew: bool) -> None:
         """Write the changes of tables since the last step; of arrays that are new all rows."""
-        if self._tables is not rows.tables:
+        if anew:
             self._tables = rows.tables
             for tables in rows.tables:
                 tables.journal = [(row, 0, tables.width) for row in tables.rewritten(0)]
@@ -187,7 +189,7 @@ class StepDecoder:
     def decode(self, numbers: Sequence[int]) -> Received:
         """The step that numbers stand for."""
         read = iter(numbers)
-        checks, shares, known, many, decodes, longest, prepared = _take(read, 7)
+        checks, shares, known, anew, many, decodes, longest, prepared = _take(read, 8)
         groups = len(self._pools.groups)
         preparations = [_read_preparation(read, groups) for _ in range(prepared)]
         row_ids, starts, counts = self._columns
@@ -197,6 +199,8 @@ class StepDecoder:
             row_ids, starts, counts = (array("i", _take(read, many)) for _ in range(3))
         self._columns = (row_ids, starts, counts)
         ids = array("i", _take(read, next(read)))
+        if anew:
+            self._tables = tuple(BlockTableArray() for _ in self._tables)
         for tables in self._tables:
             for _ in range(next(read)):
                 row, first, count = _take(read, 3)
