@@ -409,6 +409,47 @@ def test_of_means_and_of_tasks(kind: str, tmp_path: Path) -> None:
         engine.check()
 
 
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_replicated_layers(mode: Any, tmp_path: Path) -> None:
+    """Adapters of models with more layers come while requests run on the model: blocks keep all layers."""
+    saved = {}
+    for name, pairs in (("x", [(0, 2), (1, 2)]), ("y", [(0, 1), (0, 2), (0, 2)])):
+        torch.manual_seed(len(name) + len(pairs))
+        made = peft.get_peft_model(tiny_llama(), lora(layer_replication=pairs), name)
+        made.save_pretrained(tmp_path)
+        saved[name] = in_peft(tmp_path / name, adapter_name=name)
+    saved["lora"] = adapted(lora())
+    state = peft.get_peft_model_state_dict(saved["lora"], adapter_name="one")
+    model = tiny_llama()
+    before = model.config.to_dict(), [id(each) for each in model.parameters()]
+    with Engine(model, block_size=4, num_blocks=17, preemption=mode, watermark=0.0, verify="bytes") as engine:
+        begun = engine.submit(prompt(7), **{**GREEDY, **LONG})
+        engine.step()
+        for name in ("x", "y"):
+            engine.add_adapter(name, tmp_path / name)
+        engine.add_adapter("lora", state, lora())
+        wanted = ["x", None, "y", "lora", "x", "y"]
+        handles = [
+            engine.submit(prompt(i, 12), **{**GREEDY, **LONG}, adapter=each) for i, each in enumerate(wanted)
+        ]
+        for i, (name, handle) in enumerate(zip(wanted, handles, strict=True)):
+            own = "one" if name == "lora" else name
+            assert tokens(handle) == alone(saved[name or "lora"], prompt(i, 12), own, **LONG)
+        assert tokens(begun) == alone(saved["lora"], prompt(7), None, **LONG)
+        assert engine.stats()["preemptions"] > 0
+        for found in (False, True):
+            again = engine.submit(prompt(2, 12), **{**GREEDY, **LONG}, adapter="y").result()
+            assert (again.cached_tokens > 0, first(again)) == (found, tokens(handles[2]))
+        assert engine.adapters()["x"].bytes < sum(each.nbytes for each in model.parameters())
+        with torch.no_grad():
+            for each in (model, saved["x"].get_base_model()):
+                each.model.layers[1].mlp.up_proj.weight.mul_(0.5)
+        again = engine.submit(prompt(0, 12), **GREEDY, adapter="x").result()
+        assert (again.cached_tokens, first(again)) == (0, alone(saved["x"], prompt(0, 12), "x"))
+        engine.check()
+    assert (model.config.to_dict(), [id(each) for each in model.parameters()]) == before
+
+
 @pytest.mark.parametrize("kind", ["IA3", "VERA", "ADAPTION_PROMPT", "pissa"])
 def test_a_plain_model_takes_every_kind(kind: str, tmp_path: Path) -> None:
     """From a folder; no module, flag or weight of the model changes, though peft changes weights for PiSSA."""

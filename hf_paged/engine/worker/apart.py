@@ -202,6 +202,7 @@ class ForwardsApart:
                 self._tried[settings] = self._try(twin, whole)
                 title = _title(names)
                 logger.info("the adapter %s runs in forwards of its own: peft's modules compute it", title)
+            self._pools.add_layers_of(twin)
         except (NoTwin, Unservable) as error:
             raise Unservable(f"the adapter {_title(names)} cannot be chosen by request: {error}") from error
         runner = Runner(twin, self._pools)

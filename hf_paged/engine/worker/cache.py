@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ class StepCache(DynamicCache):
     tokens already.
     """
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: Pools, slots: Sequence[Slot] | None = None) -> None:
+        """slots: the places of a twin's layers, of which there may be more than the model's own."""
         self.pools = pools
         self.sequences = Sequences(pools.memory, {})
         """Without rows: the part of a cache that masks and attention use besides its pages."""
@@ -38,7 +39,7 @@ class StepCache(DynamicCache):
         """The tokens before the step, where one sequence runs by itself."""
         self.cross_tokens = 0
         """Tokens that the sequence attends to across, if these are in the pages before the step."""
-        layers = [self._layer(i, slot) for i, slot in enumerate(pools.slots)]
+        layers = [self._layer(i, slot) for i, slot in enumerate(slots or pools.slots)]
         Cache.__init__(self, layers=layers)
         self.states: SequenceStates | None = None
         """The recurrent states of the sequences, if layers keep any."""

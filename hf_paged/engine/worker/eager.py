@@ -28,6 +28,7 @@ from ...model.offloaded import input_device
 from ...model.ranks.tensor_parallel import local_forwards
 from ...model.routing import RoutingRecord
 from ...model.servable import Unservable
+from ...model.slots import slots_of
 from ...model.state_functions import StateFunctions
 from ...model.state_slots import StateRow
 from ...model.state_spans import PARAMETERS
@@ -87,7 +88,7 @@ class EagerModel:
         """Foreign code runs in the model's forward; and a captured step assumes the model as it was."""
         self.device = input_device(model)
         """Where the token ids go."""
-        self.cache = StepCache(pools)
+        self.cache = StepCache(pools, slots_of(model, cross=False))
         modules = modules_of(model)
         self.configs = decoder_configs(modules)
         self.expanding = expanding_classes(modules)

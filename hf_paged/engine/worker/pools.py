@@ -130,6 +130,19 @@ class Pools:
             for kind in self.groups.keys() - self.own.keys():
                 self.memory.drop(self.groups.pop(kind))
 
+    def add_layers_of(self, twin: nn.Module) -> None:
+        """Keep blocks of the layers that a twin has behind the model's own, in all blocks. Raises OutOfBlocks
+        if there is no memory for that.
+        """
+        with self.memory.lock:
+            for number, slot in enumerate(slots_of(twin, cross=False)):
+                for kind in slot.kinds if number >= len(self.slots) else ():
+                    if kind not in self.paged or len(self.paged[kind].layouts) != 1:
+                        raise Unservable(
+                            "its further layers keep other content than the model's; use generate()"
+                        )
+                    self.paged[kind].add_layer(number)
+
     @property
     def kv_groups(self) -> tuple[KVCacheGroup, ...]:
         """The same as the scheduler sees them."""

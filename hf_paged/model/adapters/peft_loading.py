@@ -141,7 +141,7 @@ def _loaded(
     known = _give_own_parameters(twin, writes)
     resize(twin, state)
     memory = {_storage(own) for own, _ in known.values()} if not writes else set()
-    with _same_config(twin), _NoWrites(memory):
+    with (_own_configs if _replicates(config) else _same_config)(twin), _NoWrites(memory):
         _inject(twin, state, copy.deepcopy(config), name)
     more = _share_parameters(twin, known)
     for module in modules_of(twin):
@@ -149,10 +149,25 @@ def _loaded(
     return twin.train().eval(), more
 
 
+def _replicates(config: Any) -> bool:
+    """True for an adapter with which layers of the model come several times."""
+    return bool(getattr(config, "layer_replication", None))
+
+
+@contextmanager
+def _own_configs(twin: nn.Module) -> Iterator[None]:
+    """Around what may change a config: give a twin configs of its own."""
+    known: dict[int, Any] = {}
+    for module in modules_of(twin):
+        if "config" in module.__dict__:
+            module.__dict__["config"] = copy.deepcopy(module.__dict__["config"], known)
+    yield
+
+
 @contextmanager
 def _same_config(twin: nn.Module) -> Iterator[None]:
     """Around what may change a config, which is the model's: it stays as it is. Raises NoTwin if the adapter
-    needs another one, as replicated layers do.
+    needs another one.
     """
     config: Any = twin.config
     own: dict[str, Any] = vars(config)
