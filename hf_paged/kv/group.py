@@ -135,17 +135,6 @@ class LayerGroup:
         self._count[layout] += 1
         self._found.clear()
 
-    def add_layer(self, layer: Hashable) -> None:
-        """Have room for one more layer like the others, before its first token."""
-        if layer not in self._place:
-            self.place(layer, next(iter(self._count)))
-        if self.stores:
-            try:
-                self.store(layer)
-            except BaseException:
-                self._count[self._place.pop(layer)[0]] -= 1
-                raise
-
     def look_anew(self) -> None:
         """Forget the layouts of all layers, which may change from now on; only while no block is held."""
         if self.pool.held:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from .shards import local_part
+
 linear = nn.functional.linear
 Change = Callable[[torch.Tensor], torch.Tensor]
 P = TypeVar("P", bound="Part")
@@ -153,13 +155,18 @@ class LowRank(Part):
     """[outputs]"""
     magnitude: torch.Tensor | None = None
     """[outputs]"""
+    norm: torch.Tensor | None = None
+    """[outputs]: the norms, where ranks have a part of each column: y is this one's part of the sum then,
+    without the layer's own bias.
+    """
     _factor: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         if self.bias is None and self.magnitude is None:
             return self.a, self.b
-        return tuple(each for each in (self.a, self.b, self.bias, self.magnitude) if each is not None)
+        found = self.a, self.b, self.bias, self.magnitude, self.norm
+        return tuple(each for each in found if each is not None)
 
     @property
     def settings(self) -> Hashable:
@@ -182,19 +189,18 @@ class LowRank(Part):
         if self.magnitude is None:
             return Product(self.a, self.b, self.scale, None, shift)
         factor = self.factor(base).float()
-        own: Any = base.bias
+        own = self._own_bias(base)
         shift = None if own is None else own.detach().float() * (1 - factor)
         return Product(self.a, self.b, self.scale, factor, shift)
 
     @property
     def divides(self) -> bool:
-        return self.magnitude is None
+        return True
 
     def mapped(self, change: Change) -> LowRank:
         a, b = change(self.a), change(self.b)
-        bias = None if self.bias is None else change(self.bias)
-        magnitude = None if self.magnitude is None else change(self.magnitude)
-        return LowRank(a, b, self.scale, bias, magnitude)
+        more = [None if each is None else change(each) for each in (self.bias, self.magnitude, self.norm)]
+        return LowRank(a, b, self.scale, *more)
 
     def padded(self) -> LowRank:
         return replace(self, a=_padded_rows(self.a), b=_padded_rows(self.b.T).T.contiguous(), _factor=None)
@@ -209,19 +215,28 @@ class LowRank(Part):
         if self.magnitude is None:
             return y + product * self.scale
         factor = self.factor(base).to(y.device)
-        own: Any = base.bias
+        own = self._own_bias(base)
         plain = y if own is None else y - own
         return y + ((factor - 1) * plain + factor * product * self.scale)
+
+    def _own_bias(self, base: nn.Module) -> torch.Tensor | None:
+        """The layer's own bias, as far as y has it."""
+        found: torch.Tensor | None = None if self.norm is not None else local_part(base.bias)
+        return found
 
     def factor(self, base: nn.Module) -> torch.Tensor:
         """[outputs]: magnitude / norm, computed once. Who changes a weight makes the part anew."""
         if self._factor is None:
             assert self.magnitude is not None
-            weight = weight_of(base).detach()
-            weight = weight.T if isinstance(base, Conv1D) else weight
-            norm = _norms(weight, self.a.detach(), self.b.detach(), self.scale)
+            norm = self.norms(base) if self.norm is None else self.norm
             self._factor = self.magnitude.detach().to(norm.device) / norm
         return self._factor
+
+    def norms(self, base: nn.Module) -> torch.Tensor:
+        """[outputs]: the norms of columns of weights, of the part of them that is here."""
+        weight = local_part(weight_of(base)).detach()
+        weight = weight.T if isinstance(base, Conv1D) else weight
+        return _norms(weight, self.a.detach(), self.b.detach(), self.scale)
 
 
 @dataclass(eq=False)
@@ -315,8 +330,12 @@ class OwnBias(Part):
     def kernel(self) -> str:
         return "shift"
 
+    @property
+    def divides(self) -> bool:
+        return True
+
     def as_shift(self, base: nn.Module) -> torch.Tensor:
-        own: Any = base.bias
+        own: Any = local_part(base.bias)
         found: torch.Tensor = self.bias.detach().float() - own.detach().float()
         return found
 
@@ -324,7 +343,7 @@ class OwnBias(Part):
         return OwnBias(change(self.bias))
 
     def apply(self, base: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        own: Any = base.bias
+        own: Any = local_part(base.bias)
         found: torch.Tensor = y + (self.bias.to(y.device) - own)
         return found
 
@@ -411,7 +430,7 @@ class SavedModule(Part):
 
     @property
     def stays_whole(self) -> bool:
-        return self.kernel != ""
+        return True
 
     def vocabulary(self, known: int) -> int:
         own: Any = self.module

@@ -16,6 +16,12 @@ def is_divided(module: nn.Module, size: int) -> bool:
     return all(weight.shape[dim] % size == 0 for dim in shards)
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """True if each rank has a part of a layer's weight."""
+    weight: Any = module._parameters.get("weight")
+    return any(each.is_shard() for each in getattr(weight, "placements", ()))
+
+
 def local_part(parameter: Any) -> Any:
     """A rank's part of a parameter; all of it if it is not divided."""
     return getattr(parameter, "_local_tensor", parameter)

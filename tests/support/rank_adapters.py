@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 
 from hf_paged.engine import Engine
 from hf_paged.model.adapters.loading import load_adapter
+from hf_paged.model.shards import local_part
 
 RANKS_OF = {"one": 4, "two": 3, "three": 8}
 ADAPTED = ["one", None, "two", "three", ["one", "three"], "two", "one"]
@@ -233,6 +234,75 @@ def whole_parts(rank: int) -> None:
         assert found == expected, (found, expected)
 
     led(rank, loaded("llama"), act)
+
+
+NORMS = {"modules_to_save": ["norm", "input_layernorm"]}
+
+
+def scaled_parts(rank: int) -> None:
+    compare_scaled_parts(rank, "qwen2-window", ["q_proj", "v_proj", "o_proj", "down_proj"])
+
+
+def biases_behind_the_sum(rank: int) -> None:
+    compare_scaled_parts(rank, "gpt-oss", ["q_proj", "v_proj", "o_proj"])
+
+
+def compare_scaled_parts(rank: int, family: str, targets: list[str]) -> None:
+    """DoRA on layers whose inputs or outputs are divided, biases of layers and whole norms, beside LoRA and
+    the model alone, also when requests give way and when the model's weights have changed.
+    """
+    cases = {"dora": {"use_dora": True}, "biases": {"bias": "lora_only"}, "norms": NORMS, "lora": {}}
+    states = {}
+    for seed, (name, options) in enumerate(cases.items()):
+        torch.manual_seed(seed)
+        config = lora(r=4, init_lora_weights=False, target_modules=targets, **options)
+        tuned = peft.get_peft_model(copy.deepcopy(whole(family)), config, name)
+        with torch.no_grad():
+            for path, each in tuned.named_parameters():
+                if any(part in path for part in ("magnitude", "lora_B", ".bias", "modules_to_save")):
+                    each.add_(torch.randn(each.shape) * 0.3 * each.std().nan_to_num(1.0).clamp(min=0.1))
+        states[name] = peft.get_peft_model_state_dict(tuned, adapter_name=name), config
+
+    def add(engine: Engine) -> None:
+        for name, (state, config) in states.items():
+            engine.add_adapter(name, state, config)
+
+    def answered(engine: Engine) -> Any:
+        handles = [
+            engine.submit(PROMPTS[i], adapter=each, do_sample=False, max_new_tokens=16)
+            for i in (1, 3)
+            for each in (*cases, None)
+        ]
+        return checked_answers(engine, handles)
+
+    def change(model: Any) -> None:
+        for layer in model.model.layers:
+            for each in (layer.self_attn.o_proj, layer.self_attn.q_proj):
+                local_part(each.weight).data.mul_(1.5)
+
+    model = loaded(family)
+    options = {**SMALL, "num_blocks": 16, "preemption": "recompute", "watermark": 0.0}
+    with Engine(model, max_adapters=3, **options) as engine:
+        if rank:
+            assert engine.follow()
+            change(model)
+            assert not engine.follow()
+            return
+        one = copy.deepcopy(whole(family))
+        with Engine(one, **SMALL) as alone:
+            for each in (engine, alone):
+                add(each)
+            expected = [answered(alone)]
+            assert len(set(map(str, expected[0]))) > 6
+            assert answered(engine) == expected[0]
+            assert engine.stats()["preemptions"] > 0
+            for each, own in ((engine, model), (alone, one)):
+                each.pause()
+                change(own)
+                each.resume()
+            expected.append(answered(alone))
+            assert expected[1] != expected[0]
+            assert answered(engine) == expected[1]
 
 
 def layers_divided_in_another_way(rank: int) -> None:

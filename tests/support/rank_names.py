@@ -58,6 +58,8 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "adapters_and_pictures", ()),
     (2, "adapters_that_come_and_go", ()),
     (2, "whole_parts", ()),
+    (2, "scaled_parts", ()),
+    (2, "biases_behind_the_sum", ()),
     (2, "layers_divided_in_another_way", ()),
     (2, "peft_models", ()),
     (2, "peft_models_that_change", ()),

@@ -12,7 +12,7 @@ from ..multimodal import PromptInputs
 from ..multimodal.media import Media
 from ..requests.prompts import known_ids
 from ..worker.executor import EngineParts, use_device
-from .joining import compare_models
+from .joining import compare_models, sum_norms_of
 from .message import AdapterNews, MessageKind, Received, StepDecoder, read_checks
 from .prompt_inputs import on_device
 from .ranked import Ranked
@@ -144,6 +144,7 @@ class Follower(Ranked):
         self._given_back = None
         if not compare_models(self.ranks, changed, self.runner, self._adapters):
             return
+        sum_norms_of(self._adapters)
         self.free()
         self.pools.forget()
         self._hold()
@@ -154,6 +155,7 @@ class Follower(Ranked):
         self._note(news)
         name, number, layers = self.ranks.broadcast_object()
         self.ranks.attempt(lambda: self._adapters.add(name, self._adapters.hold(layers), number), MemoryError)
+        sum_norms_of(self._adapters, [name])
 
     def _take_inputs(self, number: int) -> PromptInputs:
         """Take a request's inputs beside token ids: rows name it by its number."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ...model.adapters.divided import sum_norms
 from ...model.peft_layers import why_no_adapters_on_ranks
 from ...model.ranks.tensor_parallel import mesh_of, why_not_divided
 from ...model.servable import Unservable
@@ -161,3 +162,15 @@ def compare_models(ranks: Ranks, changed: bool, runner: Runner, adapters: Engine
         captured.forget()
         captured.captures.drops = 0
     return changed
+
+
+def sum_norms_of(adapters: EngineAdapters, names: Iterable[str] = ()) -> None:
+    """Make the norms anew of DoRA over weights of which each rank has a part, of these adapters or all. All
+    ranks call it together, while no request runs.
+    """
+    own = {name: each for name, each in adapters.contents.own.items() if each.reads_base}
+    for name in sorted(own.keys() & set(names or own), key=adapters.numbers.__getitem__):
+        sum_norms(adapters.model, own[name].host)
+    for held in list(adapters.slots):
+        if own.keys() & set(held):
+            adapters.place(adapters.slots.slot(held), held)

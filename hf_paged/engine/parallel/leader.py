@@ -18,7 +18,7 @@ from ..multimodal.cross import CrossMedia
 from ..multimodal.media import Media
 from ..worker.executor import EngineParts
 from ..worker.forward_batch import Answer, ForwardBatch
-from .joining import compare_models
+from .joining import compare_models, sum_norms_of
 from .message import AdapterNews, MessageKind, Preparation, StepEncoder, write_checks
 from .packed import Packed
 from .prompt_inputs import SharedInputs, on_host
@@ -209,6 +209,7 @@ class Leader(Ranked):
             self.ranks.broadcast_object(packed)
             self._numbers.add(number)
             self.ranks.attempt(lambda: None, MemoryError)  # all of them have it
+            sum_norms_of(self._adapters, [name])
 
     def wait(self, wait: Callable[[], bool]) -> bool:
         """Wait for tokens, which wait for all ranks: what the failure of one leaves in them is never read."""
@@ -227,6 +228,8 @@ class Leader(Ranked):
         with self.ranks.together():
             self.ranks.send(array("i", [MessageKind.CHECK]))
             changed = compare_models(self.ranks, look(), self.runner, self._adapters)
+            if changed:
+                sum_norms_of(self._adapters)
         self._unmade |= changed  # a rank may have given its pools back
         return changed
 

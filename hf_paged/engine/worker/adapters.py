@@ -488,6 +488,7 @@ class EngineAdapters:
 
     def place(self, slot: int, names: AdapterNames) -> None:
         """Let a slot hold what it holds on rank 0."""
+        self._loading.pop(names, None)
         before = self.slots.release(names)
         if before not in (None, slot):
             self.table.clear(before)

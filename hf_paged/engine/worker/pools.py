@@ -141,7 +141,11 @@ class Pools:
                         raise Unservable(
                             "its further layers keep other content than the model's; use generate()"
                         )
-                    self.paged[kind].add_layer(number)
+                    group = self.paged[kind]
+                    if group.layout(number) is None:
+                        group.place(number, next(iter(group.layouts)))
+                    if group.stores:
+                        group.store(number)
 
     @property
     def kv_groups(self) -> tuple[KVCacheGroup, ...]:

@@ -120,9 +120,9 @@ def _entries(
         if entry is not None and len(names) > 1 and entry.adapter != name:
             continue
         if entry is None:
-            if "trainable_tokens_original" in key or _is_of_model(model, key, tensor, ends):
-                continue  # peft saves embeddings and heads along with their adapters
             entry = _of_module(key, config, ends)
+            if "trainable_tokens_original" in key or _is_of_model(model, key, tensor, entry is not None):
+                continue  # peft saves embeddings and heads along with their adapters
         if entry is None:
             others.append(key)
         else:
@@ -157,16 +157,18 @@ def _of_module(key: str, config: Any, ends: Collection[str]) -> Entry | None:
     return None
 
 
-def _is_of_model(model: nn.Module, key: str, tensor: torch.Tensor, ends: Collection[str]) -> bool:
-    """True if a tensor in a state dict is known to be one that the model has."""
+def _is_of_model(model: nn.Module, key: str, tensor: torch.Tensor, of_adapter: bool) -> bool:
+    """True if a tensor in a state dict is known to be one that the model has. of_adapter: whether the adapter
+    may have it in the place of the model's.
+    """
     named = model.named_parameters(remove_duplicate=False)
     parameters = {plain_key(name): each for name, each in named}
     known = parameters.get(plain_key(key))
     if known is None or known.shape != tensor.shape:
         return False
     if local_part(known) is not known:
-        if plain_key(key).rpartition(".")[0] in ends:
-            return False  # each rank has all of it
+        if of_adapter:
+            return False  # where it is equal, too
         raise ValueError(
             f"the adapter was saved with {key}, of which each rank has a part, so it is not known to be the "
             "model's own; save the adapter with save_embedding_layers=False"
