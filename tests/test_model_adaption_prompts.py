@@ -14,11 +14,11 @@ from families import BY_NAME, build
 
 from hf_paged import Engine
 
+LINEAR = {"llama": ["q_proj", "up_proj"], "gpt2": ["c_attn"]}
+
 
 def config(length: int = 4, layers: int = 2) -> Any:
-    return peft.AdaptionPromptConfig(
-        target_modules="self_attn", adapter_len=length, adapter_layers=layers, task_type="CAUSAL_LM"
-    )
+    return peft.AdaptionPromptConfig(adapter_len=length, adapter_layers=layers, task_type="CAUSAL_LM")
 
 
 def prompted(family: str = "llama") -> Any:
@@ -60,7 +60,7 @@ def alone(model: Any, ids: list[int], name: str | None, **options: Any) -> list[
     return list(out[0, len(ids) :].tolist())
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_requests_choose_among_them_and_the_base(family: str) -> None:
     made = prompted(family)
     before = list(made.named_modules())
@@ -84,6 +84,28 @@ def test_requests_choose_among_them_and_the_base(family: str) -> None:
             engine.submit(prompt(1), adapter="too")
         engine.check()
     assert list(made.named_modules()) == before
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_preempted_requests_come_back_with_theirs(family: str, mode: Any) -> None:
+    """In chunks of prompts too, beside LoRA that the engine was given."""
+    made, other = prompted(family), adapted(lora(target_modules=LINEAR[family]), family=family)
+    names = ["one", "two", None, "lora", "one", "two"]
+    long = {"max_new_tokens": 14, "do_sample": False}
+    wanted = [
+        alone(*(other, prompt(i, 12), "one") if name == "lora" else (made, prompt(i, 12), name), **long)
+        for i, name in enumerate(names)
+    ]
+    with Engine(
+        made, block_size=4, num_blocks=17, preemption=mode, watermark=0.0, max_batch_tokens=10
+    ) as engine:
+        state = peft.get_peft_model_state_dict(other, adapter_name="one")
+        engine.add_adapter("lora", state, other.peft_config["one"])
+        handles = [engine.submit(prompt(i, 12), **long, adapter=name) for i, name in enumerate(names)]
+        assert [tokens(each) for each in handles] == wanted
+        assert engine.stats()["preemptions"] > 0
+        engine.check()
 
 
 def test_the_wrapper_need_not_be_kept() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ from hf_paged.engine.in_flight import InFlightStep
 from hf_paged.engine.parallel import follower
 from hf_paged.engine.worker.adapters import EngineAdapters
 from hf_paged.kv import HostBlocks, budget, group
+from hf_paged.model.adapters.content import AdapterContents
 
 
 def no_memory_for_blocks_on_one_rank(rank: int) -> None:
@@ -179,6 +181,46 @@ def adapters_that_one_rank_has_no_memory_for(rank: int) -> None:
         raises(MemoryError, "rank 1: MemoryError: full", handle.result)
         assert answers(handle.result()) == found
         assert "'three'" in str(waiting.result().error)
+
+
+def adapters_that_wait_for_memory_of_one_rank(rank: int) -> None:
+    """A rank has memory for one adapter: requests of others wait on all ranks, and none ends with an error."""
+    bring = AdapterContents.on_device
+    there: weakref.WeakSet[Any] = weakref.WeakSet()
+    refused = []
+
+    def on_device(self: Any, names: Any, device: Any) -> Any:
+        if there or names == ("large",):
+            refused.append(names)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        adapter = bring(self, names, device)
+        there.add(adapter)
+        return adapter
+
+    def answered(engine: Engine) -> list[Any]:
+        for seed, name in enumerate(("one", "two", "three")):
+            engine.add_adapter(name, adapter_of("llama", seed, 4), lora(r=4))
+        wanted = ["one", "two", None, "three", "one", "two"]
+        handles = [engine.submit(PROMPTS[i % 4], **GREEDY, adapter=each) for i, each in enumerate(wanted)]
+        return [answers(each.result()) for each in handles]
+
+    def act(engine: Engine) -> None:
+        found = answered(engine)
+        assert engine.stats()["adapters"]["on_device"] == 1
+        engine.add_adapter("large", adapter_of("llama", 3, 4), lora(r=4))
+        output = engine.submit(PROMPTS[1], **GREEDY, adapter="large").result()
+        assert "rank 1: " in str(output.error), output.error
+        assert "CUDA out of memory" in str(output.error)
+        again = answers(engine.submit(PROMPTS[1], **GREEDY, adapter="two").result())
+        assert again == found[1]
+        with Engine(whole("llama"), **SMALL) as one:
+            assert found == answered(one)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(AdapterContents, "on_device", on_device)
+        led(rank, loaded("llama"), act, max_adapters=2)
+    assert bool(refused) == (rank == 1)
 
 
 def _full(*_: Any) -> Any:

@@ -44,6 +44,7 @@ CASES: list[tuple[int, str, tuple[int, ...]]] = [
     (2, "corrupted_blocks", ()),
     (2, "corrupted_blocks_of_generate", ()),
     (2, "adapters_that_one_rank_has_no_memory_for", ()),
+    (2, "adapters_that_wait_for_memory_of_one_rank", ()),
     (2, "no_memory_for_rank_0_to_sample", ()),
     (2, "no_memory_for_a_capture_on_one_rank", ()),
     (2, "engines_that_cannot_be_made", ()),

@@ -102,6 +102,8 @@ class Follower(Ranked):
                         self._check()
                     elif kind is MessageKind.ADAPTER:
                         self._add_adapter(AdapterNews.read(iter(numbers[1:])))
+                    elif kind is MessageKind.PLACE:
+                        self._bring_adapters(numbers[1:])
                     elif kind is MessageKind.INPUTS:
                         self._take_inputs(numbers[1])
                     elif kind is MessageKind.ENCODE:
@@ -156,6 +158,19 @@ class Follower(Ranked):
         name, number, layers = self.ranks.broadcast_object()
         self.ranks.attempt(lambda: self._adapters.add(name, self._adapters.hold(layers), number), MemoryError)
         sum_norms_of(self._adapters, [name])
+
+    def _bring_adapters(self, numbers: Sequence[int]) -> None:
+        """Have adapters in a slot, if all ranks have memory for them."""
+        read = iter(numbers)
+        slot = next(read)
+        self._note(AdapterNews.read(read))
+        known = {number: name for name, number in self._adapters.numbered().items()}
+        names = tuple([known[number] for number in read])
+        try:
+            self.ranks.attempt(lambda: self._adapters.place(slot, names), MemoryError)
+        except BaseException:
+            self._adapters.free(names)
+            raise
 
     def _take_inputs(self, number: int) -> PromptInputs:
         """Take a request's inputs beside token ids: rows name it by its number."""

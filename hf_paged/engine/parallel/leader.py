@@ -51,6 +51,7 @@ class Leader(Ranked):
         self._unmade = True
         """True while a rank may lack the memory of a pool altogether."""
         me = weakref.ref(self)  # pools stay with their model, which a leader must not keep
+        self._adapters.bring = partial(_bring, me)
         for number, group in enumerate(pools.groups.values()):
             if group.host is not None:
                 group.host.grown = partial(_reserve_host, me, number)
@@ -163,6 +164,21 @@ class Leader(Ranked):
         self.ranks.broadcast_object(packed)
         self.ranks.attempt(lambda: None, MemoryError)  # all of them have read it, which takes time
 
+    def bring_adapters(self, names: AdapterNames, slot: int, bring: Callable[[], None]) -> None:
+        """Bring adapters into a slot on all ranks. Raises MemoryError if any has no memory for them."""
+        with self.ranks.together():
+            news = self._news()
+            message = array("i", [MessageKind.PLACE, slot])
+            news._replace(places=tuple([each for each in news.places if each[0] != slot])).write(message)
+            numbers = self._adapters.numbered()
+            message.extend([numbers[name] for name in names])
+            self.ranks.send(message)
+            try:
+                self.ranks.attempt(bring, MemoryError)
+            except BaseException:
+                self._places.pop(slot, None)
+                raise
+
     def _news(self) -> AdapterNews:
         """The news of adapters that the other ranks do not have."""
         if self._adapter_changes == self._adapters.changes:
@@ -269,6 +285,15 @@ def _reserve_host(leader: weakref.ref[Leader], number: int, blocks: int) -> None
     leads = leader()
     if leads is not None:
         leads.reserve_host(number, blocks)
+
+
+def _bring(leader: weakref.ref[Leader], names: AdapterNames, slot: int, bring: Callable[[], None]) -> None:
+    """Bring adapters into a slot on all ranks of a leader that may be gone."""
+    leads = leader()
+    if leads is None:
+        bring()
+    else:
+        leads.bring_adapters(names, slot, bring)
 
 
 def _on_host(part: Part) -> Part:

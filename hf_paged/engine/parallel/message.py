@@ -41,6 +41,8 @@ class MessageKind(IntEnum):
     """Capture a step that no request has yet."""
     SEAL = 11
     """Take the checksums of blocks that are written no more."""
+    PLACE = 12
+    """Bring adapters into a slot."""
 
 
 class Preparation(NamedTuple):

@@ -106,6 +106,10 @@ class EngineAdapters:
         self.numbers: dict[str, int] = {}
         """Numbers of the engine's own adapters among ranks. No number is given twice."""
         self._next_number = 0
+        self.bring: Callable[[AdapterNames, int, Callable[[], None]], None] = lambda names, slot, bring: (
+            bring()
+        )
+        """Has adapters brought into a slot, on all ranks where several compute the model."""
         self._loading: dict[AdapterNames, tuple[Adapter, int, torch.cuda.Event]] = {}
         self.fresh = False
         """True if requests have come whose adapters have not been looked at."""
@@ -151,7 +155,7 @@ class EngineAdapters:
         self._note_layers()
         outdated = self.apart.outdated()
         for names in [each for each in self.slots if self.slots.slot(each) in outdated]:
-            self._free(names)
+            self.free(names)
 
     def follow_model(self) -> None:
         """Requests run, and adapters have come to layers of the peft model, or left them: look at it again.
@@ -198,7 +202,7 @@ class EngineAdapters:
     def close(self) -> None:
         """Forget all that lies on the device."""
         for names in list(self.slots):
-            self._free(names)
+            self.free(names)
         self._fillers.fill(ADAPTER_SLOT.name, None)
         self._over = True
         if self._compiling is not None:
@@ -286,9 +290,9 @@ class EngineAdapters:
     def _release(self, name: str) -> None:
         """Give back the slots in which an adapter is."""
         for names in [each for each in self.slots if name in each]:
-            self._free(names)
+            self.free(names)
 
-    def _free(self, names: AdapterNames) -> None:
+    def free(self, names: AdapterNames) -> None:
         """Give back the slot of adapters, if they have one."""
         self._loading.pop(names, None)
         slot = self.slots.release(names)
@@ -404,7 +408,8 @@ class EngineAdapters:
         """
         self._note_change()
         self.apart.leave(slot)
-        try:
+
+        def bring() -> None:
             if self.table.slots[slot] is not None:
                 self.table.clear(slot)  # its memory may be what the next adapter gets
             own = any(name in self.contents.own for name in names) and not self.contents.apart(names)
@@ -422,9 +427,15 @@ class EngineAdapters:
                 return
             self._loading[names] = adapter, slot, event
             self._entered[names] = self.contents.key(names)
+
+        try:
+            self.bring(names, slot, bring)
         except Exception as error:
+            self._loading.pop(names, None)  # another rank may have failed
+            if self.table.slots[slot] is not None:
+                self.table.clear(slot)
             others = len([*self.slots]) - 1
-            if not is_out_of_memory(error) or not others or mesh_of(self.model) is not None:
+            if not is_out_of_memory(error) or not others:
                 self.failed[names] = error
                 return
             if self.slots.most == self.slots.count:
@@ -476,22 +487,23 @@ class EngineAdapters:
         failed = self.failed
         self.failed = {}
         for names in failed:
-            self._free(names)
+            self.free(names)
         return failed
 
     # ---- several ranks
 
     def places(self) -> dict[int, AdapterNames]:
         """By slot the adapters that have come there."""
-        there = [names for names in self.slots if names not in self._loading and names not in self.failed]
+        there = [names for names in self.slots if names not in self.failed]
         return {self.slots.slot(names): names for names in there if all(map(self.contents.has, names))}
 
     def place(self, slot: int, names: AdapterNames) -> None:
         """Let a slot hold what it holds on rank 0."""
         self._loading.pop(names, None)
         before = self.slots.release(names)
-        if before not in (None, slot):
-            self.table.clear(before)
+        for each in {slot if before is None else before, slot}:
+            if self.table.slots[each] is not None:
+                self.table.clear(each)
         self.slots.place(names, slot)
         self._enter(names, slot)
 
@@ -513,7 +525,7 @@ class EngineAdapters:
         differ = self.contents.differ()
         for held in list(self.slots):
             if not all(map(self.contents.has, held)):
-                self._free(held)
+                self.free(held)
             elif self._entered[held] != self.contents.key(held):
                 self._enter(held, self.slots.slot(held))
         return differ
