@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 from adapter_answers import NEW, alone, ask, first, prompt, tokens
 from adapters import adapted, lora
 from families import BY_NAME, build
+from pictures import with_pictures
+from tiny import build as tiny
+from tiny import config_class
 
 from hf_paged import Engine
 from hf_paged.model.adapters.invocation import start_of
@@ -220,4 +224,43 @@ def test_with_parts_that_begin_before_it_is_refused() -> None:
         with pytest.raises(ValueError, match=r"'one': an aLoRA with other parts.*use generate\(\)"):
             engine.submit(prompt(1), adapter="one")
         ask(engine, prompt(1), adapter=None)
+        engine.check()
+
+
+@pytest.mark.parametrize("way", ["chunks", "gives way"])
+def test_beside_pictures(way: str) -> None:
+    """Behind and before the picture, also without its tokens; an aLoRA of the picture's tower is refused."""
+    base = tiny("image", config_class("image", "llava")).eval()
+    shown = with_pictures(base, rows=1)
+    call = [int(shown["input_ids"][0, place]) for place in (-2, -1)]
+    first_ids = shown["input_ids"][0, :1].tolist()
+    text = r".*language_model.*(q_proj|v_proj|down_proj)"
+    configs = [
+        lora(alora_invocation_tokens=call, target_modules=text, task_type="CAUSAL_LM"),
+        lora(alora_invocation_tokens=first_ids, target_modules=text, task_type="CAUSAL_LM"),
+        lora(alora_invocation_tokens=[90], target_modules=text, task_type="CAUSAL_LM"),
+        lora(alora_invocation_tokens=call, target_modules=r".*(q_proj|v_proj)", task_type="CAUSAL_LM"),
+        lora(r=3, target_modules=text, task_type="CAUSAL_LM"),
+    ]
+    model = adapted(*configs, model=base)
+    options = {"max_new_tokens": 18, "do_sample": False}
+    expected = {}
+    for name in ("one", "two", "three", "five", None):
+        with nullcontext() if name else model.disable_adapter():
+            if name:
+                model.set_adapter(name)
+            out = model.generate(**shown, **options)
+        expected[name] = out[0, shown["input_ids"].shape[1] :].tolist()
+    assert len(set(map(str, expected.values()))) == 4
+    assert expected["three"] == expected[None]
+    sizes = {"max_batch_tokens": 10} if way == "chunks" else {"num_blocks": 24, "watermark": 0.0}
+    with Engine(model, block_size=SIZE, max_adapters=3, **{"num_blocks": 200, **sizes}) as engine:
+        for _ in range(2):
+            handles = [engine.submit(**shown, **options, adapter=name) for name in expected]
+            assert [tokens(handle) for handle in handles] == list(expected.values())
+        assert (engine.stats()["preemptions"] > 0) == (way == "gives way")
+        with pytest.raises(ValueError, match="'four': an aLoRA of layers that encode pictures"):
+            engine.submit(**shown, adapter="four")
+        ids = prompt(1) + call
+        assert ask(engine, ids, adapter="four") == pefts(model, ids, "four")
         engine.check()

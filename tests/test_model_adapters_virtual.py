@@ -12,7 +12,10 @@ import torch
 from adapter_answers import NEW, ask, first, prompt, tokens
 from adapters import adapted, lora
 from families import BY_NAME, build
+from pictures import with_pictures
 from releases import prefixes_are_ignored
+from tiny import build as tiny
+from tiny import config_class
 
 from hf_paged import Engine
 from hf_paged.engine import Unservable
@@ -333,3 +336,66 @@ def test_virtual_tokens_of_an_encoder_are_refused() -> None:
     model = peft.get_peft_model(build(BY_NAME["t5"]).eval(), config).eval()
     with pytest.raises(Unservable, match=r"no virtual tokens of encoders; use generate\(\)"):
         Engine(model)
+
+
+# ---- beside pictures
+
+
+def pictured(kind: str, family: str = "llava") -> tuple[Any, dict[str, Any]]:
+    """A peft model with two adapters of a kind that takes pictures, and a prompt with one."""
+    torch.manual_seed(0)
+    base = tiny("image", config_class("image", family)).eval()
+    model = peft.get_peft_model(base, KINDS[kind](), "one")
+    model.add_adapter("two", KINDS[kind]())
+    with torch.no_grad():
+        for parameter in model.prompt_encoder.parameters():
+            parameter += torch.randn_like(parameter)
+    return model.eval(), with_pictures(base, rows=1)
+
+
+@pytest.mark.skipif(prefixes_are_ignored(), reason="stock gives virtual tokens to every decoded token")
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("kind", ["prompt tuning", "prefix tuning"])
+def test_in_front_of_pictures(kind: str, mode: Any) -> None:
+    """Prompts with pictures in chunks, mixed with LoRA and the model alone, that give way; then found again."""
+    model, shown = pictured(kind)
+    other = adapted(
+        lora(target_modules=["q_proj", "v_proj"]), model=tiny("image", config_class("image", "llava"))
+    )
+    other.get_base_model().load_state_dict(model.get_base_model().state_dict(), strict=False)
+    prompts = [shown, {**shown, "pixel_values": shown["pixel_values"] + 1.0}]
+    call = {"max_new_tokens": 18, "do_sample": False}
+    expected: dict[Any, list[list[int]]] = {}
+    for name in ("one", "two", None, "lora"):
+        if name in ("one", "two"):
+            model.set_adapter(name)
+        acting = {None: model.get_base_model(), "lora": other}.get(name, model)
+        found = [acting.generate(**each, **call)[0, shown["input_ids"].shape[1] :] for each in prompts]
+        expected[name] = [each.tolist() for each in found]
+    assert len({str(each) for several in expected.values() for each in several}) == 8
+    wanted = [(name, i) for name in expected for i in range(2)]
+    options = {"max_batch_tokens": 10, "num_blocks": 24, "watermark": 0.0, "preemption": mode}
+    with Engine(model, block_size=SIZE, **options) as engine:
+        state = peft.get_peft_model_state_dict(other, adapter_name="one")
+        engine.add_adapter("lora", state, other.peft_config["one"])
+        for _ in range(2):
+            handles = [engine.submit(**prompts[i], **call, adapter=name) for name, i in wanted]
+            assert [tokens(handle) for handle in handles] == [expected[name][i] for name, i in wanted]
+        assert engine.stats()["preemptions"] > 0
+        again = [engine.submit(**prompts[0], **call, adapter="one").result() for _ in range(2)]
+        assert again[1].cached_tokens >= SIZE
+        assert first(again[1]) == expected["one"][0]
+        engine.check()
+
+
+def test_in_front_of_pictures_with_positions_of_their_own() -> None:
+    """They are refused by name, also those that attention layers of their own read; peft itself fails there."""
+    model, shown = pictured("prefix tuning", "qwen2_vl")
+    with Engine(model, block_size=SIZE) as engine:
+        output = engine.submit(**shown, max_new_tokens=NEW, adapter="two").result()
+        assert "positions of their own, and the adapter's virtual tokens" in str(output.error)
+        plain = ask(engine, **shown, adapter=None)
+        length = shown["input_ids"].shape[1]
+        alone = model.get_base_model().generate(**shown, max_new_tokens=NEW, do_sample=False)
+        assert plain == alone[0, length:].tolist()
+        engine.check()

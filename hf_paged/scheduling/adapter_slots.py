@@ -33,6 +33,8 @@ class AdapterSlots:
         self.count = count
         self.most = count
         """How many adapters the device has had memory for at once, until one goes."""
+        self.bring: Callable[[AdapterNames, int, Callable[[], None]], None] = _here
+        """Does what brings adapters into a slot, on all ranks where several compute the model."""
         self._apart = apart
         self._most_apart = most_apart
         self._load = load
@@ -113,3 +115,8 @@ class AdapterSlots:
         expect(len(slots) == len(self._slots), "a slot belongs to two adapters")
         expect(slots <= set(range(self.count)), "an adapter has a slot that there is not")
         expect(set(running) <= self._slots.keys(), "a request runs whose adapter has no slot")
+
+
+def _here(names: AdapterNames, slot: int, act: Callable[[], None]) -> None:
+    """Bring adapters into a slot of this process."""
+    act()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from ...blocks.columns import Filler
+from ...model.adapters.virtual import GivenPast
 from ...model.cache_name import NAMES
 from ...model.weights_digest import host_bytes
 from ...scheduling import SequenceGroup, TokenSequence
@@ -64,6 +66,10 @@ class Media:
         """RoPE position delta per axis for tokens after the prompt; () if positions are plain, None until
         computed.
         """
+        self.front: torch.Tensor | GivenPast | None = None
+        """The virtual tokens in front of the prompt: embeddings [tokens, hidden], or keys and values."""
+        self.virtual = 0
+        """How many they are. Tokens are counted with them, but for `ids`, `names` and `place`."""
         self.one_delta = False
         """True if one delta serves all axes that matter to the model, so captured steps can apply it."""
 
@@ -79,9 +85,40 @@ class Media:
         """The names of the media's arguments."""
         return frozenset(self.inputs)
 
+    def behind(self, front: torch.Tensor | GivenPast, count: int) -> Media:
+        """The same behind `count` virtual tokens."""
+        found = copy.copy(self)
+        found.front, found.virtual = front, count
+        return found
+
     def concerns(self, start: int, count: int) -> bool:
         """True if `count` tokens of the prompt from `start` on have inputs other than their ids."""
-        return start < self.place.stop and start + count > self.place.start
+        begin = 0 if self.virtual else self.place.start
+        return start < self.virtual + self.place.stop and start + count > begin
+
+    def past(self, start: int) -> GivenPast | None:
+        """The keys and values that tokens from `start` on have, if these are given."""
+        return self.front if isinstance(self.front, GivenPast) and start < self.virtual else None
+
+    def embeds(self, start: int, count: int) -> torch.Tensor | None:
+        """[n, hidden]: the embeddings of the first n of `count` tokens from `start` on; None if they have
+        none.
+        """
+        if self.made is None or not self.concerns(start, count):
+            return None
+        begin = start - (self.virtual if isinstance(self.front, GivenPast) else 0)
+        return self.made[begin : begin + count] if begin < len(self.made) else None
+
+    def require_plain(self, name: str) -> None:
+        """Raise if virtual tokens are in front of media that have positions or further inputs of their own.
+        name: the model's.
+        """
+        if self.front is not None and (self.rope_deltas or self.extras is not None):
+            what = "positions" if self.rope_deltas else "inputs"
+            raise ValueError(
+                f"{name} gives {sorted(self.kind)} {what} of their own, and the adapter's virtual tokens are "
+                "in front of them; use generate()"
+            )
 
     def due(self, start: int, count: int, begun: bool) -> bool:
         """True if the media must be encoded before these tokens are computed."""
@@ -89,7 +126,7 @@ class Media:
 
     def spent(self, start: int, count: int) -> bool:
         """True if encoder output can be dropped after these tokens."""
-        return self.made is not None and start + count >= self.place.stop
+        return self.made is not None and start + count >= self.virtual + self.place.stop
 
     def forget_spent(self) -> None:
         """Drop encoder output that is not needed any more."""
@@ -137,6 +174,7 @@ class Media:
         """The prompt will not be computed again: drop the media, even if the answer is kept."""
         self.forget()
         self.positions = None
+        self.front = None
         self.inputs = {}
 
     @property

@@ -51,7 +51,7 @@ class Leader(Ranked):
         self._unmade = True
         """True while a rank may lack the memory of a pool altogether."""
         me = weakref.ref(self)  # pools stay with their model, which a leader must not keep
-        self._adapters.bring = partial(_bring, me)
+        self._adapters.slots.bring = partial(_bring, me)
         for number, group in enumerate(pools.groups.values()):
             if group.host is not None:
                 group.host.grown = partial(_reserve_host, me, number)

@@ -165,8 +165,8 @@ class RequestParams(SamplingParams):
         """The same behind virtual tokens, if there are any."""
         if virtual is None or not virtual.names:
             return self
-        if self.media is not None or self.source is not None:
-            what = "media" if self.source is None else "an encoder's input"
+        if isinstance(self.media, CrossMedia) or self.source is not None:
+            what = "pictures to attend to" if self.source is None else "an encoder's input"
             raise ValueError(
                 f"adapter={virtual.adapter!r}: virtual tokens stand in front of ids or embeddings, and the "
                 f"prompt has {what}; use generate()"
@@ -178,13 +178,16 @@ class RequestParams(SamplingParams):
                 f"adapter={virtual.adapter!r}: its keys and values stand in front of ids, and the prompt has "
                 "embeddings; use generate()"
             )
-        embeds = self.embeds
-        if isinstance(content, torch.Tensor):
+        embeds, media = self.embeds, self.media
+        if media is not None:
+            media = media.behind(content, count)
+        elif isinstance(content, torch.Tensor):
             embeds = content[:] if embeds is None else torch.cat([content, embeds])
         return replace(
             self,
             prompt=(*virtual.names, *self.prompt),
             embeds=embeds,
+            media=media,
             past=past,
             max_length=self.max_length + count,
             virtual=count,

@@ -106,10 +106,6 @@ class EngineAdapters:
         self.numbers: dict[str, int] = {}
         """Numbers of the engine's own adapters among ranks. No number is given twice."""
         self._next_number = 0
-        self.bring: Callable[[AdapterNames, int, Callable[[], None]], None] = lambda names, slot, bring: (
-            bring()
-        )
-        """Has adapters brought into a slot, on all ranks where several compute the model."""
         self._loading: dict[AdapterNames, tuple[Adapter, int, torch.cuda.Event]] = {}
         self.fresh = False
         """True if requests have come whose adapters have not been looked at."""
@@ -429,7 +425,7 @@ class EngineAdapters:
             self._entered[names] = self.contents.key(names)
 
         try:
-            self.bring(names, slot, bring)
+            self.slots.bring(names, slot, bring)
         except Exception as error:
             self._loading.pop(names, None)  # another rank may have failed
             if self.table.slots[slot] is not None:

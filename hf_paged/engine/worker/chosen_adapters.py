@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ...model.adapters.invocation import start_of
@@ -25,8 +24,7 @@ def chosen_adapters(
         return _apart(adapters, names, params, task)
     if task is not None:
         raise ValueError(f"task_ids={task!r}: only a multitask prompt and Poly have tasks; leave it out")
-    ids = () if params.source is not None else params.ids  # peft looks for no place in an encoder's
-    return _begun(adapters, names, ids)
+    return _begun(adapters, names, params)
 
 
 def _apart(adapters: EngineAdapters, names: AdapterNames, params: RequestParams, task: Any) -> ChosenAdapters:
@@ -44,7 +42,7 @@ def _apart(adapters: EngineAdapters, names: AdapterNames, params: RequestParams,
         raise ValueError(
             f"adapter={of_tasks[0]!r} computes tasks, which pictures and recordings have none of"
         )
-    return _begun(adapters, names, ())._replace(
+    return _begun(adapters, names, params)._replace(
         task=-1 if found[0] is None else found[0], whole=whole is not None
     )
 
@@ -77,9 +75,9 @@ def _virtual(adapters: EngineAdapters, wanted: Any) -> str | None:
     return found
 
 
-def _begun(adapters: EngineAdapters, names: AdapterNames, ids: Sequence[int]) -> ChosenAdapters:
-    """The adapters of a prompt with these ids: an aLoRA begins with its invocation tokens, and without
-    them the model computes alone.
+def _begun(adapters: EngineAdapters, names: AdapterNames, params: RequestParams) -> ChosenAdapters:
+    """The adapters of a prompt: an aLoRA begins with its invocation tokens, and without them the model
+    computes alone.
     """
     late = next((name for name in names if adapters.contents.invocation(name)), None)
     if late is None:
@@ -95,5 +93,20 @@ def _begun(adapters: EngineAdapters, names: AdapterNames, ids: Sequence[int]) ->
             f"adapter={late!r}: an aLoRA with other parts than low-rank products of linear layers, which are "
             "active before its invocation tokens, too; use generate()"
         )
+    if params.media is not None and _encodes(adapters, late):
+        raise ValueError(
+            f"adapter={late!r}: an aLoRA of layers that encode pictures or recordings, and peft computes "
+            "the last of their tokens with it; train it on the text model alone, or use generate()"
+        )
+    ids = () if params.source is not None else params.ids  # peft looks for no place in an encoder's
     start = start_of(ids, adapters.contents.invocation(late))
     return ChosenAdapters() if start is None else ChosenAdapters(names, start)
+
+
+def _encodes(adapters: EngineAdapters, name: str) -> bool:
+    """True if an adapter that kernels compute changes layers outside of the text model."""
+    own = adapters.contents.own.get(name)
+    adapter: Any = adapters.contents.read(name) if own is None else own.host
+    model: Any = adapters.model
+    text = {id(each) for each in (*model.get_decoder().modules(), model.get_output_embeddings())}
+    return any(id(layer) not in text for layer in adapter.layers)

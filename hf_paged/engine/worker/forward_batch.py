@@ -124,15 +124,16 @@ def inputs_of(given: PromptInputs | None, start: int, count: int, begun: bool) -
     if isinstance(given, CrossMedia):
         assert given.cross is not None
         return RowInputs(cross=given.cross.part(start, count, begun), prompt=given)
-    if not isinstance(given, Media):
-        embeds, extras = given, None
-    elif given.concerns(start, count):
-        embeds, extras = given.made, given.near(start, count)
-    else:
+    if isinstance(given, Media):
+        past = given.past(start)
+        if past is not None:
+            return RowInputs(past=past, prompt=given)
+        embeds = given.embeds(start, count)
+        extras = given.near(start, count)
+        return PLAIN if embeds is None else RowInputs(embeds, extras=extras, prompt=given)
+    if given is None or start >= len(given):
         return PLAIN
-    if embeds is None or start >= len(embeds):
-        return PLAIN
-    return RowInputs(embeds[start : start + count], extras=extras, prompt=given)
+    return RowInputs(given[start : start + count], prompt=given)
 
 
 class ForwardBatch(NamedTuple):

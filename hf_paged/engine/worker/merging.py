@@ -78,7 +78,11 @@ class Merger:
                 if isinstance(media, CrossMedia):
                     media.cross = self._cross(media)
                 else:
-                    media.made = self._made(media)
+                    made = self._made(media)
+                    front = media.front
+                    media.made = (
+                        torch.cat([front.to(made), made]) if isinstance(front, torch.Tensor) else made
+                    )
         except Unservable as reason:
             self.why_not[media.kind] = str(reason)
             raise
@@ -91,6 +95,7 @@ class Merger:
         media.positions, media.rope_deltas = moved(media, shown.get(POSITIONS), plain.get(POSITIONS))
         others = self._others(media, shown, plain)
         media.extras = decoder_extras({each: shown.get(each) for each in others}, len(media.ids))
+        media.require_plain(name)
         if others and (media.extras is None or any(plain.get(each) is not None for each in others)):
             raise Unservable(
                 f"{name} gives its decoder other {others} with {sorted(media.kind)}; use generate()"
