@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
+import shlex
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +23,7 @@ from hf_paged.engine import Engine
 from hf_paged.kv import store
 from hf_paged.model.registry import memories
 from hf_paged.model.thread_state import mode_depths
+from hf_paged_native import building
 
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")  # an example takes as long as the machine takes
@@ -28,6 +32,7 @@ settings.load_profile("busy")  # an example takes as long as the machine takes
 def pytest_configure(config: pytest.Config) -> None:
     """Tests name a cache as all releases do; transformers 5.24 has another name, and takes this one."""
     config.addinivalue_line("filterwarnings", "ignore:`past_key_values` is deprecated:FutureWarning")
+    gc.disable()  # while tests are collected: what is imported then stays
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,6 +51,7 @@ def pytest_runtest_call() -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     """Imported modules and tests stay: a full collection that looked at them took a seventh of the suite's time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -113,6 +119,29 @@ def _interrupts_come() -> None:
 def _nothing_built(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The C++ op that somebody built on this machine stays out of tests that do not ask for it."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path_factory.mktemp("extensions"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once(native_folder: Path) -> Iterator[None]:
+    """A compiler of this machine makes each C++ library once for all processes of the suite, in whatever folders it is
+    built.
+    """
+    compile_anew = building.run_compiler
+
+    def compile_once(command: list[str]) -> None:
+        *words, target = command
+        known = native_folder.parent / f"library-{hashlib.sha256(shlex.join(words).encode()).hexdigest()}"
+        if known.exists():
+            shutil.copyfile(known, target)
+            return
+        compile_anew(command)
+        if words[0] in building.COMPILERS:
+            shutil.copyfile(target, f"{known}-{os.getpid()}")
+            os.replace(f"{known}-{os.getpid()}", known)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "run_compiler", compile_once)
+        yield
 
 
 @pytest.fixture(scope="session")

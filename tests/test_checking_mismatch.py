@@ -116,7 +116,7 @@ def test_bfloat16_differs_at_ties_only(
     model = build(BY_NAME["llama"]).to(torch.bfloat16)
     astray[0] = 2**-8
     found: list[RowMismatch] = []
-    for seed in range(4):
+    for seed in range(2):
         prompts = {**inputs, "input_ids": inputs["input_ids"].roll(seed, 1) * inputs["attention_mask"]}
         report = hf_paged.check_mismatch(
             model, prompts, **{**MODES[mode][0], "max_new_tokens": 40, "min_new_tokens": 40}

@@ -17,7 +17,7 @@ import torch
 from captures import policy
 from cases import examples
 from engine_answers import KINDS, PROMPTS, _model, alone, answers, right
-from families import BY_NAME, FAMILIES, build
+from families import BY_NAME, UNLIKE, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from poison import poison_free_slots
@@ -32,7 +32,7 @@ from hf_paged.model.state_layers import StoredStates
 from hf_paged.model.state_spans import FlatStates
 
 FORMS = {"bloom": "rows", "falcon": "rows"}
-CAUSAL = [family for family in FAMILIES if not family.seq2seq]
+CAUSAL = [family for family in UNLIKE if not family.seq2seq]
 
 
 @pytest.mark.parametrize("family", CAUSAL, ids=lambda family: family.name)

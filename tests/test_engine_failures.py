@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from cases import pairwise
+from cases import every_other, pairwise
 from dropout import stop_dropout, train_with_dropout
 from engine_answers import PROMPTS, alone, answers
 from engine_faults import GREEDY, POISON, Does, Fails, assert_neighbours_unharmed, neighbours
@@ -142,8 +142,10 @@ def known(engine: Engine, prompt: list[int]) -> int:
     return min(len(match(pool, [*prompt, 5], extra_key(None)).blocks) for pool in block_pools(engine))
 
 
-@pytest.mark.parametrize("kind", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
-@pytest.mark.parametrize("after", [0, 1], ids=["first-chunk", "second-chunk"])
+@pytest.mark.parametrize(
+    ("after", "kind"),
+    every_other([0, 1], [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}]),
+)
 def test_what_a_failed_forward_wrote_is_not_found(
     model: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch, after: int, kind: dict[str, Any]
 ) -> None:

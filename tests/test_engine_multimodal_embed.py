@@ -12,14 +12,14 @@ import torch
 from computed_once import computed_once
 from engine_answers import PROMPTS, SCORED, alone, answers, new_tokens_of, small_engine
 from engine_ways import GREEDY, WAYS
-from families import BY_NAME, FAMILIES, build
+from families import BY_NAME, UNLIKE, build
 from tape import record
 
 from hf_paged.engine.multimodal.embed import names_of
 from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.scheduling import UNKNOWN
 
-CAUSAL = [family for family in FAMILIES if not family.seq2seq]
+CAUSAL = [family for family in UNLIKE if not family.seq2seq]
 
 
 def vectors(model: Any, count: int, seed: int = 0) -> torch.Tensor:

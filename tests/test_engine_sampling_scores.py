@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import adapted, lora
+from cases import every_other
 from families import BY_NAME, VOCABULARY, build
 
 from hf_paged.engine import Engine
@@ -62,10 +63,12 @@ def engine(llama: Any) -> Iterator[Engine]:
         made.check()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "falcon"])
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"max_batch_tokens": 9, "max_batch_sequences": 3}, {"run_ahead": True, "max_batch_tokens": 9}],
+    ("more", "name"),
+    every_other(
+        [{}, {"max_batch_tokens": 9, "max_batch_sequences": 3}, {"run_ahead": True, "max_batch_tokens": 9}],
+        ["llama", "gemma3", "gpt2", "falcon"],
+    ),
 )
 def test_prompts_whole_and_in_chunks(name: str, more: dict[str, Any]) -> None:
     """Flat rows, sliding windows, and sequences one by one; lengths around those of blocks and chunks."""

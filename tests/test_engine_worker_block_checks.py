@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import every_other
 from engine_answers import KINDS, PROMPTS, _model, answers, right
 from engine_parts import block_pools, layer_groups, preempt, running, swapped
 from latent_models import deepseek
@@ -46,8 +47,7 @@ def is_sound(engine: Engine, prompt: int, kind: int = 0) -> None:
     assert answers(handle.result()) == right("llama", prompt, kind, NEW)
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("kind", range(len(KINDS)))
+@pytest.mark.parametrize(("kind", "run_ahead"), every_other(range(len(KINDS)), [False, True]))
 def test_a_prefix_hit(kind: int, run_ahead: bool) -> None:
     """C45: the request gets no token that comes of it, others run on, and nobody finds the block again."""
     with Engine(_model("llama"), run_ahead=run_ahead, **VERIFIED) as engine:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from captures import counts, policy, reasons
+from cases import every_other
 from compare import assert_clean, assert_equal, both
 from families import BY_NAME
 from families import build as build_family
@@ -61,8 +62,7 @@ def prompt(tokens: int, rows: int = 1) -> torch.Tensor:
     return torch.randint(5, 80, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mode"), every_other([*FAMILIES], [*MODES]))
 def test_generates_as_stock(family: str, mode: str) -> None:
     """A prompt of 4 tokens: what comes behind it, drafts of 20 tokens too, is causal."""
     model = model_of(family)

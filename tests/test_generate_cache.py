@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import every_other
 from families import BY_NAME
 from families import build as build_family
 from releases import NEWER_CACHES, layers_say_dtype
@@ -431,8 +432,9 @@ def as_new(stock: Any) -> None:
             layer.is_indexer_initialized = False
 
 
-@pytest.mark.parametrize("state", [state for state in STATES if state != "initialized early"])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "state"), every_other([*CHANGES], [state for state in STATES if state != "initialized early"])
+)
 def test_every_change_does_what_stock_does(name: str, state: str) -> None:
     """Full attention beside a window: what stock does, or a refusal that changes nothing (C7)."""
     model = model_of("qwen2-window")

@@ -11,6 +11,7 @@ import torch
 from adapter_answers import NEW, alone, ask, first, prompt, tokens
 from adapters import lora, trained, with_a_tied_head
 from captures import counts, policy, reasons
+from cases import every_other
 from families import BY_NAME, build
 from kernel_cases import load
 from tape import rerun
@@ -60,8 +61,7 @@ def with_others(engine: Engine, folder: Path, **options: Any) -> Any:
     return own
 
 
-@pytest.mark.parametrize("size", [MORE, FEWER])
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize(("kind", "size"), every_other([*CASES], [MORE, FEWER]))
 def test_beside_an_adapter_of_the_models_vocabulary_and_the_base(
     kind: str, size: int, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from captures import counts, drop, kept, policy, reasons
+from cases import every_other
 from compare import assert_clean, assert_same, both
 from dropout import stop_dropout, train_with_dropout
 from families import BY_NAME, VOCABULARY, build
@@ -313,8 +314,7 @@ class _Writes(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("how", ["copy_", "data", "another"])
+@pytest.mark.parametrize(("how", "inference"), every_other(["copy_", "data", "another"], [False, True]))
 def test_an_encoder_s_answer_that_changes_in_place(how: str, inference: bool) -> None:
     """Between two calls or in the middle of one, seen by torch or not."""
     model = _ReadsEncoder(build(BY_NAME["bart"]).config).eval()

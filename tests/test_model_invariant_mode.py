@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import every_other
 from families import BY_NAME, build
 from invariance import compiles, model_of
 from modes import MODES
@@ -281,8 +282,9 @@ def test_without_the_mode_bits_differ() -> None:
     assert not torch.equal(torch.cat(pieces), whole)
 
 
-@pytest.mark.parametrize("mode", ["greedy-padded", "sample", "beams", "assisted"])
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "mode"), every_other(["llama", "gpt_oss"], ["greedy-padded", "sample", "beams", "assisted"])
+)
 def test_modes_of_generate(name: str, mode: str) -> None:
     """C1: paged and stock generate() give the same scores to the bit."""
     model = model_of(name)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from captures import counts, policy, reasons
+from cases import every_other
 from compare import assert_clean, assert_equal, assert_same, both
 from expected import path_of
 from latent_models import attention, deepseek, expanded
@@ -35,8 +36,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "padded"), every_other([*MODES], [False, True]))
 def test_same_as_stock(mode: str, padded: bool) -> None:
     model, ids = deepseek(), prompts()
     setting, mask = model.config._attn_implementation, torch.ones_like(ids)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import every_other
 from compare import assert_equal, assert_same, both
 from families import BY_NAME, VOCABULARY
 from families import build as build_family
@@ -64,8 +65,7 @@ def _fields(answer: Any) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name not in (*NAMES, "cache_params")}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mode"), every_other([*FAMILIES], [*MODES]))
 def test_every_field_of_a_prompt(family: str, mode: str) -> None:
     """The first call learns where the rows are, the next ones repeat them there: shapes and values as
     stock's, both times.

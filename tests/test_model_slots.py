@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import every_other
 from compare import assert_clean, assert_same, both
 from releases import NEEDS_SLOTS
 from tiny import build, config_class
@@ -32,8 +33,7 @@ def prompts(rows: int = 2) -> torch.Tensor:
     return torch.randint(5, 80, (rows, 9), generator=torch.Generator().manual_seed(6))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", INDEXED)
+@pytest.mark.parametrize(("family", "mode"), every_other([*INDEXED], [*MODES]))
 def test_same_as_stock(family: str, mode: str) -> None:
     """C14, C16: what lies outside the pages is reordered and expanded with the tables. tests/test_generate_dedupe.py
     has the layers with states.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import every_other
 from compare import assert_clean, assert_equal, assert_same, both
 from expected import expected_paths, path_of
 from pictures import pad_left, with_pictures, with_recordings
@@ -76,9 +77,12 @@ def _told(answer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "mode", [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 2}]
+    ("family", "mode"),
+    every_other(
+        [*LOOKS],
+        [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 2}],
+    ),
 )
-@pytest.mark.parametrize("family", LOOKS)
 def test_pictures(family: str, mode: dict[str, Any]) -> None:
     """Two prompts of different lengths, each around a picture of its own."""
     model = tiny("image", family)

@@ -113,7 +113,7 @@ def test_chats_in_json(client: openai.OpenAI) -> None:
     ],
 )  # fmt: skip
 def test_forms_of_completions(served: Served, fields: dict[str, Any], pattern: str) -> None:
-    for options in ({}, {"temperature": 1.5, "n": 4, "seed": 1}, {"use_beam_search": True, "n": 2}):
+    for options in ({"temperature": 1.5, "n": 4, "seed": 1}, {"use_beam_search": True, "n": 2}):
         found = served.complete("The fox", max_tokens=80, **fields, **options)
         for choice in found["choices"]:
             if choice["finish_reason"] == "stop":

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -43,7 +42,6 @@ from .openai.responses import ResponsesRequest
 from .openai.service import Service
 
 log = logging.getLogger("hf_paged.serve")
-SCHEMAS = "#/components/schemas/"
 Answering = Callable[[Service, Request, bytes], Awaitable[Response]]
 SHOWN_BLOCKS = 256
 """Blocks of a prompt whose text the map shows."""
@@ -373,11 +371,8 @@ def _add_posts(app: FastAPI, service: Service) -> None:
     """Routes with a body, which is read within limits and checked by name."""
     for each in POSTS:
         _add_post(app, service, each)
-    kinds = [kind for each in POSTS for kind in each.kinds]
-    _, defined = models_json_schema(
-        [(kind, "validation") for kind in kinds], ref_template=f"{SCHEMAS}{{model}}"
-    )
-    openapi.describe(app, defined["$defs"], not service.keys.open, OPEN_PATHS)
+    schemas = openapi.schemas_of(tuple(kind for each in POSTS for kind in each.kinds))
+    openapi.describe(app, schemas, not service.keys.open, OPEN_PATHS)
 
 
 def _add_post(app: FastAPI, service: Service, post: Post) -> None:
@@ -390,7 +385,7 @@ def _add_post(app: FastAPI, service: Service, post: Post) -> None:
         route,
         methods=["POST"],
         openapi_extra=openapi.body_of(
-            *({"$ref": SCHEMAS + kind.__name__} for kind in post.kinds), example=post.example
+            *({"$ref": openapi.SCHEMAS + kind.__name__} for kind in post.kinds), example=post.example
         ),
         summary=(post.answer.__doc__ or "").partition(": ")[2],
         name=post.path,

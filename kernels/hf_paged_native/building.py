@@ -122,7 +122,7 @@ def build(registers: str | None = None) -> Path:
     try:
         flags = [*FLAGS, *REGISTERS.get(registers or capability(), [])]
         library = ["-lstdc++"] if Path(command[0]).name in C_DRIVERS else []
-        _compile([*command, *flags, *map(str, SOURCES), *library, "-o", own])
+        run_compiler([*command, *flags, *map(str, SOURCES), *library, "-o", own])
         ctypes.CDLL(own)  # what cannot be loaded is not put in place
         os.chmod(own, 0o755)  # sharing the folder means sharing the library
         os.replace(own, target)
@@ -134,7 +134,8 @@ def build(registers: str | None = None) -> Path:
     return target
 
 
-def _compile(command: list[str]) -> None:
+def run_compiler(command: list[str]) -> None:
+    """Run a compiler to its end; Unavailable says what it complained about."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
     except subprocess.TimeoutExpired as error:

@@ -164,6 +164,14 @@ FAMILIES = [
     Family("bart", _bart, seq2seq=True),
 ]
 BY_NAME = {family.name: family for family in FAMILIES}
+UNLIKE = [
+    family
+    for family in FAMILIES
+    if family.name not in ("llama-mha", "qwen2", "qwen3", "mistral", "qwen3-moe")
+]
+"""Those whose attention or cache is called in a way of its own: a Llama without groups, with biases or with norms of heads
+differs in numbers alone.
+"""
 
 
 def build(family: Family) -> tf.PreTrainedModel:

@@ -8,11 +8,13 @@ with logprobs of 128 tokens 690 and 800; of this file that would delete `body_of
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import resources
 from typing import Any, Literal, NotRequired, TypeAlias
 
 from fastapi import FastAPI
-from pydantic import ConfigDict, with_config
+from pydantic import ConfigDict, TypeAdapter, with_config
+from pydantic.json_schema import models_json_schema
 from typing_extensions import TypedDict
 
 from ...trace.picture import colours
@@ -43,6 +45,7 @@ def by_text(kind: Any) -> Any:
     return dict[str, kind]
 
 
+SCHEMAS = "#/components/schemas/"
 Objects = dict[str, Any]
 
 ErrorFields = form("ErrorFields", message=str, type=str, param=str | None, code=str | None)
@@ -152,7 +155,8 @@ MEANINGS = {
 
 def errors(*statuses: int) -> Responses:
     """The description of errors."""
-    return {each: {"model": ErrorBody, "description": MEANINGS[each]} for each in statuses}
+    content = {"application/json": {"schema": {"$ref": f"{SCHEMAS}ErrorBody"}}}
+    return {each: {"content": content, "description": MEANINGS[each]} for each in statuses}
 
 
 ALWAYS = errors(401, 403, 500, 503)
@@ -171,6 +175,15 @@ def body_of(*schemas: dict[str, Any], example: dict[str, Any] | None = None) -> 
     if example is not None:
         found["example"] = example
     return {"requestBody": {"required": True, "content": {"application/json": found}}}
+
+
+@cache
+def schemas_of(kinds: tuple[Any, ...]) -> dict[str, Any]:
+    """The schemas of bodies of these kinds and of errors, by name."""
+    template = f"{SCHEMAS}{{model}}"
+    _, bodies = models_json_schema([(kind, "validation") for kind in kinds], ref_template=template)
+    error = TypeAdapter(ErrorBody).json_schema(mode="serialization", ref_template=template)
+    return {**bodies["$defs"], **error.pop("$defs"), "ErrorBody": error}
 
 
 def describe(app: FastAPI, schemas: dict[str, Any], keys: bool, open_paths: frozenset[str]) -> None:
