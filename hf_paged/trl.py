@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -18,7 +19,10 @@ from .continuous.engines import engine_for
 from .continuous.options import WorkloadNeed
 from .engine.handle import Handle
 from .model.cache_name import cache_in
+from .model.replayed_routing import replay_routing as replaying
 from .model.training import evaluating
+
+logger = logging.getLogger(__name__)
 
 OURS = ("cache_implementation", "cache_config", "disable_compile", "use_cache")
 """Fields of a trainer's generation config that say how stock generate() runs; the engine has its own ways."""
@@ -26,9 +30,101 @@ WITHOUT_PICTURES = (
     "hf_paged.trl.rollout_func takes texts; for prompts with pictures leave it out and set "
     'cache_implementation="paged"'
 )
+LOGPROBS = "_get_per_token_logps_and_entropies"
+"""The method of TRL's trainers that computes log-probabilities of completions."""
 
 
-def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dict[str, Any]:
+class RolloutRouting:
+    """The experts of the tokens of a trainer's last rollout, which its forwards over these rows take again.
+
+    It stands for the trainer's method that computes log-probabilities, and has each forward of the trained
+    model in there replay what was recorded for its rows.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._compute = getattr(trainer, LOGPROBS, None)
+        kind = type(trainer).__name__
+        if self._compute is None:
+            raise ValueError(
+                f"replay_routing=True: {kind} has no {LOGPROBS}, as TRL's GRPOTrainer has; leave it out"
+            )
+        if getattr(trainer.args, "use_liger_kernel", False):
+            raise ValueError(
+                f"replay_routing=True and use_liger_kernel=True, with which {kind} has its loss elsewhere; "
+                "leave one of them out"
+            )
+        setattr(trainer, LOGPROBS, self)
+        self._rows: dict[tuple[int, ...], torch.Tensor] = {}
+        """The routing of each row by its tokens."""
+        self._warned = False
+
+    @classmethod
+    def of(cls, trainer: Any) -> RolloutRouting:
+        """The one of a trainer, made once."""
+        found: RolloutRouting | None = getattr(trainer, "_rollout_routing", None)
+        if found is None:
+            found = trainer._rollout_routing = cls(trainer)
+        return found
+
+    def clear(self) -> None:
+        """Forget the rollout before."""
+        self._rows.clear()
+
+    def add(self, prompt: list[int], answer: Any) -> None:
+        """Keep the routing of a sequence that the engine has sampled."""
+        self._rows[tuple(prompt + answer.token_ids)] = answer.routing
+
+    def __call__(self, model: Any, *arguments: Any, **keywords: Any) -> Any:
+        """The trainer's log-probabilities."""
+        compute: Any = self._compute
+        own = self._trainer.accelerator.unwrap_model(model)
+        if own is not self._trainer.accelerator.unwrap_model(self._trainer.model) or not own.training:
+            return compute(model, *arguments, **keywords)
+        with self._in_forwards(own):
+            return compute(model, *arguments, **keywords)
+
+    @contextmanager
+    def _in_forwards(self, model: Any) -> Iterator[None]:
+        own, before = model.forward, model.__dict__.get("forward")
+
+        def forward(*arguments: Any, **keywords: Any) -> Any:
+            with self._replay(keywords["input_ids"], keywords["attention_mask"]):
+                return own(*arguments, **keywords)
+
+        model.forward = forward
+        try:
+            yield
+        finally:
+            if before is None:
+                del model.forward
+            else:
+                model.forward = before
+
+    def _replay(self, ids: torch.Tensor, mask: torch.Tensor) -> AbstractContextManager[None]:
+        """Replay what is known of a padded batch."""
+        seen = mask.bool().cpu()
+        found = [self._rows.get(tuple(row[real].tolist())) for row, real in zip(ids.cpu(), seen, strict=True)]
+        known = [each for each in found if each is not None]
+        if len(known) < len(found) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%d of %d rows in the trainer's forward are not those of its last rollout (cut, or changed "
+                "since): their routers choose experts anew",
+                len(found) - len(known), len(found),
+            )  # fmt: skip
+        if not known:
+            return nullcontext()
+        routing = known[0].new_full((*ids.shape, *known[0].shape[1:]), -1)
+        for into, real, row in zip(routing, seen, found, strict=True):
+            if row is not None:
+                into[real.nonzero()[: len(row), 0]] = row
+        return replaying(routing)
+
+
+def rollout_func(
+    prompts: list[Any], trainer: Any, *, replay_routing: bool = False, **engine_options: Any
+) -> dict[str, Any]:
     """TRL's `rollout_func`: one completion for each prompt, sampled from the model that is trained.
 
     `GRPOTrainer(..., rollout_func=hf_paged.trl.rollout_func)`; options of the engine by functools.partial.
@@ -40,8 +136,14 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
     The answer has prompt_ids, completion_ids and logprobs, a list of each row. A logprob is that of the
     processed logits that a token was drawn from: `log_softmax(logits / temperature)`, where top_k, top_p and
     min_p cut nothing. With batch_invariant=True the trainer's forwards count positions as the engine does.
+
+    replay_routing: of a mixture of experts, have the trainer's forwards over these rows send each token to
+    the experts that the engine chose for it.
     """
     model = _whole_model(trainer)
+    recorded = RolloutRouting.of(trainer) if replay_routing and model.training else None
+    if recorded is not None:
+        recorded.clear()
     if engine_options.get("batch_invariant"):
         for each in filter(None, (model, getattr(trainer, "ref_model", None))):
             _count_positions(trainer.accelerator.unwrap_model(each))
@@ -50,18 +152,19 @@ def rollout_func(prompts: list[Any], trainer: Any, **engine_options: Any) -> dic
         head.forward = torch.autocast(model.device.type, enabled=False)(head.forward)
     prompt_ids: list[list[int]] = _prompt_ids(prompts, trainer)
     if getattr(trainer, "tools", None):  # the trainer's own code samples what follows a tool's answer
-        trainer._generate_single_turn = partial(_next_turn, trainer, engine_options)
-    completion_ids, logprobs = _sample(model, prompt_ids, trainer, engine_options)
+        trainer._generate_single_turn = partial(_next_turn, trainer, engine_options, recorded)
+    completion_ids, logprobs = _sample(model, prompt_ids, trainer, engine_options, recorded)
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
 
 def _next_turn(
-    trainer: Any, engine_options: dict[str, Any], prompt_ids: list[list[int]], images: Any, *_: Any, **__: Any
-) -> tuple[list[list[int]], list[list[float]]]:
+    trainer: Any, engine_options: dict[str, Any], recorded: RolloutRouting | None,
+    prompt_ids: list[list[int]], images: Any, *_: Any, **__: Any,
+) -> tuple[list[list[int]], list[list[float]]]:  # fmt: skip
     """Next turns of conversations for TRL's loop of tool calls, with log-probabilities."""
     if images is not None:
         raise ValueError(f"a tool has answered with pictures; {WITHOUT_PICTURES}")
-    return _sample(_whole_model(trainer), prompt_ids, trainer, engine_options, shorten=True)
+    return _sample(_whole_model(trainer), prompt_ids, trainer, engine_options, recorded, shorten=True)
 
 
 def _sample(
@@ -69,10 +172,11 @@ def _sample(
     prompt_ids: list[list[int]],
     trainer: Any,
     engine_options: dict[str, Any],
+    recorded: RolloutRouting | None,
     shorten: bool = False,
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """A completion of every row and its log-probabilities. shorten: let a long prompt have fewer new tokens
-    than the trainer wants, if the engine has no room for all of them.
+    """A completion of every row and its log-probabilities. recorded: gets the experts of all tokens. shorten:
+    let a long prompt have fewer new tokens than the trainer wants, if the engine has no room for all of them.
     """
     config = _generation_config(trainer)
     counts = Counter(map(tuple, prompt_ids))  # trainers repeat a prompt for each of its completions
@@ -96,6 +200,7 @@ def _sample(
                     list(prompt),
                     GenerationConfig(**wanted),
                     logprobs=True,
+                    return_routing=recorded is not None,
                     seed=int(torch.randint(2**31, (), device="cpu")),  # of the trainer's random state
                 )
             answers = {prompt: _sequences(handle.result()) for prompt, handle in handles.items()}
@@ -103,6 +208,9 @@ def _sample(
             for handle in handles.values():
                 handle.cancel()
     rows = [next(answers[tuple(ids)]) for ids in prompt_ids]
+    if recorded is not None:
+        for ids, row in zip(prompt_ids, rows, strict=True):
+            recorded.add(ids, row)
     # Lists of each row's own: greedy rows are one answer, and TRL adds to the lists what tools say.
     return [list(row.token_ids) for row in rows], [list(row.logprobs.processed) for row in rows]
 

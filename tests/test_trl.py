@@ -14,13 +14,13 @@ import torch
 from adapters import lora
 from invariance import compiles, model_of
 from peft import get_peft_model
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from hf_paged import batch_invariant, demo
+from hf_paged import batch_invariant, demo, replay_routing
 from hf_paged.continuous.engines import drop_engine, engine_for
 from hf_paged.model.registry import base_model
 from hf_paged.scheduling import Infeasible
-from hf_paged.trl import add_positions, rollout_func
+from hf_paged.trl import LOGPROBS, add_positions, rollout_func
 
 NEW = 6
 
@@ -196,19 +196,114 @@ def test_what_it_does_not_take_is_refused(trainer: Any) -> None:
         rollout_func(demo.prompts()[:1], trainer)
 
 
+def mixture() -> Any:
+    """A small mixture of experts with the demo's vocabulary."""
+    torch.manual_seed(5)
+    size = len(demo.tokenizer())
+    config = Qwen3MoeConfig(
+        hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, num_experts=8,
+        num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=size,
+        max_position_embeddings=512, norm_topk_prob=True, eos_token_id=None, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config).train()
+
+
+def logprobs_of(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, batch_size: int) -> Any:
+    """As trainers compute them, in parts of a batch."""
+    parts = [
+        model(input_ids=ids, attention_mask=mask).logits.log_softmax(-1)
+        for ids, mask in zip(input_ids.split(batch_size), attention_mask.split(batch_size), strict=True)
+    ]
+    scores = torch.cat(parts)[:, :-1]
+    return scores.gather(-1, input_ids[:, 1:, None])[..., 0]
+
+
+def padded(found: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts padded on the left and completions on the right, as in a trainer's batch."""
+    before, behind = (max(map(len, found[name])) for name in ("prompt_ids", "completion_ids"))
+    ids = torch.zeros(len(found["prompt_ids"]), before + behind, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, (prompt, new) in enumerate(zip(found["prompt_ids"], found["completion_ids"], strict=True)):
+        here = slice(before - len(prompt), before + len(new))
+        ids[row, here], mask[row, here] = torch.tensor(prompt + new), 1
+    return ids, mask
+
+
+def test_forwards_take_the_experts_of_the_rollout(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the routers have changed since; not in eval mode, and not of rows that no rollout has."""
+    trainer.model = mixture()
+    setattr(trainer, LOGPROBS, logprobs_of)
+    rollout = partial(rollout_func, replay_routing=True)
+    texts = [*demo.prompts()[:2], demo.prompts()[0]]
+    found = rollout(texts, trainer)
+    ids, mask = padded(found)
+    compute = getattr(trainer, LOGPROBS)
+    routing = []
+    engine = engine_for(trainer.model, {}, None)
+    for prompt, new in zip(found["prompt_ids"], found["completion_ids"], strict=True):
+        given = engine.submit(prompt + new, max_new_tokens=1, return_routing=True).result()
+        routing.append(given.sequences[0].routing[: len(prompt + new) - 1])
+    with torch.no_grad():
+        for name, each in trainer.model.named_parameters():
+            if name.endswith("gate.weight"):
+                each.neg_()
+    seen = mask[:, 1:].bool() & mask[:, :-1].bool()
+    free = logprobs_of(trainer.model, ids, mask, 2)
+    replayed = compute(trainer.model, input_ids=ids, attention_mask=mask, batch_size=2)
+    for row, own in enumerate(routing):
+        real = mask[row].bool()
+        with replay_routing(own):
+            wanted = logprobs_of(trainer.model, ids[row, real][None], mask[row, real][None], 1)
+        assert torch.allclose(replayed[row][seen[row]], wanted[0], atol=1e-5)
+    assert (free - replayed)[seen].abs().max() > 1e-2
+    replayed[seen].sum().backward()  # behind the call
+    assert "forward" not in trainer.model.__dict__
+    assert not caplog.records
+    other = ids.clone()
+    other[0, -2] += 1  # one row is another
+    mixed = compute(trainer.model, input_ids=other, attention_mask=mask, batch_size=3)
+    assert torch.equal(mixed[1:][seen[1:]], compute(trainer.model, ids, mask, 3)[1:][seen[1:]])
+    assert "1 of 3 rows in the trainer's forward" in caplog.text
+    trainer.model.eval()
+    assert torch.equal(compute(trainer.model, ids, mask, 2), free)
+    assert rollout(texts[:1], trainer)["completion_ids"]  # an evaluation forgets nothing
+    trainer.model.train()
+    assert torch.equal(compute(trainer.model, ids, mask, 2), replayed)
+
+
+def test_routing_that_no_forward_could_replay_is_refused(trainer: Any) -> None:
+    with pytest.raises(ValueError, match="SimpleNamespace has no _get_per_token"):
+        rollout_func(demo.prompts()[:1], trainer, replay_routing=True)
+    setattr(trainer, LOGPROBS, logprobs_of)
+    trainer.args.use_liger_kernel = True
+    with pytest.raises(ValueError, match="leave one of them out"):
+        rollout_func(demo.prompts()[:1], trainer, replay_routing=True)
+    trainer.args.use_liger_kernel = False
+    with pytest.raises(ValueError, match="experts"):
+        rollout_func(demo.prompts()[:1], trainer, replay_routing=True)
+
+
 needs_trl = pytest.mark.skipif(
     find_spec("trl") is None or find_spec("datasets") is None, reason="needs TRL, which is no dependency"
 )
 
 
 def _train(
-    folder: Any, kind: str, rollout: Any, note: Any = None, adapter: Any = None, **options: Any
+    folder: Any,
+    kind: str,
+    rollout: Any,
+    note: Any = None,
+    adapter: Any = None,
+    model: Any = None,
+    **options: Any,
 ) -> None:
     """Two steps of TRL's trainer, whose model changes. note: gets each loss's inputs and log-probabilities."""
     import trl
     from datasets import Dataset
 
-    model = demo.model().float()
+    model = demo.model().float() if model is None else model
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     given = {"bf16": False, **options}
     config = getattr(trl, f"{kind}Config")(
@@ -258,6 +353,25 @@ def _train(
 def test_grpo(tmp_path: Any) -> None:
     """The real trainer takes it, and its model is trained."""
     _train(tmp_path, "GRPO", rollout_func)
+
+
+@needs_trl
+def test_grpo_of_a_mixture(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every forward of the loss finds its rows, those that gradient checkpointing computes again too."""
+    replayed = []
+
+    def replaying(routing: torch.Tensor) -> Any:
+        replayed.append(routing)
+        return replay_routing(routing)
+
+    monkeypatch.setattr("hf_paged.trl.replaying", replaying)
+    rollout = partial(rollout_func, replay_routing=True)
+    _train(tmp_path, "GRPO", rollout, model=mixture(), temperature=1.0)
+    assert len(replayed) >= 2
+    assert all(len(each) == 4 and (each >= 0).any(2).any(2).any(1).all() for each in replayed)
+    assert "choose experts anew" not in caplog.text
 
 
 @pytest.mark.parametrize("adapted", [False, True])
