@@ -372,17 +372,14 @@ class EagerModel:
     ) -> Any:
         """The model's answer to a batch. last: the places of the tokens that the head gets."""
         extras = self._extras(batch) if batch.inputs else {}
-        states = self.cache.states
         outer = running.get()
         try:
             self.cache.sequences.numbers = self.with_states(batch.forward_columns, batch)
-            if states is not None:
-                states.rows = state_rows(batch)
             running.set(Forward(self.cache, flat=flat))
             with (
                 decoder_arguments(self.model, extras),
                 self._with_adapters(batch, last),
-                self._with_states(flat),
+                self._with_states(batch, flat),
                 self.recording(),
             ):
                 if self.checks.skips_autograd:
@@ -407,11 +404,12 @@ class EagerModel:
         """Let a forward record the routing of its tokens, once a request has asked for its own."""
         return self.routing.forward() if self.pools.routing else nullcontext()
 
-    def _with_states(self, flat: bool) -> AbstractContextManager[None]:
+    def _with_states(self, batch: ForwardBatch, flat: bool) -> AbstractContextManager[None]:
         """Let a forward read and write the recurrent states of its rows."""
         states = self.cache.states
         if states is None:
             return nullcontext()
+        states.rows = state_rows(batch)
         if not flat or self.functions is None:
             return states.forward()
         return states.flat_forward(self.functions.reasons)
