@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .lazy import LazyTensor, NotCapturable
 from .streams import side_stream
-from .weights_digest import PLAIN_TENSORS, memory_of_parts, wraps
+from .weights_digest import PLAIN_TENSORS, address_of, memory_of_parts, wraps
 
 aten = torch.ops.aten
 WAITS = frozenset(
@@ -48,7 +48,7 @@ class Rehearsal(TorchDispatchMode):
         self.elsewhere: set[int] = set()
         self.known: set[int] = set()
         for tensor in known:
-            (self.known if tensor.device in devices else self.elsewhere).add(_address(tensor))
+            (self.known if tensor.device in devices else self.elsewhere).add(address_of(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,14 +60,14 @@ class Rehearsal(TorchDispatchMode):
         for tensor in given:
             if not tensor.numel():
                 continue
-            if _address(tensor) in self.elsewhere:
+            if address_of(tensor) in self.elsewhere:
                 raise NotCapturable(f"{func} reads a tensor {list(tensor.shape)} on {tensor.device}")
-            if _address(tensor) not in self.known:
+            if address_of(tensor) not in self.known:
                 raise NotCapturable(
                     f"{func} reads a tensor {list(tensor.shape)} that is neither a weight nor an input"
                 )
         answer = func(*args, **kwargs)
-        self.known.update(map(_address, _tensors((answer,))))
+        self.known.update(map(address_of, _tensors((answer,))))
         return answer
 
 
@@ -104,10 +104,6 @@ def _waits(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool
         )
         return len({device.type for device in devices}) > 1
     return func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 CAPTURE = "capture"

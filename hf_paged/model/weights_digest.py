@@ -297,6 +297,11 @@ def memory_of_parts(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor
     return found
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory, the same for all tensors over it."""
+    return tensor.untyped_storage().data_ptr()
+
+
 def storages_of(tensor: torch.Tensor) -> list[StorageWeakRef]:
     """Weak references to the memory of a tensor, in all its parts.
 

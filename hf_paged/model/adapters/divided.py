@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,7 @@ def sum_norms(model: nn.Module, adapter: Adapter) -> None:
         for part in parts:
             if isinstance(part, LowRank) and part.norm is not None:
                 base = base_of(module)
-                squares = part.norms(base).to(local_part(base.weight).device, torch.float32).square()
+                device = local_part(base.weight).device
+                squares = part.mapped(partial(torch.Tensor.to, device=device)).norms(base).float().square()
                 dist.all_reduce(squares, group=mesh.get_group())
                 part.norm.copy_(squares.sqrt())

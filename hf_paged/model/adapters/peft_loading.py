@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..lora import Adapter
 from ..routers import takes_means
 from ..switch import modules_of
-from ..weights_digest import content_digest
+from ..weights_digest import address_of, content_digest
 from .invocation import Invocation
 from .twins import NoTwin, let_write, twin_of, without_tuners
 from .vocabulary import is_twice, resize, scores_of
@@ -116,7 +116,7 @@ class _NoWrites(TorchDispatchMode):
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = kwargs.get(argument.name, args[i] if i < len(args) else None)
-                if any(_storage(each) in self._memory for each in _tensors(given)):
+                if any(address_of(each) in self._memory for each in _tensors(given)):
                     raise _WritesBase
         return func(*args, **kwargs)
 
@@ -125,10 +125,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     for each in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(each, torch.Tensor):
             yield each
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _loaded(
@@ -140,7 +136,7 @@ def _loaded(
     twin = without_tuners(twin_of(model))
     known = _give_own_parameters(twin, writes)
     resize(twin, state)
-    memory = {_storage(own) for own, _ in known.values()} if not writes else set()
+    memory = {address_of(own) for own, _ in known.values()} if not writes else set()
     with (_own_configs if _replicates(config) else _same_config)(twin), _NoWrites(memory):
         _inject(twin, state, copy.deepcopy(config), name)
     more = _share_parameters(twin, known)
@@ -237,7 +233,7 @@ def _share_parameters(twin: nn.Module, known: Known) -> int:
                 continue
             original = found[1]
             same = each.shape == original.shape and each.dtype == original.dtype
-            if same and (_storage(each) == _storage(original) or torch.equal(each.data, original.data)):
+            if same and (address_of(each) == address_of(original) or torch.equal(each.data, original.data)):
                 module._parameters[key] = original
             else:
                 more[id(each)] = each.nbytes

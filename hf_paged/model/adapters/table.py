@@ -13,6 +13,7 @@ from torch import nn
 from ..lora import Adapter, Part
 from ..parts import Product, Rows, by_kernels, merged
 from ..peft_parts import base_of, takes_products
+from ..weights_digest import address_of
 from .joint import in_order, joint_layers
 from .vocabulary import Vocabularies
 
@@ -251,12 +252,10 @@ class AdapterTable:
             self.rows.put(self.replaced[module], slot, *rows)
             used += [rows.rows, rows.bias, rows.ids]
         read = [each for each in used if each is not None]
-        own = {each.untyped_storage().data_ptr() for each in held.tensors}
+        own = set(map(address_of, held.tensors))
         self._memory[slot] = [each.untyped_storage() for each in read]
         copies = [each for each in read if each.is_floating_point()]
-        self._copied[slot] = sum(
-            each.nbytes for each in copies if each.untyped_storage().data_ptr() not in own
-        )
+        self._copied[slot] = sum(each.nbytes for each in copies if address_of(each) not in own)
 
     def _readable_rows(self, found: Rows) -> Rows:
         """Rows as kernels can read them: the same memory if possible."""

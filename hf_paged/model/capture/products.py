@@ -21,7 +21,7 @@ from ...kv import is_out_of_memory
 from ...kv.ordinary import ordinary_tensors
 from ..ranks.tensor_parallel import mesh_of
 from ..shards import local_part
-from ..weights_digest import PLAIN_TENSORS
+from ..weights_digest import PLAIN_TENSORS, address_of
 from .branches import layers_of_one_input
 
 
@@ -176,7 +176,7 @@ def _release() -> None:
 
 
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
+    return tensor.device, address_of(tensor)
 
 
 def _may_move(tensors: Sequence[Any], storages: Counter[tuple[torch.device, int]]) -> bool:
