@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import hashlib
 import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+
+
+def _numbers(tensor: torch.Tensor) -> Any:
+    numbers = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return tuple, ((tensor.dtype, tuple(tensor.shape), tensor.device, numbers.tobytes()),)
+
+
+def _hooks(found: OrderedDict[Any, Any]) -> Any:
+    """Without their keys, numbers that go up over all modules."""
+    named = any(isinstance(key, str) for key in found)
+    return found.__reduce_ex__(pickle.DEFAULT_PROTOCOL) if named else (list, (list(found.values()),))
 
 
 class _Content(pickle.Pickler):
     """Equal bytes for models of equal settings, hooks and weights."""
 
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
-            return None
-        numbers = obj.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        return obj.dtype, obj.shape, obj.device, numbers.tobytes()
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, OrderedDict) and not any(isinstance(key, str) for key in obj):
-            return list, (list(obj.values()),)  # hooks, under numbers that go up over all modules
-        return NotImplemented
+    dispatch_table: ClassVar[dict[Any, Any]] = {  # a method would be called for every object
+        **copyreg.dispatch_table,
+        torch.Tensor: _numbers,
+        torch.nn.Parameter: _numbers,
+        OrderedDict: _hooks,
+    }
 
 
 def _content(*objects: Any) -> bytes | None:
