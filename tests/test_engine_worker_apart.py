@@ -346,17 +346,19 @@ def test_methods_that_take_the_mean_of_all_tokens(mode: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_tasks_of_requests(mode: Any) -> None:
-    """Poly: two adapters, of several tasks each, and the model alone; a prefix is that of one task."""
-    model = other_method("POLY")
-    wanted = [("one", 0), ("one", 1), (None, None), ("two", 1), ("one", 1), ("two", 2)]
+    """Poly: two adapters, of several tasks each, LoRA and the model alone; a prefix is that of one task."""
+    model, other = other_method("POLY"), adapted(lora())
+    wanted = [("one", 0), ("one", 1), (None, None), ("two", 1), ("lora", None), ("one", 1), ("two", 2)]
     given = [{} if task is None else {"task_ids": torch.tensor([task])} for _, task in wanted]
     ids = prompt(3, 12)
     expected = [
-        alone(model, ids, name, **LONG, **options) for (name, _), options in zip(wanted, given, strict=True)
+        alone(*(other, ids, "one") if name == "lora" else (model, ids, name), **LONG, **options)
+        for (name, _), options in zip(wanted, given, strict=True)
     ]
-    assert len(set(map(tuple, expected))) == 5
+    assert len(set(map(tuple, expected))) == 6
     sizes = {"num_blocks": 17, "max_batch_tokens": 10, "max_batch_sequences": 6, "watermark": 0.0}
     with Engine(model, block_size=4, preemption=mode, **sizes) as engine:
+        engine.add_adapter("lora", peft.get_peft_model_state_dict(other, adapter_name="one"), lora())
         for _ in range(2):
             handles = [
                 engine.submit(ids, **{**GREEDY, **LONG}, adapter=name, task_ids=task) for name, task in wanted

@@ -313,6 +313,8 @@ class OwnBias(Part):
 
     name: ClassVar[str] = "a bias"
     bias: torch.Tensor
+    here: bool = True
+    """False if another rank adds it, to the sum of all parts of an output."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -337,12 +339,14 @@ class OwnBias(Part):
     def as_shift(self, base: nn.Module) -> torch.Tensor:
         own: Any = local_part(base.bias)
         found: torch.Tensor = self.bias.detach().float() - own.detach().float()
-        return found
+        return found if self.here else torch.zeros_like(found)
 
     def mapped(self, change: Change) -> OwnBias:
-        return OwnBias(change(self.bias))
+        return OwnBias(change(self.bias), self.here)
 
     def apply(self, base: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if not self.here:
+            return y
         own: Any = local_part(base.bias)
         found: torch.Tensor = y + (self.bias.to(y.device) - own)
         return found

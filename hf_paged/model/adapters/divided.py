@@ -40,13 +40,12 @@ def part_here(model: nn.Module, layers: Parts) -> Parts:
         return dict(layers)
     rank = mesh.get_local_rank()
     size = mesh.size()
-    found = {path: [_part(model, path, part, rank, size) for part in parts] for path, parts in layers.items()}
-    here = {path: tuple(part for part in parts if part is not None) for path, parts in found.items()}
-    return {path: parts for path, parts in here.items() if parts}
+    return {
+        path: tuple(_part(model, path, part, rank, size) for part in parts) for path, parts in layers.items()
+    }
 
 
-def _part(model: nn.Module, path: str, part: Part, rank: int, size: int) -> Part | None:
-    """This rank's part of one part; None if it has nothing of it."""
+def _part(model: nn.Module, path: str, part: Part, rank: int, size: int) -> Part:
     style = style_of(model, path)
     names = path.split(".")
     above = [style_of(model, ".".join(names[:count])) for count in range(1, len(names))]
@@ -71,7 +70,7 @@ def _part(model: nn.Module, path: str, part: Part, rank: int, size: int) -> Part
     if isinstance(part, OwnBias):
         if style == "colwise":
             return OwnBias(part.bias.chunk(size)[rank].contiguous())
-        return part if rank == 0 else None  # the parts are summed
+        return OwnBias(part.bias, here=rank == 0)  # the parts are summed
     assert isinstance(part, LowRank)
     bias, magnitude = part.bias, part.magnitude
     if style == "colwise":
