@@ -290,9 +290,16 @@ def test_a_forward_that_raises_ends_its_own_requests(monkeypatch: pytest.MonkeyP
         assert answers(engine, ["one", "two", None]) == expected
 
 
-def test_what_cannot_be_computed_over_pages_is_refused_by_name() -> None:
+def test_what_cannot_be_computed_over_pages_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter whose answers depend on how its prompt is cut ends its own requests."""
-    model = other_method("LILY")
+    model = other_method("IA3")
+    forward = peft.tuners.ia3.layer.Linear.forward
+
+    def mixed_with_all(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        found = forward(layer, x)
+        return found if layer.disable_adapters else found + found.mean(1, keepdim=True)
+
+    monkeypatch.setattr(peft.tuners.ia3.layer.Linear, "forward", mixed_with_all)
     with Engine(model, block_size=4, num_blocks=100) as engine:
         assert ask(engine, prompt(1), adapter=None) == alone(model, prompt(1), None)
         error = engine.submit(prompt(1), **GREEDY, adapter="one").result().error
