@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,12 +72,26 @@ def _patch_once(interpreter: Any) -> None:
     # tensors are on the host: else each launch copies their whole storages onto themselves, a fifth of the time
     interpreter.GridExecutor._init_args_hst = lambda self, args, options: (args, options)
     interpreter.GridExecutor._restore_args_dev = lambda self, *given: None
+    interpreter.inspect = SimpleNamespace(
+        **{**vars(inspect), "getfullargspec": _spec, "getcallargs": _arguments}
+    )
     interpreter._patch_attr = _set_builtin(interpreter.interpreter_semantic)
     interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": language, "core": language.core}))
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
     # sums of integers are computed again in 64 bits for an assertion that is off without debug=True
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     _remember(interpreter)
+
+
+_spec = functools.cache(inspect.getfullargspec)
+
+
+def _arguments(function: Any, *given: Any, **options: Any) -> dict[str, Any]:
+    """inspect.getcallargs(), for calls that give every argument without a look at the signature."""
+    names = _spec(function).args
+    found = {**dict(zip(names, given, strict=False)), **options}
+    alike = len(found) == len(names) == len(given) + len(options)
+    return found if alike else inspect.getcallargs(function, *given, **options)
 
 
 def _set_builtin(semantic: Any) -> Callable[..., None]:
@@ -127,6 +143,15 @@ def _remember(interpreter: Any) -> None:
     def broadcast_impl_value(self: Any, one: Any, other: Any) -> Any:
         return (one, other) if one.shape is other.shape else broadcast(self, one, other)
 
+    def checked(self: Any) -> None:
+        key = self.data.dtype.num, self.dtype.name
+        if key not in sizes:
+            check(self)
+            sizes.add(key)
+
+    handle = interpreter.TensorHandle
+    check, sizes = handle.__post_init__, set()
+    handle.__post_init__ = checked
     core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
     semantic.broadcast_impl_value = broadcast_impl_value
     core.block_type.__init__ = block_type
