@@ -21,6 +21,7 @@ import torch
 from rank_names import CASES
 
 ROOT = Path(__file__).parent.parent
+REFUSED = "refused: "
 LIMIT = 400
 """Seconds that all cases may take."""
 
@@ -64,7 +65,8 @@ def _found(folder: Path, size: int) -> dict[str, list[str | None]]:
     for rank in range(size):
         file = folder / f"ranks-{size}-{rank}.jsonl"
         for line in map(json.loads, file.read_text().splitlines() if file.exists() else []):
-            found.setdefault(line["case"], [None] * size)[rank] = line["trouble"] or ""
+            said = REFUSED + line["refused"] if line["refused"] else line["trouble"] or ""
+            found.setdefault(line["case"], [None] * size)[rank] = said
     return found
 
 
@@ -72,4 +74,7 @@ def _found(folder: Path, size: int) -> dict[str, list[str | None]]:
 def test_ranks(lines: Any, size: int, case: str, ends: tuple[int, ...]) -> None:
     """Every rank has come to the end of the case, but those that the case ends."""
     expected = [None if rank in ends else "" for rank in range(size)]
-    assert lines(size).get(case) == expected
+    found = lines(size).get(case)
+    if found and all((each or "").startswith(REFUSED) for each in found):
+        pytest.skip(str(found[0]))
+    assert found == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import tiny
 import transformers as tf
@@ -14,7 +15,9 @@ from transformers import AutoModelForCausalLM, HrmTextConfig
 from hf_paged import demo
 from hf_paged.engine.weights import load_into
 from hf_paged.model.adapters.state_dict import parts_in
+from hf_paged.model.peft_layers import why_no_adapters_on_ranks
 from hf_paged.model.ranks import tensor_parallel
+from hf_paged.model.shards import require_known_parts
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -53,8 +56,12 @@ def test_weights_that_loading_joins_after_ranks_have_their_part(
 def test_parts_that_do_not_say_which_they_are() -> None:
     """As those of transformers 5.9, whose ranks have plain tensors: nothing is made to fit by its shape."""
     model: Any = demo.model()
-    tensor_parallel.require_known_parts(model)
+    require_known_parts(model)
     model._device_mesh, model._tp_size = SimpleNamespace(ndim=1), 2
+    wrapped: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    assert "does not say which part" in str(why_no_adapters_on_ranks(wrapped.base_model.model))
+    wrapped.unload()
+    assert why_no_adapters_on_ranks(model) is None
     for load in (lambda: load_into(model, model.state_dict()), lambda: parts_in(model, {}, None, "poet")):
         with pytest.raises(ValueError, match=f"transformers {tf.__version__} does not say which part"):
             load()

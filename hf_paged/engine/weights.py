@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..model.offloaded import offloaded
-from ..model.ranks.tensor_parallel import divided_otherwise, mesh_of, require_known_parts
+from ..model.ranks.tensor_parallel import divided_otherwise, mesh_of
+from ..model.shards import require_known_parts
 from ..model.switch import modules_of
 
 PauseMode = Literal["recompute", "wait", "abort", "keep"]

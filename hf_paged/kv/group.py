@@ -432,7 +432,7 @@ class LayerGroup:
                 store.grow_by_host(total)
         except (MemoryError, RuntimeError) as error:
             raise self._translate(error, total) from error
-        logger.info("they moved by way of the host in %.1f s", time.perf_counter() - begin)
+        logger.info("the pools moved by way of the host in %.1f s", time.perf_counter() - begin)
 
     def _affordable(self, share: float = AFFORDABLE) -> int:
         """The blocks that may be allocated ahead of need."""

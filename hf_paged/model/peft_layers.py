@@ -20,7 +20,7 @@ from .lora import Adapter
 from .parts import by_kernels
 from .patches import own_forward
 from .peft_parts import LINEAR, base_of, homes_in, inner_of, is_invoked, kind_of, names_in, wraps_around
-from .shards import is_divided
+from .shards import is_divided, why_parts_are_unknown
 from .switch import modules_of
 
 BASE = "__base__"
@@ -387,7 +387,10 @@ def _why_whole(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:
 def why_no_adapters_on_ranks(model: nn.Module) -> str | None:
     """Why peft fails, or hangs, where ranks divide a model with adapters; None if it does not."""
     tuner_classes: Any = _tuner_classes()
+    unknown = why_parts_are_unknown(model)
     for path, module in model.named_modules() if tuner_classes else ():
+        if unknown is not None and isinstance(module, tuner_classes):
+            return unknown
         if isinstance(module, tuner_classes) and any(map(_shards, module.parameters())):
             kind = _kind_of(module)
             if kind not in RANKS_DIVIDE or module.lora_variant or not _divided_as_layer(module):

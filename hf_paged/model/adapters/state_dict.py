@@ -14,8 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from ..adaption_prompts import is_prompted
 from ..parts import LowRank, LowRankEmbedding, OwnBias, Part, Parts, SavedModule, TrainedTokens, with_tensors
 from ..peft_parts import base_of, inner_of, why_not_by_row, why_not_tokens
-from ..ranks.tensor_parallel import require_known_parts
-from ..shards import local_part
+from ..shards import local_part, require_known_parts
 from .vocabulary import PREFIX, ends_of, ids_of, ids_with, is_twice, plain_key, vocabulary_of
 
 NAME = r"(?:\.(?!(?:weight|bias)$)([^.]+))?"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.nn import functional
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -35,15 +34,6 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
         return None
     found: DeviceMesh = mesh["tp"] if mesh.ndim > 1 else mesh
     return found
-
-
-def require_known_parts(model: nn.Module) -> None:
-    """Raise where a rank's weights do not say which parts they are, as in transformers 5.9."""
-    if mesh_of(model) is not None and not any(hasattr(each, "placements") for each in model.parameters()):
-        raise ValueError(
-            f"transformers {transformers.__version__} does not say which part of a weight a rank has, so "
-            "ranks take neither adapters nor other weights; upgrade it, or use one process"
-        )
 
 
 def why_not_divided(model: nn.Module) -> str | None:
