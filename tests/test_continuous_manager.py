@@ -11,12 +11,14 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from batch_managers import GUARD, NEW, PAGE, SMALL, alone, batching_model, greedy, manager_of  # noqa: F401  # a fixture
 from dropout import train_with_dropout
 from engine_answers import PROMPTS
 from engine_logprobs import one_forward
 from families import BY_NAME, build
+from releases import NEEDS_SLOTS
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
 from transformers.generation.continuous_batching.utils import WorkloadHints
@@ -24,7 +26,7 @@ from transformers.integrations.neftune import activate_neftune
 
 import hf_paged
 from hf_paged.blocks import OutOfBlocks
-from hf_paged.continuous.engines import PLACE, begin_on, end_on
+from hf_paged.continuous.engines import PLACE, begin_on, drop_engine, end_on
 from hf_paged.continuous.requests import BatchRequest
 from hf_paged.model.registry import memory_of
 
@@ -40,6 +42,19 @@ def test_a_batch_is_what_each_prompt_gets_alone(model: Any) -> None:
         assert output.logprobs == []
         assert len(output.timestamps) == NEW
         assert output.lifespan[0] <= output.lifespan[1]
+
+
+@NEEDS_SLOTS
+def test_a_batch_of_a_hybrid(model: Any) -> None:
+    """By the same word, and a second batch begins with the states of the first."""
+    hybrid = tiny.build("causal", tiny.config_class("causal", "qwen3_5_text"))
+    prompts = [PROMPTS[3], PROMPTS[0], [*PROMPTS[3], *alone(hybrid, PROMPTS[3]), 7]]
+    for asked in (prompts[:2], prompts[2:]):
+        found = hybrid.generate_batch(asked, generation_config=greedy())
+        assert [each.generated_tokens for each in found.values()] == [alone(hybrid, each) for each in asked]
+    assert getattr(hybrid, PLACE).engine.stats()["states"]["hits"] == 1
+    hybrid.destroy_cached_continuous_batching_manager()
+    drop_engine(hybrid)
 
 
 def test_a_batch_takes_no_more_steps_than_the_engine_alone(model: Any) -> None:

@@ -19,7 +19,7 @@ from tape import record
 from tiny import build, config_class
 from transformers import CONFIG_MAPPING
 
-from hf_paged import Engine
+from hf_paged import Engine, OutOfBlocks
 from hf_paged.blocks.pool import CACHED
 from hf_paged.engine.worker.states import SequenceStates
 from hf_paged.kv.checksums import flip_a_byte
@@ -167,11 +167,26 @@ def test_sequences_beyond_the_slots_are_preempted(model: Any, preemption: Any) -
         engine.check()
 
 
+MORE_THAN_FITS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"state_slots": 10**12},
+        r"^state_slots=1000000000000 of \d+ bytes take \d+ bytes on cpu, and \d+ are free; lower it,",
+    ),
+    (
+        {"state_slots": 4, "state_snapshots": 10**12, "num_blocks": 8},
+        r"num_blocks=8 of 16 tokens and state_slots=4 of .* and state_snapshots=1000000000000 of \d+ bytes take",
+    ),
+]
+
+
 @pytest.mark.parametrize("model", ["qwen3_5_text"], indirect=True)
-def test_too_few_slots(model: Any) -> None:
+def test_too_few_slots_and_too_many(model: Any) -> None:
     """Both numbers are in the error, and the engine goes on."""
     with pytest.raises(ValueError, match="state_slots=0 is too few; give 1 or more"):
         Engine(model, state_slots=0)
+    for options, said in MORE_THAN_FITS:
+        with pytest.raises(OutOfBlocks, match=said):
+            Engine(model, **options)
     with Engine(model, state_slots=2, state_snapshots=0, num_blocks=60, block_size=4) as engine:
         error = engine.submit(prompts()[1], max_new_tokens=NEW, num_beams=3).result().error
         assert "3 sequence(s) need 3 slots for recurrent states and 2 can be had" in str(error)

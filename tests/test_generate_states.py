@@ -283,12 +283,13 @@ def qwen() -> Any:
     ("options", "slots", "said"),
     [
         ({}, 0, "state_slots=0 is not a pool; give 1 or more"),
+        ({}, 10**12, "bookkeeping of 1000000000000 blocks .* are free.; lower state_slots"),
         ({}, 1, r"2 more slots .* needed, 1 of 1 are free \(state_slots=1\)"),
         ({"num_beams": 3}, 4, r"6 more slots .* needed, 4 of 4 are free \(state_slots=4\)"),
         ({"num_return_sequences": 4, "do_sample": True}, 5, r"8 more slots .* are free \(state_slots=5\)"),
     ],
 )
-def test_too_few_slots(options: dict[str, Any], slots: int, said: str, qwen: Any) -> None:
+def test_too_few_slots_and_too_many(options: dict[str, Any], slots: int, said: str, qwen: Any) -> None:
     """The error has the slots that are needed, and those that there are."""
     with pytest.raises((ValueError, OutOfBlocks), match=said):
         qwen.generate(

@@ -26,14 +26,14 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def require_room_for_books(blocks: int) -> int:
-    """The number of blocks, if the host has memory to keep books of so many; else asking for them would be
-    the process's end.
+def require_room_for_books(blocks: int, option: str = "num_blocks") -> int:
+    """The number of blocks that an option asks for, if the host has memory to keep books of so many; else
+    asking for them would be the process's end.
     """
     free = free_bytes(torch.device("cpu"))
     if blocks * BYTES_OF_BOOKS > free:
         raise OutOfBlocks(
             f"the bookkeeping of {blocks} blocks does not fit into the host's memory ({free} bytes are "
-            "free); lower num_blocks"
+            f"free); lower {option}"
         )
     return blocks

@@ -69,6 +69,11 @@ AnyStore = Any
 GroupKey = tuple[LayerKind, CacheConfig, object | None]  # the last one is the owner, or an `Arithmetic`
 
 
+def option_of(kind: LayerKind) -> str:
+    """The option that fixes the size of a pool of that kind."""
+    return "num_blocks" if kind.fills else "state_slots"
+
+
 class LayerGroup:
     """The layers of one kind: one pool of block ids, and a store per layout they come in."""
 
@@ -81,7 +86,7 @@ class LayerGroup:
         size = self.kind.block_size(config.block_size)
         self.fixed_blocks = config.num_blocks if self.kind.fills else config.state_slots
         """The size of a pool that does not grow."""
-        self.pool = BlockPool(require_room_for_books(self.fixed_blocks or 0), size)
+        self.pool = BlockPool(require_room_for_books(self.fixed_blocks or 0, option_of(self.kind)), size)
         self._expected_layers = layers
         self._place: dict[Hashable, tuple[AnyLayout, int]] = {}
         self._count: Counter[AnyLayout] = Counter()
@@ -474,11 +479,11 @@ class LayerGroup:
         others = [group for group in self.memory.groups.values() if group is not self]
         idle = sum(group.bytes for group in others if not group.pool.held)
         return OutOfBlocks(
-            f"no memory for a pool of {blocks} blocks of {self.block_bytes} bytes for the {self.kind.name} "
-            f"layers ({error}); "
+            f"no memory for a pool of {blocks} {'blocks' if self.kind.fills else 'slots'} of "
+            f"{self.block_bytes} bytes for the {self.kind.name} layers ({error}); "
             + (f"hf_paged.release(model) gives back {idle} bytes of its idle pools; " if idle else "")
             + "lower the batch size, num_beams or max_length, drop caches that you keep, or fix a smaller "
-            "num_blocks"
+            f"{option_of(self.kind)}"
         )
 
     def give_back(self) -> None:

@@ -202,23 +202,34 @@ class Pools:
         for group, total in zip(self.groups.values(), totals, strict=True):
             for layout, layers in group.layouts.items():
                 need[layout.device] += total * layers * layout.block_bytes(group.pool.block_size)
-            if total < 1:
-                raise OutOfBlocks(
-                    f"the memory that the engine may take is less than one block of {group.block_bytes} "
-                    f"bytes (the {group.kind.name} "
-                    f"layers); raise memory_fraction, lower block_size={self.config.block_size}, or free some"
-                )
-        if self.config.num_blocks is None:
-            return
-        for device, wanted in need.items():
+        given = self._given_sizes()
+        for device, wanted in need.items() if given else ():
             if wanted > free_bytes(device):
                 gc.collect()  # engines and caches that are no longer referenced
                 self.memory.drain()
             if wanted > (free := free_bytes(device)):
                 raise OutOfBlocks(
-                    f"num_blocks={self.config.num_blocks} of {self.config.block_size} tokens take {wanted} "
-                    f"bytes on {device}, and {free} are free; lower it, or leave it out"
+                    f"{' and '.join(given)} take {wanted} bytes on {device}, and {free} are free; lower "
+                    f"{'them, or leave them' if given[1:] else 'it, or leave it'} out"
                 )
+        for group, total in zip(self.groups.values(), totals, strict=True):
+            if total < 1:
+                raise OutOfBlocks(
+                    f"the memory that the engine may take is less than one block of {group.block_bytes} "
+                    f"bytes (the {group.kind.name} layers); raise memory_fraction, lower "
+                    f"{' or '.join([f'block_size={self.config.block_size}', *given])}, or free some"
+                )
+
+    def _given_sizes(self) -> list[str]:
+        """The options that fix the size of a pool, and what each asks for."""
+        config = self.config
+        found = []
+        if config.num_blocks is not None and self.paged:
+            found.append(f"num_blocks={config.num_blocks} of {config.block_size} tokens")
+        for states in self.never_full.values():
+            slots = {"state_slots": config.state_slots, "state_snapshots": config.state_snapshots}
+            found += [f"{name}={size} of {states.block_bytes} bytes" for name, size in slots.items() if size]
+        return found
 
     def _make_host(self) -> None:
         """Let blocks wait on the host: as many as the options say, now; else as many as are ever held here,
