@@ -10,11 +10,12 @@ import torch
 from captures import counts, policy, reasons
 from cases import every_other
 from poison import poison_free_slots
-from releases import FLAT_STATES
+from releases import FLAT_STATES, NEEDS_SLOTS
 from tape import record
 from tiny import build, config_class
 
 from hf_paged import Engine, PagedCache
+from hf_paged.model.cache_name import name_in
 from hf_paged.model.registry import memory_of
 from hf_paged.model.rehearsal import RECORDERS
 
@@ -176,3 +177,17 @@ def test_models_without_keys_and_values_keep_their_cache(family: str) -> None:
     cache.reset()
     assert torch.equal(model.generate(ids, past_key_values=cache, **given), said)
     memory_of(model).check()
+
+
+@NEEDS_SLOTS
+@pytest.mark.parametrize("family", ["lfm2", "mamba2", "qwen3_5_text"])
+def test_plain_forwards_of_a_cache(family: str) -> None:
+    """A prompt in two forwards of the user's own, by the name that the model has for its cache."""
+    model = build("causal", config_class("causal", family))
+    ids = torch.randint(5, 80, (2, 13), generator=torch.Generator().manual_seed(1))
+    cache = {name_in(model): PagedCache(model)}
+    with torch.no_grad():
+        logits = [model(part, use_cache=True, **cache).logits for part in (ids[:, :8], ids[:, 8:])]
+        torch.testing.assert_close(
+            torch.cat(logits, 1), model(ids, use_cache=False).logits, atol=1e-4, rtol=0
+        )

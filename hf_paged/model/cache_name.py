@@ -49,8 +49,8 @@ def renamed(arguments: dict[str, Any], name: str, new: str) -> dict[str, Any]:
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """The cache among arguments, None if there is none."""
-    found = arguments.get(CACHE)
-    return arguments.get(OLDER) if found is None else found
+    given = (arguments.get(name) for name in (CACHE, OLDER, FOR_STATES))
+    return next((each for each in given if each is not None), None)
 
 
 def named_as_now(arguments: dict[str, Any]) -> dict[str, Any]:
