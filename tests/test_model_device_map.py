@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from accelerate import dispatch_model
 from accelerate.hooks import ModelHook, add_hook_to_module
 from captures import counts, policy, reasons
 from engine_answers import PROMPTS, answers
 from families import BY_NAME, build
+from releases import FLAT_STATES
 from tape import record
 from torch import nn
 
@@ -33,7 +35,8 @@ GREEDY = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
 
 def dispatched(name: str = "llama") -> Any:
     """A model whose layers have accelerate's hooks, as over several devices."""
-    model = build(BY_NAME[name])
+    known = name in BY_NAME
+    model = build(BY_NAME[name]) if known else tiny.build("causal", tiny.config_class("causal", name))
     parts = ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"]
     parts += [f"model.layers.{i}" for i in range(len(model.model.layers))]
     return dispatch_model(model, dict.fromkeys(parts, "cpu"), main_device="cpu", force_hooks=True)
@@ -91,7 +94,9 @@ def test_moving_is_no_foreign_code() -> None:
     assert not has_foreign_code([*dispatched().modules()], KNOWN)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "gpt-oss", pytest.param("qwen3_5_text", marks=FLAT_STATES)]
+)
 def test_captured_steps_of_hooked_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """generate() and the engine replay steps of such a model, with stock's tokens, and leave every hook."""
     monkeypatch.setitem(RECORDERS, "cpu", record)

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import tiny
+import torch
 
 pytest.importorskip("fastapi")
 
+from releases import FLAT_STATES
 from serving import Served, generated, ids, serving, text, tokenizer
 
 from hf_paged import demo
@@ -89,6 +92,31 @@ def test_n_beams_and_n_answers(served: Served) -> None:
     found = served.complete("The fox", max_tokens=12, n=3, use_beam_search=True, return_token_ids=True)
     wanted = generated("The fox", max_new_tokens=12, num_beams=3, num_return_sequences=3)
     assert [choice["token_ids"] for choice in found["choices"]] == wanted
+
+
+@FLAT_STATES
+def test_a_hybrid_over_http() -> None:
+    """Tokens of stock's generate(), streamed and not, and turns of a chat that begin with cached states."""
+    model = tiny.build("causal", tiny.config_class("causal", "qwen3_5_text"))
+    prompt = list(range(3, 83))
+
+    def stock(given: list[int], new: int) -> list[int]:
+        out = model.generate(torch.tensor([given]), max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        return list(out[0, len(given) :].tolist())
+
+    with serving(model=model, engine={"state_slots": 4, "state_snapshots": 4}) as made:
+        options = {"max_tokens": 8, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+        first = made.complete(prompt, **options)
+        answer = first["choices"][0]["token_ids"]
+        assert answer == stock(prompt, 8)
+        chunks = made.stream(prompt=prompt, **options)
+        assert [token for each in chunks for token in each["choices"][0]["token_ids"]] == answer
+        turn = [*prompt, *answer, 5, 6, 7]
+        second = made.complete(turn, **options)
+        assert second["choices"][0]["token_ids"] == stock(turn, 8)
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= len(prompt) + 7  # all that was computed
+        assert made.engine.stats()["states"]["hits"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

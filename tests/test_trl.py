@@ -14,7 +14,14 @@ import torch
 from adapters import lora
 from invariance import compiles, model_of
 from peft import get_peft_model
-from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from releases import NEEDS_SLOTS
+from transformers import (
+    GenerationConfig,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from hf_paged import batch_invariant, demo, replay_routing
 from hf_paged.continuous.engines import drop_engine, engine_for
@@ -353,6 +360,30 @@ def _train(
 def test_grpo(tmp_path: Any) -> None:
     """The real trainer takes it, and its model is trained."""
     _train(tmp_path, "GRPO", rollout_func)
+
+
+def hybrid() -> Any:
+    """A small Qwen3.5 with the demo's vocabulary: three of its four layers keep a recurrent state."""
+    torch.manual_seed(5)
+    config = Qwen3_5TextConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8, vocab_size=len(demo.tokenizer()), max_position_embeddings=512,
+        eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Qwen3_5ForCausalLM(config).train()
+
+
+@NEEDS_SLOTS
+@needs_trl
+def test_grpo_of_a_hybrid(tmp_path: Any) -> None:
+    """By the one word its weights become those that they become without; and with rollouts of the engine."""
+    models = [hybrid(), hybrid()]
+    for model, word in zip(models, (None, "paged"), strict=True):
+        _train(tmp_path, "GRPO", None, model=model, temperature=1.0, cache_implementation=word)
+    for stock, own in zip(*[model.parameters() for model in models], strict=True):
+        assert torch.allclose(stock, own, atol=1e-6)
+    _train(tmp_path, "GRPO", rollout_func, model=hybrid(), temperature=1.0)
 
 
 @needs_trl
