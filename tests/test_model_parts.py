@@ -277,11 +277,11 @@ def test_a_head_that_the_device_has_no_memory_for(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ranks_are_told_what_they_cannot_divide() -> None:
-    """A part that is more than a product of a linear layer is refused by its kind and place."""
+    """A part that is more than a product of a linear layer is refused by its kind and place, DoRA is not."""
     part = TrainedTokens((5,), torch.zeros(1, 32))
     assert not part.divides
     assert LowRank(torch.zeros(8, 4), torch.zeros(4, 8), 1.0).divides
-    assert not LowRank(torch.zeros(8, 4), torch.zeros(4, 8), 1.0, magnitude=torch.ones(4)).divides
+    assert LowRank(torch.zeros(8, 4), torch.zeros(4, 8), 1.0, magnitude=torch.ones(4)).divides
 
 
 @pytest.mark.parametrize(

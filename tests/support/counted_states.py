@@ -194,8 +194,8 @@ def put_into_engines(monkeypatch: pytest.MonkeyPatch, states: CountedStates) -> 
     make = engine_cache.StepCache.__init__
     begin = states.begin
 
-    def made(self: Any, pools: Any) -> None:
-        make(self, pools)
+    def made(self: Any, *given: Any) -> None:
+        make(self, *given)
         self.layers.append(CountingLayer(states, self))
         layer = self.layers[-1]
 
