@@ -623,3 +623,19 @@ def test_requests_of_two_kinds_under_pressure(data: st.DataObject) -> None:
 @functools.cache
 def under_pressure() -> Any:
     return mixed()
+
+
+def test_a_hook_of_an_object_that_changes() -> None:
+    """A twin has the user's hooks with their objects, not with copies of these."""
+
+    class Steering:
+        scale = 1.0
+
+        def hook(self, module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+            return out * self.scale
+
+    model, steering = other_method("IA3"), Steering()
+    model.get_base_model().model.layers[0].mlp.register_forward_hook(steering.hook)
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        for steering.scale in (1.0, 0.2):
+            assert ask(engine, prompt(1), adapter="one") == alone(model, prompt(1), "one")

@@ -399,3 +399,30 @@ def test_in_front_of_pictures_with_positions_of_their_own() -> None:
         alone = model.get_base_model().generate(**shown, max_new_tokens=NEW, do_sample=False)
         assert plain == alone[0, length:].tolist()
         engine.check()
+
+
+def test_files_of_answers_know_virtual_tokens(tmp_path: Path) -> None:
+    """Those that are named, active or added: other ones, or trained further, are other answers."""
+    data = [{"prompt": prompt(i)} for i in range(3)]
+    call = {"max_new_tokens": NEW, "do_sample": False, "progress": False}
+    model = made("prompt tuning")
+    model.save_pretrained(tmp_path)
+    with Engine(model, block_size=SIZE, num_blocks=100) as engine:
+        assert engine.map(data, tmp_path / "named", adapter="two", **call).failed == 0
+        assert engine.map(data, tmp_path / "named", adapter="two", **call).resumed == 3
+        engine.map(data[:2], tmp_path / "active", **call)
+        assert engine.map(data, tmp_path / "active", **call).resumed == 2
+        for change in ("another", "trained"):
+            if change == "another":
+                model.set_adapter("two")
+            else:
+                model.set_adapter("one")
+                with torch.no_grad():
+                    model.prompt_encoder["one"].embedding.weight.add_(1.0)
+            with pytest.raises(ValueError, match="other"):
+                engine.map(data, tmp_path / "active", **call)
+    named = [{**each, "adapter": "x"} for each in data]
+    for name, resumed in (("one", 0), ("one", 3), ("two", 0)):
+        with Engine(build(BY_NAME["llama"]).eval(), block_size=SIZE, num_blocks=100) as engine:
+            engine.add_adapter("x", tmp_path / name)
+            assert engine.map(named, tmp_path / "added", **call).resumed == resumed

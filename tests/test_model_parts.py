@@ -9,12 +9,14 @@ from typing import Any
 
 import peft
 import pytest
+import tiny
 import torch
 from adapter_answers import NEW, alone, ask, first, prompt, tokens
-from adapters import lora, trained, with_a_tied_head
+from adapters import adapted, lora, trained, with_a_tied_head
 from captures import counts, policy, reasons
 from families import BY_NAME, build
 from kernel_cases import load
+from releases import FLAT_STATES
 from tape import rerun
 
 import hf_paged
@@ -354,3 +356,56 @@ def test_beams_and_preempted_requests() -> None:
             found = engine.generate([prompt(4)], **GREEDY, **beams, adapter="one")[0]
             assert first(found) == alone(model, prompt(4), "one", **beams)
             engine.check()
+
+
+@FLAT_STATES
+@pytest.mark.parametrize(("family", "saved", "target"), [
+    ("jamba", "dt_proj", "in_proj"), ("qwen3_5_text", "conv1d", "in_proj_z"), ("mamba", "dt_proj", "in_proj"),
+])  # fmt: skip
+def test_a_module_whose_weight_a_forward_reads_itself(
+    tmp_path: Path, family: str, saved: str, target: str
+) -> None:
+    """No request chooses among a peft model's adapters then, and one of a folder has forwards of its own."""
+
+    def made() -> Any:
+        return tiny.build("causal", tiny.config_class("causal", family)).eval()
+
+    model = peft.get_peft_model(made(), lora(target_modules=[target], modules_to_save=[saved]), "one").eval()
+    for name, each in model.named_parameters():
+        if "modules_to_save" in name:
+            each.data.mul_(-1)
+    call = {"max_new_tokens": NEW, "do_sample": False}
+    ids = torch.tensor([prompt(1)])
+    wanted = model.generate(input_ids=ids, **call)[0, ids.shape[1] :].tolist()
+    plain = made().generate(ids, **call)[0, ids.shape[1] :].tolist()
+    assert wanted != plain
+    model.save_pretrained(tmp_path)
+    with Engine(model, block_size=4, num_blocks=200) as engine:
+        assert ask(engine, prompt(1)) == wanted
+        for name in ("one", None):
+            with pytest.raises(
+                ValueError, match=f"reads the weight of {saved}, which modules_to_save replaces"
+            ):
+                engine.submit(prompt(1), adapter=name)
+        with model.disable_adapter():
+            assert ask(engine, prompt(1)) == plain
+    with Engine(made(), block_size=4, num_blocks=200) as engine:
+        engine.add_adapter("one", tmp_path / "one")
+        handles = [engine.submit(prompt(1), **call, adapter=name) for name in ("one", None)]
+        assert [tokens(each) for each in handles] == [wanted, plain]
+        engine.check()
+
+
+def test_a_saved_head_that_is_still_the_models(tmp_path: Path) -> None:
+    """It is the adapter's own: it stays as it was when the model is trained."""
+    adapted(lora(modules_to_save=["lm_head"])).save_pretrained(tmp_path)
+    model = build(BY_NAME["llama"]).eval()
+    with Engine(model, block_size=4, num_blocks=200) as engine:
+        engine.add_adapter("one", tmp_path / "one")
+        before = ask(engine, prompt(1), adapter="one"), ask(engine, prompt(1), adapter=None)
+        with torch.no_grad():
+            model.lm_head.weight.add_(
+                torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(9))
+            )
+        assert ask(engine, prompt(1), adapter="one") == before[0]
+        assert ask(engine, prompt(1), adapter=None) != before[1]

@@ -23,6 +23,7 @@ from .requests.content import digest_of, is_plain
 from .requests.data import items_of, keywords_of, size_of
 from .requests.fields import HONOURED
 from .worker.adapters import ACTIVE, EngineAdapters
+from .worker.chosen_adapters import virtual_of
 
 MOMENT = 0.05
 """Seconds for which items are read, or steps are taken, before the other is due."""
@@ -93,7 +94,10 @@ class BatchSpec(NamedTuple):
         return {"model": f"{name}@{model_digest(model, self.processor)}", **as_read}
 
     def adapter_names(self, wanted: Any) -> list[str]:
-        """The adapters that an option chooses, with a digest of those that the engine keeps."""
+        """The adapters that an option chooses, with a digest of those that the model does not have in it."""
+        virtual = virtual_of(self.adapters, wanted)
+        if virtual is not None:
+            return [f"{virtual}@{self.adapters.contents.virtual.digest(virtual)}"]
         own = self.adapters.contents.own
         names = self.adapters.resolve(wanted)
         return [f"{name}@{own[name].digest}" if name in own else name for name in names]

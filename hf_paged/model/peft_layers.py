@@ -19,7 +19,17 @@ from .entries import Entries
 from .lora import Adapter
 from .parts import by_kernels
 from .patches import own_forward
-from .peft_parts import LINEAR, base_of, homes_in, inner_of, is_invoked, kind_of, names_in, wraps_around
+from .peft_parts import (
+    LINEAR,
+    base_of,
+    homes_in,
+    inner_of,
+    is_invoked,
+    kind_of,
+    names_in,
+    why_read_outside,
+    wraps_around,
+)
 from .shards import is_divided, why_parts_are_unknown
 from .switch import modules_of
 
@@ -103,7 +113,8 @@ class LoraLayers:
         """By the names of all adapters why peft's own modules must compute one."""
         if self.prompts is not None:
             self.reasons |= dict.fromkeys(self.prompts.peft_config, "an adapter is an Adaption Prompt")
-        self.why_whole = (self.why_whole_now() or _why_not_local(self.layers)) if tuners else None
+        self.why_whole = self.why_whole_now() or _why_not_local(self.layers) if tuners else None
+        self.why_whole = self.why_whole or _why_read_outside(modules, self.layers)
         """Why no adapter can be chosen, and the model alone cannot either."""
         first = next(filter(None, self.reasons.values()), None)
         if self.why_whole is None and first is not None and any(map(_is_elsewhere, tuners)):
@@ -367,6 +378,19 @@ def _why_more(name: str, layer: Any) -> str | None:
     return (
         f"an adapter has parts of the kind {_kind_of(layer)}" if kind is None else kind.why_not(layer, name)
     )
+
+
+def _why_read_outside(modules: Iterable[nn.Module], layers: Iterable[Any]) -> str | None:
+    """Why no adapter can be chosen of a model whose forwards read weights of modules that adapters replace:
+    they find those of the active adapter.
+    """
+    saved = {id(each) for each in layers if hasattr(each, "modules_to_save")}
+    for module in modules if saved else ():
+        for name, child in module._modules.items():
+            why_not = why_read_outside(module, name) if id(child) in saved else None
+            if why_not is not None:
+                return why_not
+    return None
 
 
 def _why_whole(tuners: Sequence[Any], layers: Sequence[Any]) -> str | None:

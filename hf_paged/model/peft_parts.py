@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,6 +26,9 @@ VARIANTS = frozenset({"DoraLinearVariant", "DoraEmbeddingVariant"})
 """peft's classes of what makes a LoRA layer more than a product, as far as parts compute it."""
 BY_ROW = re.compile(r"(RMS|Layer)Norm$")
 """Classes of modules, beside linear layers and embeddings, that compute each row by itself."""
+
+READS_WEIGHT = re.compile(r"self\.(\w+)\.(?:weight|bias)\b(?!\.(?:dtype|device|shape)|, torch\.Tensor)")
+"""A forward's look at a tensor of a module below it."""
 
 
 class PeftModule(NamedTuple):
@@ -125,6 +129,28 @@ def why_not_by_row(module: nn.Module) -> str | None:
     ):
         return "an adapter's weights are loaded for each forward"
     return None
+
+
+def why_read_outside(parent: nn.Module, name: str) -> str | None:
+    """Why a module of another weight in the place of one below `parent` would not be enough: a forward reads
+    the weight itself.
+    """
+    kind: Any = type(parent)
+    if name not in _weights_read(kind):
+        return None
+    return f"the forward of {kind.__name__} reads the weight of {name}, which modules_to_save replaces"
+
+
+@cache
+def _weights_read(kind: type) -> frozenset[str]:
+    """The names of modules whose weights the forwards of a class read, not only facts about them."""
+    found: set[str] = set()
+    for name in dir(kind):
+        function = inspect.unwrap(getattr(kind, name)) if "forward" in name else None
+        if inspect.isfunction(function):
+            with suppress(OSError):  # no source
+                found.update(READS_WEIGHT.findall(inspect.getsource(function)))
+    return frozenset(found)
 
 
 # ---- LoRA of linear layers and embeddings

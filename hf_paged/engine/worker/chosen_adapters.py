@@ -16,7 +16,7 @@ def chosen_adapters(
     adapters: EngineAdapters, wanted: Any, params: RequestParams, task: Any
 ) -> ChosenAdapters:
     """The adapters of a request, from what its caller wrote; raises ValueError for what is not there."""
-    virtual = _virtual(adapters, wanted)
+    virtual = virtual_of(adapters, wanted)
     if virtual is not None:
         return ChosenAdapters(virtual=adapters.contents.virtual.of(virtual, task))
     names = adapters.resolve(wanted)
@@ -58,7 +58,7 @@ def vocabulary_of(adapters: EngineAdapters, wanted: Any) -> int | None:
     return contents.vocabulary([name for name in names if isinstance(name, str)])
 
 
-def _virtual(adapters: EngineAdapters, wanted: Any) -> str | None:
+def virtual_of(adapters: EngineAdapters, wanted: Any) -> str | None:
     """The adapter of virtual tokens that a request has, if it has one."""
     if isinstance(wanted, str) and wanted == ACTIVE:
         return adapters.contents.virtual.active

@@ -11,8 +11,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..lora import Adapter
-from ..parts import Parts, by_kernels
+from ..parts import Parts, SavedModule, by_kernels
 from ..peft_layers import LoraLayers
+from ..peft_parts import why_read_outside
 from ..ranks.tensor_parallel import mesh_of
 from ..switch import modules_of
 from ..weights_digest import content_digest
@@ -143,6 +144,11 @@ def load_adapter(
     if why_not is not None:
         raise NoParts(why_not)
     parts = parts_in(model, state, config, name)
+    for path in (path for path, own in parts.items() if any(isinstance(part, SavedModule) for part in own)):
+        above, _, last = path.rpartition(".")
+        why_not = why_read_outside(model.get_submodule(above), last)
+        if why_not is not None:
+            raise NoParts(why_not)
     if kernels and not all(map(by_kernels, parts.values())):
         raise NoParts("no kernel computes whole norms")
     return parts

@@ -120,7 +120,10 @@ def _entries(
             continue
         if entry is None:
             entry = _of_module(key, config, ends)
-            if "trainable_tokens_original" in key or _is_of_model(model, key, tensor, entry is not None):
+            kept = entry is not None and _is_saved(entry.path, config)
+            if "trainable_tokens_original" in key or (
+                not kept and _is_of_model(model, key, tensor, entry is not None)
+            ):
                 continue  # peft saves embeddings and heads along with their adapters
         if entry is None:
             others.append(key)
@@ -148,12 +151,17 @@ def _of_module(key: str, config: Any, ends: Collection[str]) -> Entry | None:
     saves where they were trained or have another vocabulary.
     """
     path, _, attribute = plain_key(key).rpartition(".")
-    saved = tuple(getattr(config, "modules_to_save", None) or ())
-    if path.endswith(saved) or (saved and _ties(config)) or path in ends:  # as peft finds them
+    if _is_saved(path, config) or path in ends:
         return Entry(path, f"modules_to_save.{attribute}")
     if attribute == "bias" and getattr(config, "bias", "none") != "none":
         return Entry(path, "own_bias")
     return None
+
+
+def _is_saved(path: str, config: Any) -> bool:
+    """True if an adapter has a module of its own in the place of this one, as peft finds them."""
+    saved = tuple(getattr(config, "modules_to_save", None) or ())
+    return path.endswith(saved) or bool(saved and _ties(config))
 
 
 def _is_of_model(model: nn.Module, key: str, tensor: torch.Tensor, of_adapter: bool) -> bool:

@@ -23,6 +23,8 @@ from ..snapshot import INTERNAL
 from ..switch import modules_of
 
 TENSORS = ("_parameters", "_buffers")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+"""Functions of the user's, perhaps of an object that goes on changing."""
 
 
 class NoTwin(ValueError):
@@ -79,6 +81,9 @@ def _shared(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[object]:
         yield from (each for each in module.__dict__.values() if isinstance(each, torch.Tensor))
         if "config" in module.__dict__:
             yield module.__dict__["config"]
+        for hooks in HOOKS:
+            owners = (getattr(hook, "__self__", hook) for hook in module.__dict__[hooks].values())
+            yield from (each for each in owners if not isinstance(each, nn.Module))
 
 
 def _is_bound(forward: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from ..offloaded import input_device
 from ..prompt_learning import BY_TASK, EMBEDDINGS, PASTS, kind_of, learns_prompts, past_in, pasts_are_ignored
-from ..weights_digest import tensor_facts
+from ..weights_digest import content_digest, tensor_facts
 from .tasks import task_of
 
 
@@ -189,6 +189,11 @@ class VirtualPrompts:
                 f"the adapter's virtual tokens are {list(content.shape)}, expected {list(expected)}; it is "
                 "for another model"
             )
+
+    def digest(self, name: str) -> str:
+        """A short name of an adapter's content that is the same in every process."""
+        acting: Any = self.own.get(name, self._outer)
+        return content_digest([("virtual tokens", acting.prompt_encoder[name].parameters())]).hex()[:16]
 
     def bytes_of(self, name: str) -> int:
         """The memory of an adapter's weights."""
