@@ -428,7 +428,10 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="+", default=[0, 1, 8, 64])
     parser.add_argument("--kinds", nargs="+", choices=PARTS, default=list(PARTS), help="of the section parts")
     parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--layers", type=int, help="of the model, if not all of its shape")
     options = parser.parse_args()
+    if options.layers is not None:
+        SHAPES[options.shape]["num_hidden_layers"] = options.layers
     report = report_of(options)
     report.run(SECTIONS, options.sections, AdapterBench(options, report))
 
