@@ -8,7 +8,7 @@
 A cell differs from constraints.txt in one thing. A release of a package lies in a folder of its own, with what
 it requires in other versions, before the packages of this environment; a Python has an environment of its own.
 Both are made below .compatibility. Results are in scripts/compatibility.json, each with its failed tests, or with `notes`
-that somebody wrote about them; a new run of a cell begins without. `--reports` takes the numbers of a run in parts
+on them that were written by hand; a new run of a cell begins without. `--reports` takes the numbers of a run in parts
 from its JUnit files, and runs nothing.
 """
 

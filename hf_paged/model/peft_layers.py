@@ -113,8 +113,11 @@ class LoraLayers:
         """By the names of all adapters why peft's own modules must compute one."""
         if self.prompts is not None:
             self.reasons |= dict.fromkeys(self.prompts.peft_config, "an adapter is an Adaption Prompt")
-        self.why_whole = self.why_whole_now() or _why_not_local(self.layers) if tuners else None
-        self.why_whole = self.why_whole or _why_read_outside(modules, self.layers)
+        self.why_whole = (
+            self.why_whole_now() or _why_not_local(self.layers) or _why_read_outside(modules, self.layers)
+            if tuners
+            else None
+        )
         """Why no adapter can be chosen, and the model alone cannot either."""
         first = next(filter(None, self.reasons.values()), None)
         if self.why_whole is None and first is not None and any(map(_is_elsewhere, tuners)):

@@ -8,7 +8,7 @@ import inspect
 import sys
 import textwrap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -127,9 +127,15 @@ def _decoder(model: Any) -> nn.Module:
     return cast(nn.Module, model)
 
 
+def take_means(modules: Iterable[nn.Module]) -> bool:
+    """True if one of these modules takes the mean of all tokens of a forward (peft's Lily)."""
+    kinds: list[Any] = list(map(type, modules))
+    return any(map(_takes_means, kinds))
+
+
 @cache
-def takes_means(kind: Any) -> bool:
-    """True if a class of peft's takes the mean of all tokens of a forward (Lily)."""
+def _takes_means(kind: Any) -> bool:
+    """True for a class of peft's that does."""
     mean = ".mean(dim=0)"
     if not kind.__module__.startswith("peft.tuners.") or mean not in _source_of(sys.modules[kind.__module__]):
         return False  # to find a class in a file, all of it is parsed
@@ -141,7 +147,7 @@ def _looks_around(kind: Any) -> bool:
     """True if a class's code (no comments) names a capacity, or takes the mean of all tokens."""
     if kind.__module__.startswith("torch."):
         return False
-    if takes_means(kind):
+    if _takes_means(kind):
         return True
     file = _source_of(sys.modules.get(kind.__module__))
     if file and "capacity" not in file.lower():

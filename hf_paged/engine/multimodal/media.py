@@ -88,7 +88,8 @@ class Media:
     def behind(self, front: torch.Tensor | GivenPast, count: int) -> Media:
         """The same behind `count` virtual tokens."""
         found = copy.copy(self)
-        found.front, found.virtual = front, count
+        found.front = front
+        found.virtual = count
         return found
 
     def concerns(self, start: int, count: int) -> bool:

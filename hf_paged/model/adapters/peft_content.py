@@ -12,7 +12,7 @@ from torch import nn
 
 from ..adaption_prompts import layers_of
 from ..peft_layers import LoraLayers
-from ..routers import takes_means
+from ..routers import take_means
 from ..weights_digest import tensor_facts
 
 STATE = frozenset({"_caches", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
@@ -79,8 +79,7 @@ class PeftContent:
     @property
     def whole(self) -> bool:
         """True if all tokens of a forward change each other."""
-        kinds: list[Any] = list(map(type, self._modules))
-        return any(map(takes_means, kinds))
+        return take_means(self._modules)
 
     @property
     def rank(self) -> int:

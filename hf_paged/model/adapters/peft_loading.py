@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..lora import Adapter
-from ..routers import takes_means
+from ..routers import take_means
 from ..switch import modules_of
 from ..weights_digest import address_of, content_digest
 from .invocation import Invocation
@@ -77,8 +77,7 @@ class PeftAdapter:
             known = scores_of(self._twin)
             self.vocabulary = None if known == scores_of(model) else known
             self.copies_base = more > 0
-            kinds: list[Any] = list(map(type, modules_of(self._twin)))
-            self.whole = any(map(takes_means, kinds))
+            self.whole = take_means(modules_of(self._twin))
             self.bytes = sum(tensor.nbytes for tensor in self._state.values()) + more
         return self._twin
 

@@ -111,7 +111,7 @@ class VirtualPrompts:
         """
         acting = self.own[name] if name in self.own else _acting(self._outer, name)
         place = task_of(acting.active_peft_config, name, task)
-        weights = list(acting.prompt_encoder[name].parameters())
+        weights = self._weights(name)
         versions = tensor_facts(weights)
         known = self._read.get((name, place))
         if known is not None and known[0] == versions:
@@ -192,13 +192,15 @@ class VirtualPrompts:
 
     def digest(self, name: str) -> str:
         """A short name of an adapter's content that is the same in every process."""
-        acting: Any = self.own.get(name, self._outer)
-        return content_digest([("virtual tokens", acting.prompt_encoder[name].parameters())]).hex()[:16]
+        return content_digest([("virtual tokens", self._weights(name))]).hex()[:16]
 
     def bytes_of(self, name: str) -> int:
         """The memory of an adapter's weights."""
+        return sum(each.nbytes for each in self._weights(name))
+
+    def _weights(self, name: str) -> list[torch.Tensor]:
         acting: Any = self.own.get(name, self._outer)
-        return sum(each.nbytes for each in acting.prompt_encoder[name].parameters())
+        return list(acting.prompt_encoder[name].parameters())
 
 
 def _acting(outer: Any, name: str) -> Any:
