@@ -123,9 +123,10 @@ give --lora-modules
     --default-mm-loras --lora-adapters --lora-paths --lora-target-modules
 each rank has its part of an adapter
     --fully-sharded-loras
-adapters are LoRA's
-    --enable-lora-bias --enable-prompt-adapter --long-lora-scaling-factors --max-prompt-adapters
-    --prompt-adapters
+give adapters of all kinds by --lora-modules
+    --enable-lora-bias --enable-prompt-adapter --max-prompt-adapters --prompt-adapters
+adapters keep the scaling of their config
+    --long-lora-scaling-factors
 
 the tokenizer's response template decides; --response-template gives one
     --reasoning-parser --reasoning-parser-plugin --tool-call-parser --tool-parser-plugin

@@ -152,6 +152,54 @@ def test_an_adapter_with_new_tokens(served: Served, tmp_path: Path) -> None:
     assert asked("tokens", prompt=[own + 8]).status_code == 400
 
 
+def test_adapters_of_several_tasks(served: Served, tmp_path: Path) -> None:
+    """Each request has the task that it says. Errors call an adapter as its client does."""
+    models = {"poly": _of_tasks(peft.PolyConfig(r=4, n_tasks=3, n_skills=2, task_type="CAUSAL_LM"))}
+    prompts = {"num_tasks": 3, "num_virtual_tokens": 4, "num_ranks": 2, "task_type": "CAUSAL_LM"}
+    models["tasks"] = _of_tasks(peft.MultitaskPromptTuningConfig(**prompts))
+    assert change(served, "unload", lora_name="poet").status_code == 200
+    ids = tokenizer()(PROMPT, return_tensors="pt")
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        response = change(served, "load", lora_name=name, lora_path=str(tmp_path / name))
+        assert response.status_code == 200, response.text
+        said = []
+        for task in range(3):
+            expected = model.generate(
+                **ids, max_new_tokens=NEW, do_sample=False, task_ids=torch.tensor([task])
+            )
+            said.append(text(expected[0, -NEW:].tolist()))
+            assert ask(served, name, task_ids=task) == said[-1]
+        assert len(set(said)) > 1
+        for wrong in ({}, {"task_ids": 3}):
+            error = served.refusal(model=name, **wrong)
+            assert f"'{name}' is " in error["message"]
+            assert "0 to 2" in error["message"]
+            assert error["param"] == "task_ids"
+    chats = [
+        served.post(f"/v1/{path}", {"model": "poly", "task_ids": 1, most: 4, "temperature": 0, **chat}).json()
+        for path, most, chat in (
+            ("chat/completions", "max_tokens", {"messages": [{"role": "user", "content": PROMPT}]}),
+            ("responses", "max_output_tokens", {"input": PROMPT}),
+        )
+    ]
+    written = chats[0]["choices"][0]["message"]["content"], chats[1]["output"][0]["content"][0]["text"]
+    assert written[0] == written[1]
+    assert served.refusal(model="demo", task_ids=1)["param"] == "task_ids"
+    assert served.refusal(model="poly", task_ids=-1)["param"] == "task_ids"
+
+
+def _of_tasks(config: Any) -> Any:
+    """The demo model with an adapter that computes each task in another way."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(demo.model(), config).eval()
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if any(part in name for part in ("poly_", "prompt_encoder")):
+                each.add_(torch.randn_like(each))
+    return model
+
+
 def test_an_adapter_in_use_goes_when_its_last_request_has_ended(
     served: Served, folders: dict[str, str], expected: dict[str, str]
 ) -> None:

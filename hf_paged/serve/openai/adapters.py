@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,6 +31,10 @@ class ServedAdapter:
     """HTTP requests that have it."""
     left: bool = False
     """True if it goes with its last request."""
+
+    def told(self, message: str) -> str:
+        """A message of the engine's with the name that clients know."""
+        return re.sub(rf"{re.escape(self.own)}(?!\d)", lambda _: self.name, message)
 
 
 class Adapters:
@@ -72,15 +77,15 @@ class Adapters:
         return max(self._engine.facts.vocabulary, *(each.vocabulary or 0 for each in self), 0)
 
     @contextmanager
-    def used(self, name: str) -> Iterator[dict[str, Any]]:
-        """The keywords of `submit()` for a model's name; what it means stays there until the block ends."""
+    def used(self, name: str) -> Iterator[ServedAdapter | None]:
+        """The adapter that a model's name means, which stays there until the block ends."""
         found = self._known.get(name)
         if found is None:
-            yield {}
+            yield None
             return
         found.uses += 1
         try:
-            yield {"adapter": (found.own,)}
+            yield found
         finally:
             found.uses -= 1
             self._forget_if_idle(found)

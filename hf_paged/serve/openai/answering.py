@@ -17,6 +17,7 @@ from ..http.errors import ApiError, invalid
 from ..http.streams import ALIVE, EventStream, noticing
 from ..link.engine_client import EngineRequest
 from ..map.map_view import Owner
+from .adapters import ServedAdapter
 from .chat_format import ChatForm, CompletionForm, Form, best, joined
 from .generation import Generation, Piece, Submission, Usage
 from .images import ChatPrompt
@@ -193,6 +194,7 @@ async def _answered(
             call.model if adapter else service.options.names[0],
             bool(request.stream),
             partial(_own, call),
+            adapter,
         )
         form.prompt_notes = generation.prompt_notes
         if service.spans is not None:
@@ -232,7 +234,7 @@ def _submissions(
     prompts: list[ChatPrompt],
     asked: int | None,
     default: int | None,
-    adapter: dict[str, Any],
+    adapter: ServedAdapter | None,
     grammar: str | None,
 ) -> list[Submission]:
     """Submissions to the engine; none for a prompt that is only to be shown."""
@@ -246,7 +248,9 @@ def _submissions(
         new = service.new_tokens(asked or (1 if asked == 0 else None), default, len(ids))
         if asked == 0 and scored is None:
             continue
-        keywords = {**service.keywords(request, tenant, new), **adapter}
+        keywords = service.keywords(request, tenant, new)
+        if adapter is not None:
+            keywords["adapter"] = (adapter.own,)
         if scored is not None:
             keywords["prompt_logprobs"] = scored or True
         if grammar is not None:

@@ -16,6 +16,7 @@ from ..http.metrics import Metrics
 from ..http.throttle import Turns
 from ..link.engine_client import CallError, EngineClient, EngineRequest
 from ..link.wire import End, Failure
+from .adapters import ServedAdapter
 
 KEEP_ALIVE = 15.0
 """Seconds without news after which a stream sends a comment."""
@@ -131,15 +132,17 @@ class Generation:
         model: str,
         each: bool,
         own: Callable[[EngineRequest, tuple[int, ...]], None],
+        adapter: ServedAdapter | None,
     ) -> None:
         """model: as the metrics call it. each: whether every token is news; else the end alone is. own:
-        called with each request and its prompt as soon as the engine has it.
+        called with each request and its prompt as soon as the engine has it. adapter: that of all prompts.
         """
         self._engine = engine
         self._metrics = metrics
         self._model = model
         self._each = each
         self._own = own
+        self._told: Callable[[str], str] = str if adapter is None else adapter.told
         self._news = asyncio.Event()
         self._wake: Callable[[], None] = partial(wakes.post, self._news.set)
         self.begun = time.monotonic()
@@ -168,12 +171,13 @@ class Generation:
         try:
             return await self._engine.submit(submission.ids, submission.keywords, self._wake, self._each)
         except CallError as error:
+            message = self._told(str(error))
             if error.refused:
-                raise invalid(str(error), "max_tokens", "context_length_exceeded") from error
+                raise invalid(message, "max_tokens", "context_length_exceeded") from error
             if error.wrong:
-                raise invalid(str(error)) from error
+                raise invalid(message, "task_ids" if message.startswith("task_ids=") else None) from error
             if error.kind == "NotCompiled":
-                raise unavailable(str(error)) from error
+                raise unavailable(message) from error
             raise
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
@@ -246,7 +250,7 @@ class Generation:
         for reason in answers.reasons:
             metrics.success.add(finished_reason=str(reason), model_name=name)
         if end.failure is not None:
-            raise _failed(end.failure)
+            raise _failed(end.failure._replace(message=self._told(end.failure.message)))
 
     def cancel(self) -> None:
         """End what is not done; tokens so far stay, and the reason is "abort"."""

@@ -218,6 +218,7 @@ class Common(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     structured_outputs: StructuredOutputs | None = None
+    task_ids: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 
 class Generating(Common):

@@ -134,6 +134,8 @@ class Sampling:
             found["logprobs"] = request.alternatives or True
         if request.priority:
             found["priority"] = request.priority
+        if request.task_ids is not None:
+            found["task_ids"] = request.task_ids
         return found
 
     def _draws(self, request: Generating) -> dict[str, Any]:
