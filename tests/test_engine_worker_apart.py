@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from adapter_answers import NEW, alone, ask, first, prompt, tokens
-from adapters import adapted, lora
+from adapters import adapted, lora, trained
 from cases import examples
 from engine_parts import apart_of
 from families import BY_NAME, build
@@ -509,6 +509,32 @@ def test_weights_made_of_the_model_follow_it(tmp_path: Path) -> None:
                 layer.self_attn.q_proj.weight.data.mul_(-1.0)
         loaded = peft.PeftModel.from_pretrained(other, str(tmp_path / "one")).eval()
         assert ask(engine, prompt(1), adapter="x") == generated(loaded, prompt(1)) != before
+
+
+@pytest.mark.parametrize("owner", ["model", "engine"])
+def test_norms_that_peft_keeps_follow_the_weights(owner: str, tmp_path: Path) -> None:
+    """DoRA by peft's modules under `DoraCaching`: after a write to the model's weights its norm is another."""
+    products: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
+    peft_model = trained(lora(use_dora=True, modules_to_save=["mlp"], **products), third=products)
+    peft_model.save_pretrained(tmp_path)
+    model = peft_model if owner == "model" else tiny_llama()
+    caching = peft.helpers.DoraCaching()
+    caching(enabled=True)
+    try:
+        with Engine(model, block_size=4, num_blocks=100) as engine:
+            if owner == "engine":
+                engine.add_adapter("one", tmp_path / "one")
+            assert engine.adapters()["one"].computed == "apart"
+            before = ask(engine, prompt(0), adapter="one")
+            for each in (peft_model, model)[: 1 if owner == "model" else 2]:
+                with torch.no_grad():
+                    for name, weight in each.named_parameters():
+                        if "q_proj" in name and "lora" not in name:
+                            weight.mul_(3.0)
+            found = ask(engine, prompt(0), adapter="one")
+    finally:
+        caching(enabled=False)
+    assert found == alone(peft_model, prompt(0), "one") != before
 
 
 def test_a_kind_beside_the_adapters_of_a_peft_model(tmp_path: Path) -> None:

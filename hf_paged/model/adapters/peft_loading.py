@@ -16,7 +16,7 @@ from ..routers import take_means
 from ..switch import modules_of
 from ..weights_digest import address_of, content_digest
 from .invocation import Invocation
-from .twins import NoTwin, let_write, twin_of, without_tuners
+from .twins import NoTwin, keep_nothing, let_write, twin_of, without_tuners
 from .vocabulary import is_twice, resize, scores_of
 
 SAVED_ONLY = frozenset({"_name_or_path", "base_model_name_or_path", "revision", "inference_mode"})
@@ -141,6 +141,7 @@ def _loaded(
     more = _share_parameters(twin, known)
     for module in modules_of(twin):
         let_write(module)
+        keep_nothing(module)
     return twin.train().eval(), more
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -130,6 +131,9 @@ def _entries(
         else:
             found.append((entry, tensor))
     if others:
+        saved = next(filter(None, (_saved_above(key, config) for key in others)), None)
+        if saved is not None:
+            raise NoParts(f"a saved module that is no linear layer, embedding or norm ({saved})")
         raise ValueError(
             f"{others[0]!r} and {len(others) - 1} more are in the adapter, and its config does not say what "
             "they are; put it into a peft model and give the engine that"
@@ -162,6 +166,12 @@ def _is_saved(path: str, config: Any) -> bool:
     """True if an adapter has a module of its own in the place of this one, as peft finds them."""
     saved = tuple(getattr(config, "modules_to_save", None) or ())
     return path.endswith(saved) or bool(saved and _ties(config))
+
+
+def _saved_above(key: str, config: Any) -> str | None:
+    """The module of an adapter's own within which a tensor is."""
+    paths = accumulate(plain_key(key).split(".")[:-1], "{}.{}".format)
+    return next((path for path in paths if _is_saved(path, config)), None)
 
 
 def _is_of_model(model: nn.Module, key: str, tensor: torch.Tensor, of_adapter: bool) -> bool:

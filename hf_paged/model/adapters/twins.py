@@ -57,6 +57,7 @@ def twin_of(model: nn.Module) -> nn.Module:
         if given is not None and own_forward(module) is None:
             del module.__dict__["forward"]  # ours, while a step runs
         let_write(module)
+        keep_nothing(module)
     # Modules keep what they have computed of weights in eval mode until they leave it.
     return twin.train().eval()
 
@@ -100,6 +101,18 @@ def let_write(wrapper: Any) -> None:
     base = wrapper.get_base_layer()
     known = base._parameters[wrapper.parameter_name]
     base._parameters[wrapper.parameter_name] = nn.Parameter(known.data, requires_grad=False)
+
+
+def keep_nothing(module: Any) -> None:
+    """Have a module of DoRA compute its norm of the model's weights in each forward: `DoraCaching` would have
+    it keep the first one, in a module whose modes the user does not change.
+    """
+    if hasattr(module, "get_weight_norm") and hasattr(module, "_cache_store"):
+        module.__dict__["_cache_store"] = _forget
+
+
+def _forget(key: str, value: object) -> None:
+    """Keep nothing."""
 
 
 def active_twin(model: nn.Module, names: Sequence[str]) -> nn.Module:
