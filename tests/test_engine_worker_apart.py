@@ -257,6 +257,41 @@ def test_those_that_cannot_be_active_together_are_refused_by_name() -> None:
         assert ask(engine, prompt(1), adapter=["three", "two"]) == alone_together(model, ["three", "two"])
 
 
+@pytest.mark.parametrize("kind", ["C3A", "LN_TUNING"])
+def test_two_that_peft_computes_one_by_one_are_refused_at_submit(kind: str) -> None:
+    """A layer of theirs is tried: the model's weights and flags stay as they are."""
+    model = other_method(kind)
+    before = flags_of(model)
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        with pytest.raises(ValueError, match="does not compute 'one' and 'two' together"):
+            engine.submit(prompt(1), adapter=["one", "two"])
+        assert flags_of(model) == before
+        assert answers(engine, ["two"]) == [alone(model, prompt(0), "two")]
+
+
+def test_two_that_the_engine_was_given_are_refused_by_name() -> None:
+    saved = other_method("IA3")
+    with Engine(tiny_llama(), block_size=4, num_blocks=100) as engine:
+        for name in ("one", "two"):
+            engine.add_adapter(name, saved)
+        with pytest.raises(ValueError, match=r"'one' is the engine's, .* compute it without 'two'; name one"):
+            engine.submit(prompt(1), adapter=["one", "two"])
+
+
+def test_trained_tokens_under_saved_embeddings() -> None:
+    """In peft the copy that one adapter has saved has the tokens of the other: so it is together."""
+    products: dict[str, Any] = {"target_modules": ["q_proj"]}
+    ids = prompt(1)
+    tokens_of = lora(**products, trainable_token_indices={"embed_tokens": sorted({5, 6, *ids[:4]})})
+    model = trained(tokens_of, lora(**products, modules_to_save=["embed_tokens"]), third=products)
+    wanted = ["one", "two", ("one", "two"), ("two", "one"), None]
+    expected = [alone(model, ids, each) for each in wanted]
+    assert len(set(map(tuple, expected))) == 4
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        handles = [engine.submit(ids, **GREEDY, adapter=each) for each in wanted]
+        assert [tokens(handle) for handle in handles] == expected
+
+
 def alone_together(model: Any, names: list[str]) -> list[int]:
     """The answer of peft with several active, of which one has a module saved."""
     model.base_model.set_adapter(names)
@@ -546,6 +581,7 @@ def test_a_kind_beside_the_adapters_of_a_peft_model(tmp_path: Path) -> None:
     model.eval()
     with Engine(model, block_size=4, num_blocks=100) as engine:
         engine.add_adapter("x", tmp_path / "one")
+        assert list(model.peft_config) == ["one", "two"]  # beside the peft model, not in it
         wanted = ["one", "two", "x", None]
         expected = [alone(model, prompt(i), wanted[i]) for i in (0, 1)]
         expected += [generated(in_peft(tmp_path / "one"), prompt(2)), alone(model, prompt(3), None)]

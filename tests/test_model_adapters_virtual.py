@@ -297,6 +297,18 @@ def test_a_prefix_is_evicted_behind_all_other_blocks() -> None:
         engine.check()
 
 
+def test_behind_the_last_of_a_peft_model() -> None:
+    """The model alone is active then."""
+    model = made("prompt tuning")
+    expected = pefts(model, prompt(0), None)
+    with Engine(model, block_size=SIZE, num_blocks=100) as engine:
+        assert ask(engine, prompt(0)) != expected
+        for name in list(model.peft_config):
+            model.delete_adapter(name)
+        assert ask(engine, prompt(0)) == expected
+        assert engine.adapters() == {}
+
+
 def test_bad_input(tuned: Any, tmp_path: Path) -> None:
     with Engine(tuned, block_size=SIZE, num_blocks=100) as engine:
         with pytest.raises(ValueError, match=r"no adapter 'on'; did you mean 'one'\?"):
@@ -320,6 +332,14 @@ def test_bad_input(tuned: Any, tmp_path: Path) -> None:
             engine.add_adapter("x", state, KINDS["prompt tuning"]())
         with pytest.raises(ValueError, match="expected 'prompt_embeddings'"):
             engine.add_adapter("x", {"a": torch.ones(1)}, KINDS["prompt tuning"]())
+        for count, fits in ((longest - 1, False), (longest - 2, True)):
+            own = peft.PromptTuningConfig(num_virtual_tokens=count, task_type="CAUSAL_LM")
+            state = {"prompt_embeddings": torch.ones(count, 32)}
+            if fits:
+                engine.add_adapter("long", state, own)
+                continue
+            with pytest.raises(ValueError, match=rf"has {count} virtual tokens, and .* made for {longest} "):
+                engine.add_adapter("x", state, own)
         assert "x" not in engine.adapters()
     tasks = made("multitask")
     with (

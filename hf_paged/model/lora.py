@@ -96,14 +96,16 @@ def combine(adapters: Sequence[Adapter]) -> Adapter:
     return Adapter(layers)
 
 
-def require_together(adapters: Sequence[Adapter]) -> None:
-    """Raise ValueError for adapters with parts of which one alone can be active at a module."""
-    for module, parts in combine(adapters).layers.items():
-        only = [part for part in parts if part.alone]
-        if len(only) > 1:
-            what = " and ".join(dict.fromkeys(part.name for part in only))
+def require_together(adapters: Mapping[str, Adapter]) -> None:
+    """Raise ValueError for adapters, by name, with parts of which one alone can be active at a module."""
+    for module in combine(list(adapters.values())).layers:
+        parts = [(name, part) for name, each in adapters.items() for part in each.layers.get(module, ())]
+        only = [(name, part) for name, part in parts if part.alone]
+        if len(dict(only)) > 1:
+            names = " and ".join(map(repr, dict(only)))
+            what = " and ".join(dict.fromkeys(part.name for _, part in only))
             raise ValueError(
-                f"two adapters have {what} at one {type(base_of(module)).__name__}, of which one "
+                f"the adapters {names} have {what} at one {type(base_of(module)).__name__}, of which one "
                 "alone can be active; name one of them"
             )
 

@@ -153,7 +153,7 @@ class LoraLayers:
         """True if there is an adapter of this name."""
         if self.prompts is not None:
             return name in self.prompts.peft_config
-        return any(name in _names(each) for each in self.tuners)
+        return any(name in names_of(each) for each in self.tuners)
 
     @property
     def active(self) -> tuple[str, ...]:
@@ -295,7 +295,7 @@ def _first_of(layers: Sequence[Any], tuners: Sequence[Any]) -> Any:
     other modules knows its own adapters alone.
     """
     own = [each for each in (*layers, *tuners) if hasattr(type(each), "merged")]
-    found = (each for each in own if _names(each))
+    found = (each for each in own if names_of(each))
     return next(found, next(filter(has_adapters, layers), tuners[0] if tuners else None))
 
 
@@ -339,7 +339,7 @@ def _tuner_classes() -> tuple[type, ...]:
     return tuple(each for each in found if each is not None)
 
 
-def _names(tuner: Any) -> list[str]:
+def names_of(tuner: Any) -> list[str]:
     """The names of the adapters that a module of peft has, in their order."""
     held = [attrgetter(where)(tuner) for where in getattr(tuner, "adapter_layer_names", ())]
     return list(dict.fromkeys(chain.from_iterable(each for each in held if hasattr(each, "keys"))))
@@ -355,7 +355,7 @@ def _reasons(*tuners: Sequence[Any]) -> dict[str, str | None]:
             for name in tuner._modules["lora_A"]._modules:
                 found.setdefault(name, None)
             continue
-        for name in _names(tuner):
+        for name in names_of(tuner):
             found[name] = found.get(name) or _why_more(name, tuner)
     return found
 

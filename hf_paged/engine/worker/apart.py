@@ -137,11 +137,16 @@ class ForwardsApart:
 
     def require_together(self, names: Sequence[str]) -> None:
         """Raise if adapters cannot be active together, some of which peft's own modules compute."""
-        apart = [name for name in names if self._contents.why_apart(name) is not None]
+        apart = next(name for name in names if self._contents.why_apart(name) is not None)
         own = next((name for name in names if name in self._contents.own), None)
-        why = why_not_together(self._model, names)
-        if own is not None:
-            why = f"peft's own modules compute {apart[0]!r}, and {own!r} is the engine's"
+        why: str | None
+        if apart in self._contents.own:
+            other = next(name for name in names if name != apart)
+            why = f"{apart!r} is the engine's, and peft's own modules compute it without {other!r}"
+        elif own is not None:
+            why = f"peft's own modules compute {apart!r}, and {own!r} is the engine's"
+        else:
+            why = why_not_together(self._model, names)
         if why is not None:
             raise ValueError(
                 f"adapter={names!r}: they cannot be active together, since {why}; name one of them"

@@ -204,7 +204,7 @@ class AdapterContents:
         """Raise ValueError for adapters of which one alone can be active."""
         own, in_model = self.own, self.in_model
         adapters = {name: own[name].host if name in own else in_model.read(name) for name in names}
-        require_together(list(adapters.values()))
+        require_together(adapters)
         self.vocabularies.require_together(adapters)
 
     # ---- what they are

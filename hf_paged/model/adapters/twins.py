@@ -17,10 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from ..adaption_prompts import put_into
 from ..patches import own_forward
-from ..peft_layers import LoraLayers
-from ..peft_parts import inner_of
+from ..peft_layers import LoraLayers, names_of
+from ..peft_parts import base_of, inner_of, takes_products
 from ..snapshot import INTERNAL
 from ..switch import modules_of
+from .state_dict import widths_of
+from .tasks import giving_task, modules_by_task
 
 TENSORS = ("_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -132,7 +134,7 @@ def activate(twin: nn.Module, names: Sequence[str]) -> None:
     """
     for tuner in LoraLayers(modules_of(twin)).tuners:
         if hasattr(tuner, "adapter_layer_names"):
-            known = getattr(tuner, "_adapters", names)
+            known = getattr(tuner, "_adapters", tuner._modules.get("trainable_tokens_delta", names))
             tuner._active_adapter = [name for name in names if name in known]
             tuner._disable_adapters = not tuner._active_adapter
 
@@ -148,6 +150,43 @@ def why_not_together(model: nn.Module, names: Sequence[str]) -> str | None:
             if len(both) > 1:
                 kind = type(tuner).__name__.removesuffix("Wrapper")
                 return f"{both[0]!r} and {both[1]!r} have parts of the kind {kind} in one place"
+    return _why_layers_fail(lora.tuners, names)
+
+
+def _why_layers_fail(tuners: Iterable[Any], names: Sequence[str]) -> str | None:
+    """Why modules of peft's that compute with each of some adapters do not with all of them. One of each
+    class and size is tried.
+    """
+    tried: set[object] = set()
+    for tuner in tuners:
+        held = [name for name in names if name in names_of(tuner)]
+        weight = getattr(base_of(tuner), "weight", None)
+        kind = type(tuner), getattr(weight, "shape", None), *held
+        if len(held) < 2 or kind in tried:
+            continue
+        tried.add(kind)
+        error = _failure(tuner, held)
+        if error is not None and not any(_failure(tuner, [name]) for name in held):
+            both = " and ".join(map(repr, held))
+            return f"peft's {type(tuner).__name__} does not compute {both} together ({error})"
+    return None
+
+
+def _failure(tuner: nn.Module, names: Sequence[str]) -> str | None:
+    """The error of a module of peft's with some adapters on tensors without memory; None if it has none."""
+    try:
+        twin: Any = twin_of(tuner)
+        for module in modules_of(twin):
+            for part in TENSORS:
+                own = module.__dict__[part]
+                own.update({name: each.detach().to("meta") for name, each in own.items() if each is not None})
+        activate(twin, names)
+        base = base_of(twin)
+        width = widths_of(base)[0] if takes_products(twin) else base.weight.shape[-1]
+        with torch.no_grad(), giving_task(modules_by_task(twin), 0):
+            twin(torch.empty(1, 2, width, dtype=base.weight.dtype, device="meta"))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return None
 
 

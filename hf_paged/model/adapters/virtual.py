@@ -11,6 +11,7 @@ import torch
 
 from ..offloaded import input_device
 from ..prompt_learning import BY_TASK, EMBEDDINGS, PASTS, kind_of, learns_prompts, past_in, pasts_are_ignored
+from ..servable import longest
 from ..weights_digest import content_digest, tensor_facts
 from .tasks import task_of
 
@@ -95,7 +96,9 @@ class VirtualPrompts:
     def active(self) -> str | None:
         """The one of the peft model that is active now."""
         outer = self._outer
-        return None if outer is None or outer._adapters_disabled else str(outer.active_adapter)
+        if outer is None or outer._adapters_disabled or outer.active_adapter not in self.names:
+            return None  # peft has an empty list there once all were deleted
+        return str(outer.active_adapter)
 
     def forget(self) -> None:
         """Anything may have happened to the peft model: read all again."""
@@ -181,7 +184,14 @@ class VirtualPrompts:
         return self.own.pop(name, None) is not None
 
     def _check(self, tokens: VirtualTokens, config: Any) -> None:
-        """Raise if embeddings are not as wide as the model's own."""
+        """Raise if embeddings are not as wide as the model's own, or leave no room for a prompt."""
+        most = longest(self._model)
+        if most is not None and len(tokens.names) + 2 > most:
+            name = type(self._model).__name__
+            raise ValueError(
+                f"the adapter has {len(tokens.names)} virtual tokens, and {name} is made for {most} "
+                "with the prompt and the answer; train one with fewer"
+            )
         expected = config.num_virtual_tokens, self._model.get_input_embeddings().weight.shape[1]
         content = tokens.content
         if tokens.names and isinstance(content, torch.Tensor) and content.shape != expected:
