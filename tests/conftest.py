@@ -49,6 +49,13 @@ def pytest_runtest_call() -> Iterator[None]:
         return (yield)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The cases of ranks share one long start of processes, which comes first: the other worker takes tests from this
+    one's end meanwhile.
+    """
+    items.sort(key=lambda item: item.path.name != "test_engine_parallel.py")
+
+
 def pytest_collection_finish() -> None:
     """Imported modules and tests stay: a full collection that looked at them took a seventh of the suite's time."""
     gc.enable()
@@ -122,26 +129,38 @@ def _nothing_built(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compiled_once(native_folder: Path) -> Iterator[None]:
-    """A compiler of this machine makes each C++ library once for all processes of the suite, in whatever folders it is
-    built.
+def _compiled_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A compiler of this machine makes each C++ library once, for all processes and later runs, in whatever folders it
+    is built.
     """
     compile_anew = building.run_compiler
+    folder = request.config.cache.mkdir("libraries")
 
     def compile_once(command: list[str]) -> None:
         *words, target = command
-        known = native_folder.parent / f"library-{hashlib.sha256(shlex.join(words).encode()).hexdigest()}"
-        if known.exists():
-            shutil.copyfile(known, target)
+        if words[0] not in building.COMPILERS:
+            compile_anew(command)
             return
-        compile_anew(command)
-        if words[0] in building.COMPILERS:
+        known = folder / _digest(words)
+        if not known.exists():
+            compile_anew(command)
             shutil.copyfile(target, f"{known}-{os.getpid()}")
             os.replace(f"{known}-{os.getpid()}", known)
+            return
+        shutil.copyfile(known, target)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(building, "run_compiler", compile_once)
         yield
+
+
+def _digest(words: list[str]) -> str:
+    """Of a compiler's command and of all files that it reads: the compiler, sources and the header."""
+    files = [shutil.which(words[0]) or "", *words[1:], str(building.HEADER)]
+    found = hashlib.sha256(shlex.join(words).encode())
+    for file in filter(os.path.isfile, files):
+        found.update(Path(file).read_bytes())
+    return found.hexdigest()
 
 
 @pytest.fixture(scope="session")

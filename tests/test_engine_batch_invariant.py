@@ -95,7 +95,7 @@ def test_preempted(preemption: str) -> None:
     options: dict[str, Any] = {"num_blocks": 14, "preemption": preemption, "host_blocks": None}
     rows = [[5 + row, *range(20, 26)] for row in range(5)]
     wanted = {
-        "max_new_tokens": 20,
+        "max_new_tokens": 12,
         "do_sample": False,
         "logprobs": True,
         "pad_token_id": 0,

@@ -318,8 +318,12 @@ MISTAKES = {
 }
 
 
-def test_a_type_checker_knows_the_keywords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """mypy accepts a user's script, and finds each mistake in the line where it is."""
+def test_a_type_checker_knows_the_keywords(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    """mypy accepts a user's script, and finds each mistake in the line where it is. It keeps what it has found out
+    about modules that have not changed, for the next run.
+    """
     pytest.importorskip("mypy")
     script, settings = tmp_path / "user.py", tmp_path / "mypy.ini"
     script.write_text(USER + "\n".join(MISTAKES) + "\n")
@@ -332,7 +336,7 @@ def test_a_type_checker_knows_the_keywords(tmp_path: Path, monkeypatch: pytest.M
         "--config-file",
         str(settings),
         "--cache-dir",
-        str(tmp_path / "cache"),
+        str(pytestconfig.cache.mkdir("mypy")),
         "--no-pretty",
         str(script),
     ]

@@ -335,7 +335,7 @@ def rows_of_a_prompt(model: Any, **arguments: Any) -> list[int]:
 
 @NEEDS_SLOTS
 @pytest.mark.parametrize(
-    ("kind", "family", "mode"), [(*cell, mode) for cell, mode in every_other(CELLS, [*HYBRID_MODES])]
+    ("kind", "family", "mode"), [(*cell, mode) for cell, mode in every_other(CELLS, [*HYBRID_MODES], every=4)]
 )
 def test_states_follow_the_rows_of_a_prompt(kind: str, family: str, mode: str) -> None:
     """Stock's layers fork their states with the rows: two rows are computed, whatever there are of each."""

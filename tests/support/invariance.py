@@ -17,7 +17,7 @@ import hf_paged_native
 from hf_paged import Engine
 from hf_paged.model.training import why_random
 
-NEW = 8
+NEW = 5
 compiles = pytest.mark.skipif(
     hf_paged_native.compiler() is None or torch.cuda.is_available(),
     reason="batch_invariant needs a C++ compiler, and is tested on a CPU",

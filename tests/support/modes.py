@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 Mode = Callable[[Any, torch.Tensor], dict[str, Any]]
-NEW = 14
+NEW = 9
+DRAFTED = 14
+"""Tokens where drafts make them a few steps."""
 
 
 def _with(**arguments: Any) -> Mode:
@@ -31,12 +33,20 @@ def _padded(**arguments: Any) -> Mode:
 
 
 def _assisted(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    return {"input_ids": ids[:1], "assistant_model": model.assistant, **_with()(model, ids)}
+    return {
+        "input_ids": ids[:1],
+        "assistant_model": model.assistant,
+        **_with(max_new_tokens=DRAFTED)(model, ids),
+    }
 
 
 def _lookup(model: Any, ids: torch.Tensor) -> dict[str, Any]:
     repeating = ids[:1, :4].repeat(1, 4)
-    return {"input_ids": repeating, "prompt_lookup_num_tokens": 3, **_with()(model, ids)}
+    return {
+        "input_ids": repeating,
+        "prompt_lookup_num_tokens": 3,
+        **_with(max_new_tokens=DRAFTED)(model, ids),
+    }
 
 
 EVERYTHING = {

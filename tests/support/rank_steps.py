@@ -186,8 +186,9 @@ def scores_of_prompts(rank: int) -> None:
 
 
 def other_families(rank: int) -> None:
-    """Experts, norms of heads, windows and sinks: whole KV heads on each rank, or a part."""
-    for name in sorted(set(DIVIDED) - {"llama", "qwen2-window", "llama-3", "llama-5", "qwen3_5_text"}):
+    """Experts, windows and sinks: whole KV heads on each rank, or a part. Other cases compare engines on the rest."""
+    elsewhere = {"llama", "qwen2-window", "llama-3", "llama-5", "qwen3_5_text", "qwen3", "olmo2"}
+    for name in sorted(set(DIVIDED) - elsewhere):
         compare(name, rank, [FEW[0], FEW[2]], twice=False)
 
 
