@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -527,6 +528,32 @@ def test_a_plain_model_takes_every_kind(kind: str, tmp_path: Path) -> None:
         assert engine.stats()["adapters"]["on_device"] == 0
     assert flags_of(model) == before[0]
     assert all(map(torch.equal, model.parameters(), before[1]))
+
+
+def test_memory_is_counted_and_refused_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = other_method("LOHA", 1)
+    saved.save_pretrained(tmp_path)
+    state = peft.get_peft_model_state_dict(saved, adapter_name="one")
+    needed = sum(each.nbytes for each in state.values())
+    caplog.set_level("INFO", "hf_paged")
+    with Engine(tiny_llama(), block_size=4, num_blocks=100) as engine:
+        before = engine.stats()["adapters"]
+        engine.add_adapter("x", tmp_path / "one")
+        assert f"'x' ({needed:,} bytes) runs in forwards of its own" in caplog.text
+        assert engine.adapters()["x"].bytes == needed
+        assert engine.stats()["adapters"]["bytes"] == before["bytes"] + needed
+        assert before["ms_apart"] == engine.stats()["adapters"]["ms_apart"] == 0
+        begin = time.perf_counter()
+        ask(engine, prompt(1), adapter="x")
+        assert 0 < engine.stats()["adapters"]["ms_apart"] < (time.perf_counter() - begin) * 1000
+        monkeypatch.setattr("hf_paged.engine.worker.adapters.free_bytes", lambda device: needed - 1)
+        with pytest.raises(MemoryError, match=f"takes {needed:,} bytes and cpu has {needed - 1:,} for adapt"):
+            engine.add_adapter("y", tmp_path / "one")
+        engine.remove_adapter("x")
+        assert engine.stats()["adapters"]["bytes"] == before["bytes"]
+        engine.check()
 
 
 def test_weights_made_of_the_model_follow_it(tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ class AdapterStats(TypedDict):
     bytes: int
     forwards_apart: int
     """Forwards of adapters that peft's own modules compute, so far."""
+    ms_apart: float
+    """The milliseconds of these forwards, on a CUDA device those of its stream."""
     captured_apart: int
     """Captured steps of such adapters that are kept."""
     captured_apart_bytes: int

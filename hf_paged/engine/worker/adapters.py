@@ -183,7 +183,7 @@ class EngineAdapters:
             each in self.layers or each in self.contents.others for each in layer.modules()
         )
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float]:
         """How many there are on the device, how many it has room for, and the memory of those that the engine
         has.
         """
@@ -238,15 +238,9 @@ class EngineAdapters:
         """An adapter on the host, on several ranks the part of this one. Raises MemoryError for one that the
         device has no memory for, even without the others.
         """
-        needed = sum(tensor.nbytes for parts in layers.values() for part in parts for tensor in part.tensors)
-        own = self.contents.own
-        there = {name for names in self.slots for name in names if name in own}
-        room = free_bytes(self.device) + sum(own[name].bytes for name in there)
-        if needed > room and mesh_of(self.model) is None:
-            raise MemoryError(
-                f"the adapter takes {needed:,} bytes and {self.device} has {room:,} for adapters; lower the "
-                "engine's memory_fraction, or train less of the model (modules_to_save are whole copies)"
-            )
+        require_room(
+            self, sum(tensor.nbytes for parts in layers.values() for part in parts for tensor in part.tensors)
+        )
         return HostAdapter(self.model, layers, self.device.type == "cuda", invocation)
 
     def add(self, name: str, loaded: HostAdapter | PeftAdapter, number: int | None = None) -> None:
@@ -562,6 +556,21 @@ class EngineAdapters:
             assert adapter is not None
             return AdapterBatch.of_one(self.table, adapter)
         return AdapterBatch(self.table, slots, last)
+
+
+def require_room(adapters: EngineAdapters, needed: int) -> None:
+    """Raise MemoryError for an adapter of the engine's own that the device has no memory for, even if those
+    that may leave their slots did.
+    """
+    own = adapters.contents.own
+    there = {name for names in adapters.slots for name in names if name in own}
+    leaving = sum(own[name].bytes for name in there if own[name].why_apart is None)
+    room = free_bytes(adapters.device) + leaving
+    if needed > room and mesh_of(adapters.model) is None:
+        raise MemoryError(
+            f"the adapter takes {needed:,} bytes and {adapters.device} has {room:,} for adapters; lower the "
+            "engine's memory_fraction, or train less of the model (modules_to_save are whole copies)"
+        )
 
 
 def _tasks_of(sequences: Sequence[TokenSequence]) -> list[int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
+from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ from torch import nn
 
 from ...blocks import ADAPTER_SLOT, TASK
 from ...kv import is_out_of_memory
+from ...kv.budget import free_bytes
 from ...model.adapters.content import AdapterContents
 from ...model.adapters.peft_loading import PeftAdapter
 from ...model.adapters.tasks import giving_task, modules_by_task
@@ -25,6 +28,7 @@ from ...model.servable import Unservable
 from ...model.snapshot import ModelSnapshot
 from ...model.state_slots import StatesAdvanced
 from ...scheduling import AdapterNames
+from .adapters import require_room
 from .captured import CapturedRunner
 from .forward_batch import Answer, ForwardBatch
 from .pools import Pools
@@ -93,9 +97,13 @@ class ForwardsApart:
         self._pools = runner.eager.pools
         self._model: nn.Module = runner.eager.model
         self._contents = contents
+        self._device = runner.eager.device
         self.by_slot: dict[int, ForwardApart] = {}
         self.count = 0
         """How many were computed."""
+        self._times: deque[tuple[Any, Any]] = deque()
+        """The beginnings and ends of those whose time is not in `_ms` yet."""
+        self._ms = 0.0
         self._base: ModelSnapshot | None = None
         """The model alone, as it was when the first of the twins was made."""
         self._changes = 0
@@ -109,11 +117,12 @@ class ForwardsApart:
         found = [each.runner.captured for each in self.by_slot.values()]
         return [each for each in found if each is not None]
 
-    def stats(self) -> dict[str, int]:
-        """How many were computed, and the captured steps of those that there are."""
+    def stats(self) -> dict[str, float]:
+        """How many were computed, in which time, and the captured steps of those that there are."""
         pools = [each.captures for each in self.captured]
         return {
             "forwards_apart": self.count,
+            "ms_apart": self._ms_so_far(),
             "captured_apart": sum(map(len, pools)),
             "captured_apart_bytes": sum(pool.bytes for pool in pools),
         }
@@ -133,7 +142,29 @@ class ForwardsApart:
         self.count += 1
         if forward.unknown:
             runner.eager.checks.mark_dirty()
-        return forward.run(batch, runner.eager.checks.unseen)
+        self._ms_so_far()
+        begin = self._now()
+        answer = forward.run(batch, runner.eager.checks.unseen)
+        self._times.append((begin, self._now()))
+        return answer
+
+    def _now(self) -> Any:
+        """The time, on a CUDA device that of its stream of steps."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _ms_so_far(self) -> float:
+        """The milliseconds of those that have ended."""
+        while self._times:
+            begin, end = self._times[0]
+            if not isinstance(end, float) and not end.query():
+                break
+            self._ms += (end - begin) * 1000 if isinstance(end, float) else begin.elapsed_time(end)
+            self._times.popleft()
+        return self._ms
 
     def require_together(self, names: Sequence[str]) -> None:
         """Raise if adapters cannot be active together, some of which peft's own modules compute."""
@@ -189,7 +220,19 @@ class ForwardsApart:
                 f"{loaded.why_apart} is computed by peft's own modules, which have no forwards where ranks "
                 "divide the model; use fewer ranks"
             )
-        self._made((name,), loaded)
+        runner = self._runner()
+        assert runner is not None
+        adapters: Any = runner.eager.adapters
+        require_room(adapters, loaded.bytes)
+        try:
+            self._made((name,), loaded)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MemoryError(
+                f"the adapter {name!r} takes {loaded.bytes:,} bytes and what peft needs to load it, and "
+                f"{self._device} has {free_bytes(self._device):,}; lower the engine's memory_fraction"
+            ) from error
 
     def _made(self, names: AdapterNames, own: Any) -> ForwardApart:
         """The forward of adapters of the peft model, or of one of the engine's own."""
@@ -205,8 +248,11 @@ class ForwardsApart:
             if settings not in self._tried:
                 whole = any(map(self._contents.is_whole, names)) if own is None else own.whole
                 self._tried[settings] = self._try(twin, whole)
-                title = _title(names)
-                logger.info("the adapter %s runs in forwards of its own: peft's modules compute it", title)
+                needed = sum(map(self._bytes_of, names)) if own is None else own.bytes
+                logger.info(
+                    "the adapter %s (%s bytes) runs in forwards of its own: peft's modules compute it",
+                    _title(names), f"{needed:,}",
+                )  # fmt: skip
             self._pools.add_layers_of(twin)
         except (NoTwin, Unservable) as error:
             raise Unservable(f"the adapter {_title(names)} cannot be chosen by request: {error}") from error
@@ -216,6 +262,9 @@ class ForwardsApart:
         if by_task:
             runner.captured = None  # one step would be of one task
         return ForwardApart(names, runner, runs_unknown_code(twin), by_task)
+
+    def _bytes_of(self, name: str) -> int:
+        return self._contents.read(name).bytes
 
     def _look_at_model(self) -> None:
         """See whether modules of a copy answer as the model does, once as long as it stays the same."""

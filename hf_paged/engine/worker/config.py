@@ -84,7 +84,7 @@ class EngineConfig:
         that has not ended is given up on all of them, because one of them hangs.
     max_adapters: adapters that the device holds at once; a request whose adapter finds no place waits, and
         those behind it do not.
-    max_adapter_forwards: adapters that peft's own modules compute, each in a forward of its own in every
+    max_adapter_forwards: adapters that peft's own modules compute, each in forwards of its own in every
         step, that running requests may have at once; a request for one more waits as for a place.
     cache_shares: numbers by tenant: how the tenants divide the blocks. A tenant without an entry has 1. No
         tenant evicts what another has cached within its share.
