@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from read_groups import as_groups
 from static_batches import (
     CPU,
     MOST_COLUMNS,
@@ -18,6 +19,7 @@ from static_batches import (
     write,
 )
 
+from hf_paged.blocks import SharedReads
 from hf_paged.kv import Batch, Sequences
 from hf_paged.kv.rows import Rows
 
@@ -36,6 +38,8 @@ class Walk:
         self.block_size = self.chance.choice([1, 2, 4, 16])
         self.group = make_group(self.window, block_size=self.block_size)
         self.cache = sequences(self.group, self.chance.choice([0, 20]), keep_past=self.chance.random() < 0.3)
+        shared = SharedReads.of(self.group.kind, self.block_size, "always")
+        self.static = static_batch(5, 1, self.block_size, shared=shared)
 
     @property
     def rows(self) -> Rows:
@@ -67,12 +71,12 @@ class Walk:
             for last in range(count):
                 assert found[row][new - 1 - last] == self.seen(row, last)
 
-    def captured(self) -> None:
-        """A step of one token for each row, in the static tensors of a captured step."""
+    def captured(self, steps: int = 2) -> None:
+        """Steps of one token for each row, in the static tensors of a captured step."""
         if not self.held or not min(map(len, self.held)) or self.cache.columns >= MOST_COLUMNS:
             return
-        static = static_batch(len(self.held) + 1, 1, self.block_size)
-        for _ in range(2):
+        static = self.static
+        for _ in range(steps):
             numbers = self.numbers(len(self.held), 1)
             self.rows.advance(1, static)
             static.begin(self.group.captured_ops.advance)
@@ -81,6 +85,28 @@ class Walk:
                 self.held[row].append(number)
             expected = [[self.seen(row, 0)] for row in range(len(self.held))]
             assert contents(pages, self.window)[: len(self.held)] == expected
+            self.check_groups()
+
+    def check_groups(self) -> None:
+        """The static tensors have the groups that books find which see these rows first."""
+        books = SharedReads.of(self.group.kind, self.block_size, "always")
+        if books is not None and self.static.stamp is not None:
+            fresh = books.follow_tables(self.rows.tables, self.since_upload())
+            groups = self.static.groups_on(CPU)
+            assert groups is not None
+            rows = range(len(self.held))
+            numbers = groups[: len(rows)].reshape(-1).tolist()
+            assert as_groups(numbers, rows, self.block_size) == as_groups(fresh, rows, self.block_size)
+
+    def since_upload(self) -> int:
+        """Tokens of every row that were not there when the static tensors were loaded."""
+        return self.rows.tables[0].length - int(self.static.uploaded.latest["tokens"][0])
+
+    def beams(self) -> None:
+        """Steps between which rows become others, with nothing else between."""
+        for _ in range(self.chance.randint(2, 5)):
+            self.captured(1)
+            self.reorder()
 
     def reorder(self) -> None:
         if self.held:
@@ -124,7 +150,10 @@ def test_rows_advance_by_different_numbers_of_tokens(seed: int) -> None:
         if walk.cache.columns >= MOST_COLUMNS:
             walk.cache.free()
             walk.held = []
-        steps = [walk.uneven, walk.uneven, walk.captured, walk.reorder, walk.crop, walk.roll_back, walk.fork]
+        steps = [
+            walk.uneven, walk.uneven, walk.captured, walk.beams, walk.reorder, walk.crop, walk.roll_back,
+            walk.fork,
+        ]  # fmt: skip
         walk.chance.choice(steps)()
         walk.check()
     walk.cache.free()

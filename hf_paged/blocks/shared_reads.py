@@ -78,6 +78,13 @@ class _Chunk:
             yield from chunk.rows
             waiting += chunk.below.values()
 
+    def count_up(self) -> None:
+        """Count one more row that ends here."""
+        chunk: _Chunk | None = self
+        while chunk is not None:
+            chunk.count += 1
+            chunk = chunk.above
+
     def fork(self) -> _Chunk:
         """The last chunk from here on that all rows of this one have."""
         chunk = self
@@ -156,7 +163,7 @@ class SharedReads:
         its tokens, and the group around it; then the innermost group of row i, and places 2 i and 2 i + 1 of
         the list of members.
         """
-        if rewritten or self._laid_out is None or self._laid_out[1] != rows:
+        if rewritten or self._known is None or self._laid_out is None or self._laid_out[1] != rows:
             self._enter_all(dict(zip(rows, lengths, strict=True)), read, rewritten)
             groups = self.groups()
             if self._laid_out is None or self._laid_out[0] is not groups or self._laid_out[1] != rows:
@@ -165,13 +172,36 @@ class SharedReads:
         self.unread += sum(group.unread for group in groups) * self._block_size
         return numbers
 
-    def follow_tables(self, tables: Sequence[BlockTable], new: int) -> array[int]:
-        """The groups, as `follow` answers them, of rows that have taken `new` tokens at most; any table may
-        begin with other blocks than before.
+    def follow_tables(
+        self, tables: Sequence[BlockTable], new: int, sources: Sequence[int] | None = None
+    ) -> array[int]:
+        """The groups, as `follow` answers them, of rows that have taken `new` tokens at most. sources: of
+        each row the one that began with its blocks in the last step; None if tables may begin with any.
         """
-        rows = range(len(tables))
+        rows: Sequence[int] = range(len(tables))
         before = [max(0, table.length - new) for table in tables]
-        return self.follow(rows, before, lambda row, count: tables[row].blocks[:count], rows)
+        rewritten = rows
+        if sources is not None:
+            self._reorder(sources)
+            chunk = self._grain * self._block_size
+            rewritten = [row for row, end in self._ends.items() if before[row] // chunk > end.depth]
+        return self.follow(rows, before, lambda row, count: tables[row].blocks[:count], rewritten)
+
+    def _reorder(self, sources: Sequence[int]) -> None:
+        """Let row i begin with the blocks that row sources[i] was entered with."""
+        ends = [self._ends[source] for source in sources]
+        moved = [row for row, end in enumerate(ends) if self._ends.get(row) is not end]
+        entered = [self._entered[source] for source in sources]
+        for row in moved:  # before any leaves: chunks without rows are gone
+            ends[row].count_up()
+        for row in self._ends.keys() & moved | self._ends.keys() - range(len(sources)):
+            self.leave(row)
+        for row in moved:
+            ends[row].rows.add(row)
+        if moved:
+            self._known = None
+        self._ends = dict(enumerate(ends))
+        self._entered = dict(enumerate(entered))
 
     def _enter_all(self, lengths: Mapping[int, int], read: Read, rewritten: Collection[int]) -> None:
         """Let these be all rows."""

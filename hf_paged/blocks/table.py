@@ -149,12 +149,13 @@ class BlockTable(TableView):
         """Make the last block private if it is written, and add new ones. There are enough blocks for it."""
         pool = self.pool
         copy = None
-        if self.length % pool.block_size:
+        inside = self.length % pool.block_size
+        if inside:
             copy = self._own_last_block()
         elif not self.length:
             self.epoch = pool.epoch
         self.length += tokens
-        more = self.lacks(self.length)
+        more = 0 if 0 < inside <= pool.block_size - tokens else self.lacks(self.length)
         if more:
             near = self.blocks[-1] + 1 if self.blocks else self.near
             self.blocks += (
@@ -264,24 +265,27 @@ def blocks_needed(tables: Sequence[BlockTable], tokens: Sequence[int]) -> int:
     pool = tables[0].pool
     size = pool.block_size
     need = 0
-    writers: Counter[int] = Counter()
+    written = []
     for table, more in zip(tables, tokens, strict=True):
         if more < 0 or table.pool is not pool:
             raise ValueError(
                 f"cannot append {more} tokens to {table!r}; give 0 or more, and tables of one pool in one "
                 "call"
             )
-        need += max(0, table.lacks(table.length + more))
-        if more and table.length % size:
-            writers[table.blocks[-1]] += 1
-    for block, count in writers.items():
+        inside = table.length % size
+        if inside and more:
+            written.append(table.blocks[-1])
+        if not 0 < inside <= size - more:
+            need += max(0, table.lacks(table.length + more))
+    for block, count in Counter(written).items():
         # The last reference writes in place, unless a table outside this step holds one too.
         need += min(count, pool.references(block) - 1)
     return need
 
 
-def append(tables: Sequence[BlockTable], tokens: Sequence[int]) -> list[Copy]:
-    """Make room for the next tokens of every table, or change nothing and raise OutOfBlocks.
+def append(tables: Sequence[BlockTable], tokens: Sequence[int], need: int | None = None) -> list[Copy]:
+    """Make room for the next tokens of every table, or change nothing and raise OutOfBlocks. need: the answer
+    of `blocks_needed`, if that was asked before.
 
     No target of the copies is a source of them: targets were free a moment ago, sources are still held (C15).
     Tables of one step are equally recent (C20).
@@ -291,7 +295,8 @@ def append(tables: Sequence[BlockTable], tokens: Sequence[int]) -> list[Copy]:
             f"{len(tables)} rows are only {len(set(tables))} tables; give every table once, with all its "
             "tokens"
         )
-    need = blocks_needed(tables, tokens)
+    if need is None:
+        need = blocks_needed(tables, tokens)
     if not tables:
         return []
     pool = tables[0].pool

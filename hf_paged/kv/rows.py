@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..blocks import (
     BlockTable,
@@ -27,6 +27,14 @@ from .batch import RowBatch, StridedView
 from .checksums import CorruptedBlock
 from .group import ROOM_FOR, LayerGroup
 from .static import StaticBatch
+
+
+class Reorder(NamedTuple):
+    """The stamp of rows after row i was replaced by row sources[i]."""
+
+    before: object
+    """Their stamp until then."""
+    sources: Sequence[int]
 
 
 class Rows:
@@ -61,8 +69,10 @@ class Rows:
         self.torn = False
         """True if a step broke off between the books and the tensors: the contents of the rows are unknown.
         """
-        self.stamp = object()
-        """A new object after every change: a caller that noted it can tell whether its copy is current."""
+        self.stamp: object = object()
+        """A new object after every change: a caller that noted it can tell whether its copy is current. After
+        a reorder that is a `Reorder`.
+        """
         self._counted = 0
         """Tokens of every row that `columns` counts and the tables do not have yet."""
         self._room = 0
@@ -129,7 +139,7 @@ class Rows:
                 return self._fill(new)
             need = self._make_room(rows, new, counts)
             with self._whole():
-                copies = self._append(new, counts)
+                copies = self._append(new, counts, need)
                 if copies:
                     self.group.copy(copies)
             room = 0 if self.kind.releases else self._own_room()  # else a step may give back blocks
@@ -166,19 +176,28 @@ class Rows:
                 self._batch = None
                 static.stamp = self.stamp = object()
                 return
-            self._make_room(self.count, new)
+            sources = None if self.kind.releases else _sources(self.stamp, static.stamp, self.count)
+            need = self._make_room(self.count, new)
             with self._whole():
-                copies = self._append(new)
-                self.stage(new, static, copies)
+                copies = self._append(new, None, need)
+                self.stage(new, static, copies, sources)
                 if copies:
                     with self.group.copying(copies):
                         self.group.copy_pairs(*static.copies(len(copies)))
             self._room = self._own_room()
 
-    def stage(self, new: int, static: StaticBatch, copies: Sequence[Copy] = ()) -> None:
-        """Upload the step of `new` columns that these rows have just taken, with the lengths before it."""
+    def stage(
+        self,
+        new: int,
+        static: StaticBatch,
+        copies: Sequence[Copy] = (),
+        sources: Sequence[int] | None = None,
+    ) -> None:
+        """Upload the step of `new` columns that these rows have just taken, with the lengths before it.
+        sources: of each row the one that it was when `static` was last loaded, if nothing else has changed.
+        """
         self._changed(new)
-        static.load(self.tables, new, self.columns - new, copies)
+        static.load(self.tables, new, self.columns - new, copies, sources)
         static.stamp = self.stamp
 
     def _enter(self) -> None:
@@ -213,14 +232,14 @@ class Rows:
             self._lay_out()
         return need
 
-    def _append(self, new: int, counts: Sequence[int] | None = None) -> list[Copy]:
-        """Enter a step of `new` columns in the tables; the answer is what must be copied before it is
-        written.
+    def _append(self, new: int, counts: Sequence[int] | None, need: int) -> list[Copy]:
+        """Enter a step of `new` columns, which takes `need` blocks, in the tables; the answer is what must be
+        copied before it is written.
         """
         first_step = self.columns == 0
         for table in self.tables if self.group.checksums is not None else ():
             table.seal(table.length)
-        copies = append(self.tables, counts or self._new_tokens(new))
+        copies = append(self.tables, counts or self._new_tokens(new), need)
         self._check_bytes()
         self.columns += new
         if counts is not None:
@@ -320,8 +339,9 @@ class Rows:
         same_blocks: bool = False,
         room: int = 0,
         counts: Sequence[int] | None = None,
+        stamp: object = None,
     ) -> RowBatch:
-        self.stamp = stamp = object()
+        self.stamp = stamp = stamp or object()
         self._room = room
         if not same_blocks:
             self._workspace.pop("tables", None)
@@ -461,7 +481,7 @@ class Rows:
                 self._strided = None
                 if lay_so:
                     self._find_strided()
-                self._changed()
+                self._changed(stamp=Reorder(self.stamp, sources))
 
     def crop(self, columns: int) -> None:
         """Drop the last `columns` columns; with a window, also what no later step can see."""
@@ -538,6 +558,15 @@ class Rows:
             self.torn = False
             self._cut = 0
             self._changed()
+
+
+def _sources(stamp: object, earlier: object, count: int) -> Sequence[int] | None:
+    """The row that each of `count` rows was at an earlier stamp, whose blocks it still begins with; None if
+    other changes than one reorder came between.
+    """
+    if stamp is earlier:
+        return range(count)
+    return stamp.sources if isinstance(stamp, Reorder) and stamp.before is earlier else None
 
 
 def other_rows(held: int, given: int) -> ValueError:

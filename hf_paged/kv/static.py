@@ -89,6 +89,8 @@ class StagedTensors:
         self._empty = [(part.name, part.empty) for part in parts if part.empty is not None]
         self._events: list[torch.cuda.Event | None] = [None] * BUFFERS
         self._turn = 0
+        self.latest = self._views[self._turn]
+        """The parts on the host as they were uploaded last, where no later upload has written."""
 
     @contextmanager
     def filled(self) -> Iterator[dict[str, Any]]:
@@ -101,6 +103,7 @@ class StagedTensors:
         for name, number in self._empty:
             views[name].fill(number)
         yield views
+        self.latest = views
         self.data.copy_(self.staging[self._turn], non_blocking=True)
         if self.data.is_cuda:
             event = self._events[self._turn] = torch.cuda.Event()
@@ -208,22 +211,37 @@ class StaticBatch(Batch):
 
     # ---- the host's part
 
-    def load(self, tables: Sequence[BlockTable], new: int, columns: int, copies: Sequence[Copy] = ()) -> None:
+    def load(
+        self,
+        tables: Sequence[BlockTable],
+        new: int,
+        columns: int,
+        copies: Sequence[Copy] = (),
+        sources: Sequence[int] | None = None,
+    ) -> None:
         """Upload a step of `new` tokens that `tables` have taken already, as it was before it, at `columns`
-        columns.
+        columns. sources: the rows of the last step here with whose blocks the tables begin, all but those of
+        the new tokens; None if tables may name any blocks.
         """
+        before = np.array([table.length for table in tables]) - new
         with self.uploaded.filled() as parts:
-            ids, tokens = parts["table"].reshape(-1), parts["tokens"]
-            for i, table in enumerate(tables):
-                begin = i * self.width + table.released
-                ids[begin : begin + len(table.blocks)] = table.blocks
-                tokens[i] = table.length - new
+            parts["tokens"][: len(tables)] = before
+            if sources is None or new != 1:
+                ids = parts["table"].reshape(-1)
+                for i, table in enumerate(tables):
+                    begin = i * self.width + table.released
+                    ids[begin : begin + len(table.blocks)] = table.blocks
+            else:
+                last = before // self.block_size
+                ids = parts["table"][: len(tables), : last.max() + 1]
+                ids[:] = self.uploaded.latest["table"][:, : ids.shape[1]].take(sources, 0)
+                ids[np.arange(len(tables)), last] = [table.blocks[-1] for table in tables]
             parts["columns"].fill(columns)
             if copies:
-                sources, targets = parts["sources"], parts["targets"]
-                sources[: len(copies)], targets[: len(copies)] = zip(*copies, strict=True)
+                read, written = parts["sources"], parts["targets"]
+                read[: len(copies)], written[: len(copies)] = zip(*copies, strict=True)
             if self.shared is not None:
-                groups = self.shared.follow_tables(tables, new)
+                groups = self.shared.follow_tables(tables, new, sources)
                 parts[GROUPS].reshape(-1)[: len(groups)] = groups
 
     def load_array(
@@ -247,6 +265,7 @@ class StaticBatch(Batch):
 
     def load_nothing(self) -> None:
         """Upload a step without tokens: a run writes nothing and sees nothing."""
+        self.stamp = None
         with self.uploaded.filled():
             pass
 

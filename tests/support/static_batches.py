@@ -6,7 +6,7 @@ from array import array
 
 import torch
 
-from hf_paged.blocks import BlockTable, BlockTableArray, Full, Window
+from hf_paged.blocks import BlockTable, BlockTableArray, Full, SharedReads, Window
 from hf_paged.kv import (
     Batch,
     LayerGroup,
@@ -46,8 +46,11 @@ class Static(StaticBatch):
         super().load(*step)  # type: ignore[arg-type]
 
 
-def static_batch(rows: int, new: int, block_size: int, columns: int = 1) -> Static:
-    return Static(rows, new, -(-(MOST_COLUMNS + 8) // block_size), block_size, columns, CPU)
+def static_batch(
+    rows: int, new: int, block_size: int, columns: int = 1, shared: SharedReads | None = None
+) -> Static:
+    width = -(-(MOST_COLUMNS + 8) // block_size)
+    return Static(rows, new, width, block_size, columns, CPU, shared=shared)
 
 
 def make_group(window: int | None = None, **options: int) -> LayerGroup:
