@@ -62,9 +62,10 @@ def line(row: Row, details: bool = False) -> str:
     why = [" ".join(row.get("unbuilt", "").split())[:200] or row["why"]]
     gone = [f"LOST: it was {lost(row)}"] if lost(row) else []
     dense = row["dense"] if "dense" in row["path"] else ""
+    fused = f"{row['fused']} fused launches" if row.get("fused") else ""
     told = [
         entry
-        for entry in (row["path"], dense, row["captured"], f"{row['apart']:.0e}", *why, *gone, *notes)
+        for entry in (row["path"], dense, row["captured"], fused, f"{row['apart']:.0e}", *why, *gone, *notes)
         if entry
     ]
     return f"{row['kind']:8}{row['family']:28}{marks:11} " + " | ".join(told)
@@ -85,6 +86,8 @@ def summary(rows: list[Row]) -> int:
     marks = Counter(mark for row in rows for mark in row["marks"].values())
     captured = sum(row["captured"] == "yes" for row in rows)
     print(f"captured: {captured} of {sum(bool(row['captured']) for row in rows)}")
+    if fused := sum(bool(row.get("fused")) for row in rows):
+        print(f"with fused kernels: {fused}")
     print(
         "answers: " + ", ".join(f"{number} {name}" for mark, name in MARKS.items() if (number := marks[mark]))
     )

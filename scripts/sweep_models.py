@@ -2,11 +2,12 @@
 transformers generates with.
 
     python scripts/sweep_models.py [--only llama t5 ...] [--kinds causal seq2seq image audio] [--modes greedy
-        beams ...] [--jobs 2] [--seconds 120] [--save FILE.json] [--expect] [--write docs/models.md [--also
+        beams ...] [--fused] [--jobs 2] [--seconds 120] [--save FILE.json] [--expect] [--write docs/models.md [--also
         OTHER.json] [--device DEVICE.json]]
     python scripts/sweep_models.py --load FILE.json --write docs/models.md --also OTHER.json    # the page
     once more, from saved rows
     python scripts/sweep_models.py --only llama ... --into docs/models.md    # the rows of these families
+    python scripts/sweep_models.py --fused    # steps of all modes are captured, their small operations fused
 
 Every family runs in a process of its own: one that crashes or hangs is one bad row. Exit code 1 if an answer
 differs, if only the paged call fails, or if a family has lost the path that tests/support/expected_paths.json
@@ -41,8 +42,8 @@ import torch
 import transformers as tf
 from compare import assert_clean, assert_equal
 from expected import EXPECTED_FILE, expected_paths, path_of
+from fused_models import Kernels, captured_steps
 from pictures import pad_left, with_pictures, with_recordings
-from tape import record
 from tiny import build, mappings, prompts
 
 import hf_paged
@@ -50,7 +51,6 @@ from hf_paged.generate.cache import PagedCache
 from hf_paged.generate.call import Call
 from hf_paged.model.capture import replay as captures
 from hf_paged.model.lazy import LazyPages
-from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.model.switch import uses_registry
 from hf_paged.model.traced import UNDERSTOOD
 
@@ -65,6 +65,8 @@ NEW = 12
 ALIKE = 2e-4
 """How far scores may lie apart."""
 Row = dict[str, Any]
+FUSING: Kernels | None = None
+"""The kernels of small operations of captured steps, with --fused."""
 
 
 # ---- modes
@@ -118,7 +120,7 @@ def run_mode(name: str, model: Any, arguments: dict[str, Any]) -> tuple[str, str
     try:
         paged = (
             _captured(model, arguments)
-            if name == "captured"
+            if name == "captured" or FUSING is not None
             else _generate(model, arguments, **models_page.PAGED)
         )
     except Exception:
@@ -128,9 +130,8 @@ def run_mode(name: str, model: Any, arguments: dict[str, Any]) -> tuple[str, str
         return "=", "", _apart(stock, paged), paged
     if _difference(stock, _generate(model, arguments)) or _changed_by_stock(stock, paged, model, arguments):
         return "?", "stock disagrees with itself", 0.0, paged
-    mark = (
-        "~" if _same_in_double(model, arguments) else "t" if _part_at_ties(stock, paged, arguments) else "X"
-    )
+    double = FUSING is None and _same_in_double(model, arguments)  # of which kernels have no chains
+    mark = "~" if double else "t" if _part_at_ties(stock, paged, arguments) else "X"
     return mark, difference, _apart(stock, paged), paged
 
 
@@ -141,14 +142,8 @@ def _generate(model: Any, arguments: dict[str, Any], **word: Any) -> Any:
 
 def _captured(model: Any, arguments: dict[str, Any]) -> Any:
     """The paged answer with decoding steps captured, a tape standing in for CUDA graphs."""
-    least = captures.LEAST_STEPS
-    captures.LEAST_STEPS = 4
-    RECORDERS["cpu"] = record
-    try:
+    with captured_steps(FUSING):
         return _generate(model, arguments, **models_page.PAGED)
-    finally:
-        del RECORDERS["cpu"]
-        captures.LEAST_STEPS = least
 
 
 def _difference(stock: Any, paged: Any) -> str:
@@ -262,6 +257,7 @@ def run_family(kind: str, config_class: Any, wanted: list[str]) -> Row:
             continue
         note_mode(row, name, model, arguments)
         note_clean(row, name, model, setting)
+    row["fused"] = 0 if FUSING is None else FUSING.calls.total()
     return row
 
 
@@ -447,6 +443,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="model types; all of them by default")
     parser.add_argument("--kinds", nargs="*", default=list(mappings()), choices=list(mappings()))
     parser.add_argument("--modes", nargs="*", default=[], help="names of modes; all of them by default")
+    parser.add_argument("--fused", action="store_true", help="capture steps of all modes, with fused kernels")
     parser.add_argument("--jobs", type=int, default=1, help="families at a time")
     parser.add_argument("--seconds", type=int, default=240, help="limit for one family")
     parser.add_argument("--details", action="store_true", help="print tracebacks and what stock cannot do")
@@ -462,6 +459,10 @@ def main() -> int:
     parser.add_argument("--into", type=Path, help="put these rows into the page, in the place of older ones")
     parser.add_argument("--expect", action="store_true", help="make these paths the expected ones")
     options = parser.parse_args()
+    if options.fused and (options.write or options.into or options.expect):
+        parser.error("--fused is a check of its own; --write, --into and --expect take rows without it")
+    global FUSING
+    FUSING = Kernels() if options.fused else None
     tf.logging.set_verbosity_error()
     begun = time.monotonic()
     if options.load:

@@ -10,11 +10,20 @@ from typing import Any
 import pytest
 import torch
 from captures import counts, drop
-from compiling import MODELS, Compiler, Specialisation, make, noting_compiler  # noqa: F401  # a fixture
+from compiling import (  # noqa: F401  # fixtures
+    CHAINED,
+    MODELS,
+    ChainForms,
+    Compiler,
+    Specialisation,
+    make,
+    noting_chains,
+    noting_compiler,
+)
 from generate_calls import call
 from kernel_cases import GPU
 
-from hf_paged.model.capture import replay, warmup
+from hf_paged.model.capture import pool, replay, warmup
 
 pytestmark = pytest.mark.skipif(GPU, reason="the interpreted copy is the CPU's")
 
@@ -55,7 +64,7 @@ def test_what_a_captured_step_launches_is_compiled_before(
 
 
 def test_a_first_call_compiles_side_by_side(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In other threads, which end, and once: further sizes are of the same code."""
+    """In other threads, which end, and once: further sizes are of the same code, but for chains of one row."""
     monkeypatch.setattr(warmup, "COMPILED_FOR", {"cpu"})
     model = make("Llama", num_hidden_layers=1)
     stock = model.generate(**call(prompts(1, 21), max_new_tokens=18, min_new_tokens=18))
@@ -70,11 +79,39 @@ def test_a_first_call_compiles_side_by_side(compiler: Compiler, monkeypatch: pyt
 
     monkeypatch.setattr(warmup, "Warming", watched)
     assert torch.equal(generate(model), stock)
-    assert at_work == [set()]
+    assert at_work[0] == set()
+    assert len(at_work) == 2  # those that are known, and chains that a rehearsal has met
     assert not [each.name for each in threading.enumerate() if "warming" in each.name]
     generate(model, rows=4)
-    assert counts(model)["captured"] == 2
-    assert len(at_work) == 1
+    generate(model, rows=2)
+    assert counts(model)["captured"] == 3
+    assert len(at_work) == 3
+
+
+@pytest.mark.parametrize("name", CHAINED)
+def test_chains_are_compiled_before_they_are_launched(
+    name: str, chain_forms: ChainForms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for one row, and once for any more; torch computes chains meanwhile, with the same bits."""
+    monkeypatch.setattr(warmup, "COMPILED_FOR", {"cpu"})
+    compile_all = warmup.compile_chains
+
+    def compiled(*given: Any) -> None:
+        assert not chain_forms.launched
+        compile_all(*given)
+        assert chain_forms.ahead
+
+    monkeypatch.setattr(pool, "compile_chains", compiled)
+    model = CHAINED[name]()
+    stock = model.generate(**call(prompts(1, 21), max_new_tokens=18, min_new_tokens=18))
+    assert torch.equal(generate(model), stock)
+    assert chain_forms.ahead == chain_forms.launched
+    monkeypatch.setattr(pool, "compile_chains", compile_all)
+    generate(model, rows=4)
+    several = set(chain_forms.ahead)
+    generate(model, rows=3)
+    assert counts(model)["captured"] == 3
+    assert chain_forms.ahead == chain_forms.launched == several
 
 
 def test_trouble_in_there_harms_no_call(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

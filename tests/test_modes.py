@@ -11,6 +11,7 @@ import transformers
 from cases import every_other, once_each
 from compare import assert_clean, assert_equal, assert_same
 from families import FAMILIES, VOCABULARY, Family, build
+from fused_models import Kernels, captured_steps
 from modes import MODES, supported
 from releases import NEEDS_SLOTS
 
@@ -91,3 +92,30 @@ def test_hybrids_are_the_same_as_stock(family: str, mode: str) -> None:
     arguments = {"attention_mask": torch.ones_like(ids), "input_ids": ids}
     assert_same(model, **{**arguments, **MODES[mode](model, ids)})
     assert_clean(model, setting)
+
+
+FUSED = [
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "glm4",
+    "gpt_oss",
+    "olmo3",
+    "phi3",
+    "qwen3_moe",
+    "cohere",
+    "lfm2",
+]
+
+
+@pytest.mark.parametrize(("family", "mode"), once_each(FUSED, STATEFUL))
+def test_fused_steps_are_the_same_as_stock(family: str, mode: str) -> None:
+    """Captured steps whose small operations are computed in chains; `scripts/sweep_models.py --fused` has all families."""
+    model = tiny.build("causal", tiny.config_class("causal", family))
+    ids = torch.randint(5, VOCABULARY, (3, 13), generator=torch.Generator().manual_seed(len(family)))
+    kernels = Kernels()
+    with captured_steps(kernels):
+        assert_same(
+            model, **{"attention_mask": torch.ones_like(ids), "input_ids": ids, **MODES[mode](model, ids)}
+        )
+    assert kernels.calls["chain"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from hashlib import sha256
 from math import prod
 from typing import Any, NamedTuple
@@ -105,7 +104,8 @@ def chain(
     )
     count = prod(sizes)
     padded = triton.next_power_of_2(n)
-    padded = padded if whole else min(padded, TILE)
+    if not whole:  # of one line any number of tiles: it has one kernel, however long it is
+        padded = TILE if count == 1 else min(padded, TILE)
     at_once = max(1, TILE // padded)
     launch(
         _kernel(form), (triton.cdiv(count, at_once), triton.cdiv(n, padded)), *tensors, count, n,
@@ -150,9 +150,20 @@ class _Form(NamedTuple):
     """That of every input's lines, if any is put together."""
 
 
-@lru_cache(1024)
+_kernels: dict[_Form, Any] = {}
+MOST = 1024
+"""Kernels that are kept."""
+
+
 def _kernel(form: _Form) -> Any:
-    """The kernel: its source is a file without a place on disk, in which Triton finds it."""
+    """The kernel of a form: one, whichever thread asks first."""
+    if form not in _kernels and len(_kernels) >= MOST:
+        _kernels.clear()
+    return _kernels.get(form) or _kernels.setdefault(form, _made(form))
+
+
+def _made(form: _Form) -> Any:
+    """A kernel: its source is a file without a place on disk, in which Triton finds it."""
     source = "\n".join(_source(form)) + "\n"
     place = f"<hf_paged chain {sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[place] = len(source), None, source.splitlines(keepends=True), place

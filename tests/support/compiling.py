@@ -71,6 +71,37 @@ def noting_compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     return found
 
 
+Form = tuple[Any, int, int]
+
+
+class ChainForms:
+    """Kernels of chains that were compiled ahead and that were launched, each with the numbers in its code."""
+
+    def __init__(self) -> None:
+        self.ahead: set[Form] = set()
+        self.launched: set[Form] = set()
+
+    @property
+    def late(self) -> set[Form]:
+        """Those that a launch has to wait for."""
+        return self.launched - self.ahead
+
+
+@pytest.fixture(name="chain_forms")
+def noting_chains(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> ChainForms:
+    """Kernels of chains run in the interpreter, and each is noted."""
+    chain = sys.modules[f"{load().__name__}.chain"]
+    found, launch = ChainForms(), chain.launch
+
+    def noting(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        form = kernel, constants["AT_ONCE"], constants["PADDED"]
+        (found.ahead if arguments[0].is_meta else found.launched).add(form)
+        launch(kernel, grid, *arguments, **constants)
+
+    monkeypatch.setattr(chain, "launch", noting)
+    return found
+
+
 def _noting(compiled: Any, launch: Callable[..., None]) -> Callable[..., None]:
     def both(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         own = {name: ON_DEVICES.get(name, value) for name, value in constants.items()}
@@ -106,6 +137,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "gemma3": lambda: make("Gemma3Text", head_dim=16, **ALTERNATING),
 }
+CHAINED: dict[str, Callable[[], Any]] = {
+    "gemma2": MODELS["gemma2"],
+    "gemma3": MODELS["gemma3"],
+    "phi3": lambda: make("Phi3"),
+    "glm4": lambda: make("Glm4", head_dim=16),
+}
+"""Models whose norms are parts of chains."""
 """In half precision prompts of several lengths have tiles of several sizes, and the trial is as long as on a
 device.
 """

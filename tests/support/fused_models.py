@@ -1,19 +1,22 @@
-"""Shared by the tests: CONFIG, Kernels, WIDTH, replaced, surroundings."""
+"""Shared by the tests: CONFIG, Kernels, WIDTH, captured_steps, replaced, surroundings."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
+from captures import policy
 from chain_functions import FUNCTIONS, PARTS
 from families import LONG, SMALL, TOKENS
+from tape import record
 from torch import nn
 from torch.nn.functional import gelu, silu
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -22,8 +25,10 @@ from transformers.models.llama.modeling_llama import (
 )
 
 import hf_paged_kernels as kernels
+from hf_paged.model.capture import pool
 from hf_paged.model.capture.chains import Chains
 from hf_paged.model.capture.fusion import ROTARY, Fusion, current_fusion
+from hf_paged.model.rehearsal import RECORDERS
 
 CONFIG = tf.LlamaConfig(num_key_value_heads=2, **SMALL, **TOKENS, **LONG)
 
@@ -151,6 +156,18 @@ class Kernels:
     ) -> torch.Tensor:
         self._note("expert_sum")
         return (y.view(*weights.shape, -1) * weights[..., None]).sum(1).to(y.dtype)
+
+
+@contextmanager
+def captured_steps(kernels: Kernels | None = None) -> Iterator[None]:
+    """Calls of generate() on a CPU capture their steps soon, a tape standing in for CUDA graphs. kernels: of
+    small operations; without them modules compute as they are written.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        policy(patch, least_steps=4)
+        patch.setitem(RECORDERS, "cpu", record)
+        patch.setattr(pool, "Fusion", lambda model, _: Fusion(model, kernels))
+        yield
 
 
 def replaced(fusion: Fusion) -> dict[str, int]:

@@ -8,8 +8,9 @@ what it was computed from. So a chain is found by what the modules compute, what
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -37,6 +38,8 @@ VIEWS = ("slice", "interleave")
 PARTS = (*VIEWS, "cat")
 LONGEST, LARGEST = 1024, 32
 """The longest line, and the most numbers of it, of the kernel that finds the largest."""
+ALIGNED = 16
+"""Bytes to whose multiples kernels look whether a tensor begins at one."""
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -161,9 +164,13 @@ class Noted(LazyTensor):
 class Chains(TorchDispatchMode):
     """Notes operations of the forward that runs under it, and computes them."""
 
-    def __init__(self, kernels: Any) -> None:
+    def __init__(self, kernels: Any, foreseen: dict[Hashable, Callable[[], object]] | None = None) -> None:
+        """foreseen: gets a call of each chain's kernel on tensors without data; torch computes the chains."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels = kernels
+        self._foreseen = foreseen
+        self._meanwhile: dict[Note, torch.Tensor] = {}
+        """Answers inside a chain that torch computes."""
         self._noted: list[weakref.ref[Noted]] = []
         self._views: list[weakref.ref[Noted]] = []
         self._computing = False
@@ -259,6 +266,8 @@ class Chains(TorchDispatchMode):
 
     def compute(self, note: Note) -> torch.Tensor:
         """The answer of an operation."""
+        if note in self._meanwhile:
+            return self._meanwhile[note]
         if note.value is None:
             with self.paused(), _on_its_stream(note):
                 self._compute(note)
@@ -304,9 +313,34 @@ class Chains(TorchDispatchMode):
             made = [torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=note.device) for x in kept]
             inputs = [_lines(leaf, note.shape, parts) for leaf in leaves.values()]
             outputs = {places[id(x)]: out for x, out in zip(kept, made, strict=True)}
-            self.kernels.chain(inputs, operations, outputs)
+            if self._foreseen is None:
+                self.kernels.chain(inputs, operations, outputs)
+            else:
+                self._foresee(inputs, operations, outputs)
+                self._by_torch(tree, dict(zip(kept, made, strict=True)))
         for each, value in zip(kept, made, strict=True):
             each.settle(value)
+
+    def _foresee(
+        self, inputs: list[torch.Tensor], operations: list[Any], outputs: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Note a call of a chain's kernel that compiles it."""
+        tensors = [*inputs, *outputs.values()]
+        layouts = [(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in tensors]
+        given = [_without_data(x) for x in inputs]
+        to = {place: _without_data(x) for place, x in outputs.items()}
+        call = partial(self.kernels.chain, given, operations, to)
+        assert self._foreseen is not None
+        self._foreseen.setdefault((*layouts, *operations, *outputs), call)
+
+    def _by_torch(self, tree: list[Note], outputs: Mapping[Note, torch.Tensor]) -> None:
+        """Compute a chain one operation after the other. Those without an output wait as behind a kernel."""
+        for each in tree:
+            assert each.run is not None
+            self._meanwhile[each] = each.run()
+        for each, out in outputs.items():
+            out.copy_(self._meanwhile[each])
+        self._meanwhile.clear()
 
     @staticmethod
     def _operand(x: Any, places: Mapping[int, int]) -> int | float:
@@ -343,6 +377,14 @@ class Chains(TorchDispatchMode):
 def computed(value: Any) -> Any:
     """The content of a noted answer; anything else as it is."""
     return value.dense() if isinstance(value, Noted) else value
+
+
+def _without_data(x: torch.Tensor) -> torch.Tensor:
+    """A tensor without data that lies as x does, with an address of the same alignment."""
+    most = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    off = x.data_ptr() % ALIGNED // x.itemsize
+    memory = torch.empty(off + most + 1, dtype=x.dtype, device="meta")
+    return memory.as_strided(x.shape, x.stride(), off)
 
 
 def _lines(leaf: torch.Tensor, shape: torch.Size, parts: bool) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
@@ -59,6 +59,8 @@ class Fusion:
         self._norms_alone = True
         """True if one kernel adds and norms. Other layers do more around their norms, which are in chains."""
         self._in_chains = False
+        self._foreseen: dict[Hashable, Callable[[], object]] | None = None
+        """Calls of chains' kernels, while torch computes the chains."""
         self._device_type = next((each.device.type for each in model.parameters()), "cpu")
         self._mesh = mesh_of(model)
         self.ranks = None if self._mesh is None else memory_of(self._mesh.get_group())
@@ -157,18 +159,32 @@ class Fusion:
                 calls.setdefault((width, name), partial(self.kernels.swiglu, x, x, activation=name))
         return list(calls.values())
 
+    @property
+    def has_chains(self) -> bool:
+        """True if kernels compute small operations in chains. Not on several ranks: their sums lie in memory
+        that the next sum takes, and collectives take data.
+        """
+        return self.kernels is not None and self._mesh is None
+
+    @contextmanager
+    def foreseeing(self) -> Iterator[dict[Hashable, Callable[[], object]]]:
+        """Let torch compute chains, and note a call of each one's kernel on tensors without data."""
+        self._foreseen = {}
+        try:
+            yield self._foreseen
+        finally:
+            self._foreseen = None
+
     @contextmanager
     def chained(self) -> Iterator[None]:
-        """Let small operations of this thread's forward be computed in chains, where kernels can. Not on
-        several ranks: their sums lie in memory that the next sum takes, and collectives take data.
-        """
+        """Let small operations of this thread's forward be computed in chains, where kernels can."""
         recorded = torch.is_grad_enabled() or torch.is_autocast_enabled(self._device_type)
-        if self.kernels is None or self._mesh is not None or recorded or invariant.get():
+        if not self.has_chains or recorded or invariant.get():
             yield
             return
         self._in_chains = True
         try:
-            with Chains(self.kernels) as chains:
+            with Chains(self.kernels, self._foreseen) as chains:
                 yield
                 chains.compute_all()
         finally:

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from .chains import computed
 from .compile import Compilation, CompiledFusion, reason_of
 from .fusion import Fusion, changing, fused
 from .step import AGREE, CapturedStep, Size, StepSource
+from .warmup import compile_chains, foresees_chains
 
 logger = logging.getLogger("hf_paged")
 
@@ -161,6 +162,8 @@ class CapturePool:
         self._states: list[StateKey] = []
         self._rehearsed: dict[Hashable, LengthsOnDevice | None] = {}
         """Steps that may be captured, by state and code, and how the model counts its cache there."""
+        self._launched: set[Hashable] = set()
+        """Those of them whose kernels have been launched, for one row or for more."""
         self._proven: set[tuple[StateKey, Hashable, Hashable, bool]] = set()
         """Code, by state, form and whether it is compiled, whose further sizes need one comparison: it is
         transformers' own, and a size of it has agreed with AGREE answers.
@@ -253,6 +256,7 @@ class CapturePool:
             self._steps.clear()
             self._seen.clear()
             self._rehearsed.clear()
+            self._launched.clear()
             self._proven.clear()
         else:
             self._keep_only(lambda key, step: group not in step.groups)
@@ -497,6 +501,7 @@ class CapturePool:
         if runs_unknown_code(model):
             code = (code, key.size)
         known = code in self._rehearsed
+        launched = code, key.size.rows == 1  # strides of one row are others
         if not known:
             source.compile_ahead(fusion)
         step: CapturedStep = source.prepare()
@@ -506,7 +511,11 @@ class CapturePool:
         if not known:
             if len(self._rehearsed) > MOST_REASONS:
                 self._rehearsed.clear()
+                self._launched.clear()
             self._rehearsed[code] = self._rehearse(source, step, fusion)
+        elif launched not in self._launched and foresees_chains(source.devices[0], fusion):
+            _forward_first(source, step, fusion, self._rehearsed[code], nullcontext())
+        self._launched.add(launched)
         compiled = self._compiled(source, step, fusion)
         if not source.snapshot().graph_key.same(snapshot.graph_key):
             raise Unsteady("the model's forward changes the model")
@@ -552,8 +561,7 @@ class CapturePool:
         own = [*source.model.parameters(), *source.snapshot().reads()]  # the former with adapters
         plain = [each for each in own if type(each) in PLAIN_TENSORS or not wraps(each)]
         known = [*plain, *memory_of_parts(own), *step.tensors, *step.shared, *stores, *symmetric_memories()]
-        with Rehearsal(source.devices, known):
-            _forward(source, step, fusion, lengths)
+        _forward_first(source, step, fusion, lengths, Rehearsal(source.devices, known))
         return lengths if lengths.met else None
 
     def _record(
@@ -621,6 +629,26 @@ def _forward(
     """The captured forward."""
     with fused(fusion), lengths_on_device(source.model, lengths):
         return tree_map(computed, source.forward(step))
+
+
+def _forward_first(
+    source: StepSource[Any],
+    step: CapturedStep,
+    fusion: Fusion,
+    lengths: LengthsOnDevice | None,
+    watching: AbstractContextManager[Any],
+) -> None:
+    """Compute a step whose kernels no other has launched. Those of chains are compiled beside each other,
+    then launched: a graph's capture can load none. watching: around the forward that finds them.
+    """
+    device = source.devices[0]
+    foresees = foresees_chains(device, fusion)
+    with watching, fusion.foreseeing() if foresees else nullcontext() as chains:
+        _forward(source, step, fusion, lengths)
+    if chains:
+        compile_chains(device, fusion, [*chains.values()])
+        source.load(step)
+        _forward(source, step, fusion, lengths)
 
 
 def _reserved(devices: Sequence[torch.device]) -> int:

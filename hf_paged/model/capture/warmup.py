@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...kv import Layout, TritonOps
@@ -44,6 +45,17 @@ def compile_step(model: nn.Module, step: ReplayableStep, fusion: Fusion) -> None
     ops = group.captured_ops
     if group.device.type in COMPILED_FOR and isinstance(ops, TritonOps):
         Warming(group.device, lambda: ops.first, lambda: jobs(model, step, fusion)).wait()
+
+
+def foresees_chains(device: torch.device, fusion: Fusion) -> bool:
+    """True if kernels of chains are compiled beside each other before one is launched."""
+    return device.type in COMPILED_FOR and fusion.has_chains
+
+
+def compile_chains(device: torch.device, fusion: Fusion, calls: Sequence[Job]) -> None:
+    """Compile kernels of chains, in threads beside each other. calls: as `Fusion.foreseeing` notes them."""
+    first = [fusion.kernels.find_driver, fusion.kernels.know_triton]
+    Warming(device, lambda: first, lambda: calls).wait()
 
 
 def jobs(model: Any, step: ReplayableStep, fusion: Fusion) -> Sequence[Job]:
