@@ -426,23 +426,6 @@ def test_rope_that_turns_with_the_longest_row_is_private() -> None:
     assert hf_paged.stats(model).reasons["the rotary embedding depends on the longest row"] == 3
 
 
-def test_recurrent_layers_keep_everything_private() -> None:
-    """Trap 8: their state is not in blocks."""
-    import transformers as tf
-
-    config = tf.Qwen3NextConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        vocab_size=VOCABULARY, layer_types=["linear_attention", "full_attention"], num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=8, linear_value_head_dim=8,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = tf.Qwen3NextForCausalLM(config).eval()
-    for _ in range(2):
-        assert ask(model, words(1, 20), 4)[1][0] == 20
-    assert hf_paged.stats(model).reasons["a layer keeps more than keys and values"] == 2
-
-
 def test_a_mask_with_holes_is_private(llama: Any) -> None:
     """A token that is not seen is not the same prompt; and nobody else is given what was computed without
     it.

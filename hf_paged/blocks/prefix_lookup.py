@@ -14,6 +14,14 @@ WORTH_A_COPY = 2
 """A block of which fewer tokens than that are wanted is not copied: computing them costs less, and all
 prompts begin alike.
 """
+WORTH_A_STATE = 64
+
+
+def worth_a_state(every: int) -> int:
+    """The fewest tokens behind the last snapshot for which a prompt leaves one at its end, or where it parts
+    from others. every: the tokens of a prompt between two snapshots.
+    """
+    return min(WORTH_A_STATE, every // 4)
 
 
 class Prompt:

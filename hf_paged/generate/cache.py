@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from ..model.state_slots import rows_at, states_of
 from .ended import EndedRows
 from .picture import block_map
 from .prefix_reuse import Reuse
+from .prompt_snapshots import rows_of_states
 
 OutsideContent = list[tuple[Any, dict[str, Any]]]
 """Layers, or a cache itself, and what each keeps outside the pages, by name."""
@@ -65,6 +66,8 @@ class PagedCache(DynamicCache):
     """The layers that attend to another sequence than the text (a picture's tokens), with tables of their
     own; None if none does.
     """
+    go_back: ClassVar[Callable[[PagedCache, int], None]]
+    """Hold the first columns, where layers have no states behind them. It calls the model on a cache."""
 
     def __init__(
         self,
@@ -80,14 +83,16 @@ class PagedCache(DynamicCache):
         verify: str | None = None,
         keep_pools: bool | None = None,
         state_slots: int | None = None,
+        state_snapshots: int | None = None,
+        state_every: int = 512,
         state_dtype: str | None = None,
         drop_ended: str = "auto",
         shared_reads: str = "auto",
     ) -> None:
         config = CacheConfig(
             block_size, num_blocks, memory_fraction, kernels, graphs, prefix_caching, salt, verify,
-            keep_pools, state_slots=state_slots, state_dtype=state_dtype, drop_ended=drop_ended,
-            shared_reads=shared_reads,
+            keep_pools, state_slots=state_slots, state_snapshots=state_snapshots, state_every=state_every,
+            state_dtype=state_dtype, drop_ended=drop_ended, shared_reads=shared_reads,
         )  # fmt: skip
         self._open(base_model(model), config, cross=False)
 
@@ -347,6 +352,10 @@ class PagedCache(DynamicCache):
         columns = self.sequences.columns
         count = int(tokens_to_remove)
         count = max(0, columns - count) if count > 0 else -count
+        kept = max(0, columns - count)
+        if self.states is not None and not all(rows.holds(kept) for rows in rows_of_states(self.sequences)):
+            self.go_back(kept)
+            return
         with self.sequences.changing_all():
             self.sequences.check_past(min(count, columns))
             for layer in self._layers_of_rows():

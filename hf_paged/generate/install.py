@@ -28,6 +28,7 @@ from ..model.thread_state import restoring
 from ..model.training import why_random
 from .cache import PagedCache, paged_parts
 from .call import Call, current_call, settle_models
+from .going_back import go_back
 from .leaving import LOOP, watched
 from .ranks import begin_on_ranks, check_ranks
 from .routing import check_routing, returned_routing
@@ -113,6 +114,7 @@ def install_cache() -> None:
     if patch is not None and not installed():  # of a module that was imported before, under the same name
         patch.take_out()
         patch = None
+    PagedCache.go_back = go_back
     AttentionInterface.register(NAME, paged_attention)
     AttentionMaskInterface.register(NAME, paged_mask)
     (patch or Patch()).put_in()

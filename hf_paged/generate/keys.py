@@ -139,16 +139,16 @@ def _products() -> str:
         return str(torch.backends.cuda.matmul.fp32_precision)
 
 
-def why_never(complete: bool, model: Any) -> str | None:
-    """Why nothing that this model computes can be shared, or None if it can. complete: whether pages hold
-    everything that its cache keeps.
+def why_never(complete: bool, model: Any, in_slots: bool = False) -> str | None:
+    """Why nothing that this model computes can be shared, or None if it can. complete: whether pages and
+    slots hold everything that its cache keeps. in_slots: whether there are states.
     """
     if model.config.is_encoder_decoder:
         return "a decoder's keys and values depend on its encoder's output"
     random = why_random(model)
     if random is not None:
         return random
-    if getattr(model, "_is_stateful", False) or not complete:
+    if (getattr(model, "_is_stateful", False) and not in_slots) or not complete:
         return "a layer keeps more than keys and values"
     if routers_of(model, again=True).modules:
         return WHY

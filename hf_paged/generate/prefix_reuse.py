@@ -6,18 +6,21 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import nn
+from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from ..blocks import Prompt
+from ..blocks.prefix_lookup import worth_a_state
 from ..kv import Memory, Prefix, Sequences, TokenHistory, tensors_agree
 from ..kv.config import CacheConfig
 from ..kv.prefixes import begin_with, computed_again, count_hits, longest_prefix
 from ..model.adapters.identity import AdapterStates
-from ..model.cache_name import CACHE
+from ..model.cache_name import CACHE, FOR_STATES
 from ..model.capture.graph import CapturedCache
 from ..model.hooks import HookMonitor
 from ..model.identity import identity_of
@@ -26,10 +29,11 @@ from ..model.peft_layers import adapter_names_of
 from ..model.snapshot import ModelSnapshot, call_snapshots
 from ..model.weights_digest import Unreadable
 from .keys import PLACES, ForwardInputs, NotShareable, PrefixOrigin, why_never
+from .prompt_snapshots import rows_of_states, stops_of, why_unnamed
 
 logger = logging.getLogger("hf_paged")
 
-ANSWERS = frozenset({"logits", CACHE})
+ANSWERS = frozenset({"logits", CACHE, FOR_STATES})
 """Fields that the answer to a part of a prompt may have."""
 Forward = Callable[..., Any]
 Compute = Callable[[dict[str, Any], bool], Any]
@@ -49,6 +53,43 @@ class FillableCache(CapturedCache, Protocol):
         """Notify the layers that their rows begin with cached columns."""
 
 
+class _Prompt(NamedTuple):
+    """A forward of all columns of a prompt from `before` on, up to `columns`."""
+
+    arguments: dict[str, Any]
+    fed: ForwardInputs
+    tokens: list[list[int]]
+    """Of all columns, [rows][columns]."""
+    before: int
+    columns: int
+
+    def rows(self, starts: Sequence[int], block_size: int) -> list[Prompt]:
+        """The rows' own tokens, which begin at these columns."""
+        return [
+            Prompt(row[start:], block_size, key)
+            for row, start, key in zip(self.tokens, starts, self.fed.keys, strict=True)
+        ]
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The arguments without the cache; None in the place of a tensor."""
+        return {
+            name: None if isinstance(value, torch.Tensor) else value
+            for name, value in self.arguments.items()
+            if value is not None and not isinstance(value, Cache)
+        }
+
+    def part(self, begin: int, end: int) -> dict[str, Any]:
+        """The arguments of a forward of the columns from `begin` to `end`."""
+        place = slice(begin - self.before, end - self.before)
+        given = {name: self.arguments[name] for name in PLACES if self.arguments.get(name) is not None}
+        cut = {name: value[:, place].contiguous() for name, value in given.items()}
+        mask = self.arguments.get("attention_mask")
+        if mask is not None and end < self.columns:
+            cut["attention_mask"] = mask[:, :end]
+        return {**self.arguments, **cut}
+
+
 class Reuse:
     """Prefix reuse of one cache: what it finds, and what it publishes."""
 
@@ -63,6 +104,10 @@ class Reuse:
         self._keys: list[bytes] = []
         """The facts besides its tokens that each row's keys and values depend on; rows as they were in the
         beginning.
+        """
+        self._given: dict[str, Any] = {}
+        """The arguments of the first forward, but for tensors and the cache; the names of tensors are there
+        with None.
         """
         self._tokens: list[list[int]] | None = None
         """The tokens [rows][columns] so far, padding included, while the host knows all of them."""
@@ -141,10 +186,50 @@ class Reuse:
         """The keys of the rows as they are now."""
         return [self._keys[row] for row in self.history.origins()]
 
-    def _name(self, model: nn.Module, tokens: list[list[int]], keys: list[bytes]) -> None:
+    def _name(
+        self, model: nn.Module, tokens: list[list[int]], keys: list[bytes], snapshots: bool = True
+    ) -> None:
+        """Let others find the blocks of the rows, and their states if that is worth `snapshots`."""
         dedupe = identity_of(model).trust.get(self.state, "none") != "none"
         for rows in self.sequences.rows.values():
-            rows.commit(tokens, keys, dedupe)
+            if rows.kind.fills or snapshots:
+                rows.commit(tokens, keys, dedupe)
+
+    def _feed(self, prompt: _Prompt, end: int) -> None:
+        """Note the tokens of a prompt up to column `end`."""
+        place = slice(self.history.columns - prompt.before, end - prompt.before)
+        self.history.feed(prompt.fed.tokens[:, place])
+
+    # ---- rows that go back
+
+    def prompt_again(self, columns: int) -> dict[str, Any]:
+        """The arguments of a forward of the first `columns` columns of all rows as they are now; raises
+        NotShareable if they are not known.
+        """
+        if self.disabled is not None:
+            raise NotShareable(self.disabled)
+        if self._forward is not None:
+            raise NotShareable("a call of generate() runs on the cache")
+        if self.history.columns != self.sequences.columns or "input_ids" not in self._given:
+            raise NotShareable("the cache was filled with other inputs than tokens in calls of generate()")
+        tokens = torch.tensor(self.history.read(), device="cpu")[:, :columns]
+        starts = torch.tensor(self.sequences.starts or [0] * len(tokens), device="cpu")
+        places = torch.arange(columns, device="cpu") - starts[:, None]
+        again: dict[str, torch.Tensor | int] = {"input_ids": tokens, "logits_to_keep": 1}
+        again["attention_mask"] = (places >= 0).long()
+        again["position_ids"] = places.clamp(min=0)
+        return {name: again.get(name, value) for name, value in self._given.items()}
+
+    def require_same(self, other: Reuse) -> None:
+        """Raise NotShareable unless the rows of another cache are computed as these were."""
+        if other.disabled is not None or other._keys_now() != self._keys_now():
+            raise NotShareable("the model has changed since the cache was begun")
+
+    def exchange(self, other: Reuse) -> None:
+        """Be about the rows of another cache, which have just come here, as that is about these."""
+        mine, theirs = dict(vars(self)), dict(vars(other))
+        for each, new in ((self, theirs), (other, mine)):
+            vars(each).update({name: value for name, value in new.items() if name != "sequences"})
 
     # ---- a forward
 
@@ -187,8 +272,9 @@ class Reuse:
         if self._origin is not None:
             return self._origin
         self._forward = forward
-        # A row that begins behind a prefix would need the states at its end.
-        reason = why_never(cache.complete and cache.states is None, model)
+        in_slots = bool(rows_of_states(self.sequences))
+        complete = cache.complete and in_slots is (cache.states is not None)
+        reason = why_never(complete, model, in_slots) or why_unnamed(self.sequences, self.config)
         if reason is not None:
             raise NotShareable(reason)
         identity = identity_of(model)
@@ -257,12 +343,11 @@ class Reuse:
             tokens = [old + more for old, more in zip(known, new, strict=True)]
         starts = sequences.starts or [0] * len(tokens)
         columns = before + fed.tokens.shape[1]
-        prompts = [
-            Prompt(row[start:], self.config.block_size, key)
-            for row, start, key in zip(tokens, starts, fed.keys, strict=True)
-        ]
+        prompt = _Prompt(arguments, fed, tokens, before, columns)
+        prompts = prompt.rows(starts, self.config.block_size)
         trust = identity_of(model).trust.get(self.state)
         prefix = None
+        stops: list[int] = []
         reason = self._why_whole(model, arguments, dense)
         if reason is None:
             # A single token is a decoding step to many models: only under known masks is it computed as the
@@ -270,30 +355,37 @@ class Reuse:
             most = columns - max(arguments["logits_to_keep"], 1 if trust == "masks" else 2)
             prefix = longest_prefix(sequences, prompts, most, verify=self.config.verify is not None)
             prefix = prefix if prefix is not None and prefix.columns > before else None
+            if trust == "masks" and not cache.prompt_in_chunks:
+                begin = before if prefix is None else prefix.columns
+                stops = stops_of(sequences, self.config, prompts, begin, most)
         else:
             _note(sequences.memory, reason)
-        answer = None
-        if prefix is not None and trust is not None:
-            answer = self._rest(cache, model, arguments, prefix, columns, compute)
-        if answer is None:
-            answer = self._whole(cache, model, arguments, prefix, columns, compute)
-            prefix = None
-        self.history.feed(fed.tokens)
-        self._tokens = tokens
         if not before:
             self._keys = fed.keys
+            self._given = prompt.form
+        answer = None
+        if trust is not None and (prefix is not None or stops):
+            answer = self._rest(cache, model, prompt, prefix, stops, compute)
+        if answer is None:
+            answer = self._whole(cache, model, prompt, prefix, compute)
+            prefix, stops = None, []
+        self._feed(prompt, columns)
+        self._tokens = tokens
+        if any(not rows.group.layouts for rows in rows_of_states(self.sequences)):
+            self.disable("the model keeps a state outside its cache")
         self._count(prompts, prefix, before, columns)
         if self._is_sound():
-            self._name(model, tokens, fed.keys)
+            begun = max([before if prefix is None else prefix.columns, *stops])
+            worth = worth_a_state(self.config.state_every)
+            self._name(model, tokens, fed.keys, snapshots=columns - begun >= worth)
         return answer
 
     def _whole(
         self,
         cache: FillableCache,
         model: nn.Module,
-        arguments: dict[str, Any],
+        prompt: _Prompt,
         prefix: Prefix | None,
-        columns: int,
         compute: Compute,
     ) -> Any:
         """Compute all of a prompt, and learn whether its cached prefix could have been left out.
@@ -307,9 +399,9 @@ class Reuse:
         if (
             prefix is None
             or state in trust
-            or prefix.columns >= columns - max(arguments["logits_to_keep"], 2)
+            or prefix.columns >= prompt.columns - max(prompt.arguments["logits_to_keep"], 2)
         ):
-            answer = compute(arguments, True)
+            answer = compute(prompt.arguments, True)
             if (
                 state not in trust
                 and self.disabled is None
@@ -320,10 +412,10 @@ class Reuse:
         mark = cache.mark()
         starts = self.sequences.starts
         with computed_again(self.sequences, prefix) as agrees:
-            part = self._rest(cache, model, arguments, prefix, columns, compute)
+            part = self._rest(cache, model, prompt, prefix, [], compute)
             if part is not None:
                 self._return_to(cache, mark, starts)
-            answer = compute(arguments, True)
+            answer = compute(prompt.arguments, True)
             if part is not None and self.disabled is None:
                 same = agrees() and tensors_agree(answer.logits[:, -1], part.logits[:, -1])
                 trust[state] = "trial" if same else "none"
@@ -349,29 +441,40 @@ class Reuse:
             return "the model answers more than logits"
         if self.history.columns and any(rows.kind.releases for rows in self.sequences.rows.values()):
             return "a prompt in chunks under a window"
+        if self.history.columns and rows_of_states(self.sequences):
+            return "a prompt in chunks with recurrent states"
         return None
 
     def _rest(
         self,
         cache: FillableCache,
         model: nn.Module,
-        arguments: dict[str, Any],
-        prefix: Prefix,
-        columns: int,
+        prompt: _Prompt,
+        prefix: Prefix | None,
+        stops: list[int],
         compute: Compute,
     ) -> Any:
-        """Let the rows begin with the prefix and compute the rest; None if the answer cannot replace the
-        whole prompt's.
+        """Let the rows begin with the prefix and compute the rest, in parts that end at the stops; None if
+        the answer cannot replace the whole prompt's.
         """
-        sequences = self.sequences
-        before = self.history.columns
         starts = self.sequences.starts
         mark = cache.mark()
-        given = {name: arguments[name] for name in PLACES if arguments.get(name) is not None}
-        cut = {name: value[:, prefix.columns - before :].contiguous() for name, value in given.items()}
-        begin_with(sequences, prefix, columns - prefix.columns)
-        cache.begin_at(prefix.columns)
-        answer = compute({**arguments, **cut}, False)
+        begin = prompt.before
+        if prefix is not None:
+            begin = prefix.columns
+            begin_with(self.sequences, prefix, prompt.columns - begin)
+            cache.begin_at(begin)
+        try:
+            for stop in stops:
+                compute(prompt.part(begin, stop), False)
+                self._feed(prompt, stop)
+                if self._is_sound():
+                    self._name(model, [row[:stop] for row in prompt.tokens], prompt.fed.keys)
+                begin = stop
+            answer = compute(prompt.part(begin, prompt.columns), False)
+        except BaseException:
+            self.history.crop(self.history.columns - prompt.before)
+            raise
         short = not isinstance(answer, ModelOutput) or not ANSWERS.issuperset(
             name for name in answer if answer[name] is not None
         )
@@ -380,6 +483,7 @@ class Reuse:
         # The answer ought to be longer, or the cached part was computed without the hook: all of it, as if
         # nothing had been found.
         identity_of(model).answers_in_part &= not short
+        self.history.crop(self.history.columns - prompt.before)
         self._return_to(cache, mark, starts)
         return None
 

@@ -193,8 +193,10 @@ def _parts_off(model: Any, memory: Memory | None) -> dict[str, str]:
     found = {layout for group in memory.groups.values() for layout in group.layouts} if memory else ()
     layouts = [layout for layout in found if isinstance(layout, Layout)]
     complete = all(slot.kind is not None and slot.paged.complete for slot in slots)
+    states = any(not kind.fills for slot in slots for kind in slot.kinds)
     reasons = {
-        "prefix_caching": why_never(complete, model) or (None if memory and memory.counts else NOT_ASKED),
+        "prefix_caching": why_never(complete, model, states)
+        or (None if memory and memory.counts else NOT_ASKED),
         "graphs": why_not_captured(model),
         "kernels": why_in_torch("auto", layouts),
     }

@@ -26,6 +26,9 @@ class CacheConfig:
     num_blocks: blocks of every layer group, fixed. Without it the pool is sized by the call's need and grows.
     memory_fraction: instead of num_blocks, the share of the device's free memory that the pools get, fixed.
     state_slots: slots for recurrent states, fixed. A row of a step takes two. Without it their number grows.
+    state_snapshots: with prefix_caching, slots beyond those for snapshots of states, from which later calls
+        go on: 0 for none. None keeps some in slots that no row needs, and 16 for each row where they grow.
+    state_every: with prefix_caching, tokens of a prompt between two snapshots.
     state_dtype: "bfloat16" keeps float32 states in that type, rounded after each step, in half the memory.
         They are computed in float32 either way. None keeps them as transformers does.
     kernels: what reads the pages: "torch"; "triton"; "native", the C++ op of CPUs, built if it is missing
@@ -49,14 +52,16 @@ class CacheConfig:
     return_routing: whether the experts of each token are kept beside its keys and values, and the call's
         answer has them as `routing`.
 
-    prefix_caching, salt, verify, keep_pools and drop_ended describe how a call uses a pool, not the pool:
-    configs that differ only there share one.
+    prefix_caching, salt, state_every, verify, keep_pools and drop_ended describe how a call uses a pool, not
+    the pool: configs that differ only there share one.
     """
 
     block_size: int = 16
     num_blocks: int | None = None
     memory_fraction: float | None = None
     state_slots: int | None = field(default=None, kw_only=True)
+    state_snapshots: int | None = field(default=None, kw_only=True)
+    state_every: int = field(default=512, compare=False, kw_only=True)
     state_dtype: str | None = field(default=None, kw_only=True)
     kernels: str = "auto"
     graphs: bool = True
@@ -105,10 +110,24 @@ class CacheConfig:
             check_int(name, size)
             if size < 1:
                 raise ValueError(f"{name}={size} is not a pool; give 1 or more, or leave it out")
+        check_int("state_every", self.state_every)
+        if self.state_every < 1:
+            raise ValueError(f"state_every={self.state_every} is no number of tokens; give 1 or more")
+        if self.state_snapshots is not None:
+            check_int("state_snapshots", self.state_snapshots)
+            if self.state_snapshots < 0:
+                raise ValueError(
+                    f"state_snapshots={self.state_snapshots} is no number of slots; give 0 or more"
+                )
         if self.memory_fraction is not None:
             check_number("memory_fraction", self.memory_fraction)
             if not 0 < self.memory_fraction <= 1:
                 raise ValueError(f"memory_fraction={self.memory_fraction} is not in (0, 1] of free memory")
+
+    @property
+    def slots(self) -> int | None:
+        """The slots of recurrent states, those for snapshots among them; None if their number grows."""
+        return None if self.state_slots is None else self.state_slots + (self.state_snapshots or 0)
 
     @property
     def fixed(self) -> bool:

@@ -84,7 +84,7 @@ class LayerGroup:
         self.config = config = key[1]
         self.share = share
         size = self.kind.block_size(config.block_size)
-        self.fixed_blocks = config.num_blocks if self.kind.fills else config.state_slots
+        self.fixed_blocks = config.num_blocks if self.kind.fills else config.slots
         """The size of a pool that does not grow."""
         self.pool = BlockPool(require_room_for_books(self.fixed_blocks or 0, option_of(self.kind)), size)
         self._expected_layers = layers
@@ -387,7 +387,8 @@ class LayerGroup:
         pool = self.pool
         # A growing pool takes more than it needs: a long generation must not move it every time.
         whole = pool.held + pool.cached + hint
-        wanted = max(whole, 2 * pool.total)
+        # One of states has a slot a row from the beginning, so it need not double.
+        wanted = max(whole, 2 * pool.total) if self.kind.fills else whole
         affordable = self._affordable()
         alone = not pool.held and not self.config.prefix_caching  # the hint is of this call and no more
         if alone and affordable < whole <= self._affordable(MOST_AHEAD):

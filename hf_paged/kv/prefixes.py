@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..blocks import BlockTable, LayerKind, Match, PrefixLookup, Prompt, adopt
+from ..blocks.prefix_lookup import WORTH_A_COPY
 from .sequences import Sequences
 
 
@@ -27,22 +28,15 @@ def longest_prefix(
     Rows end together, so a row that begins later than others has fewer tokens in as many columns.
     """
     starts = sequences.starts or [0] * len(prompts)
+    # Where a state is of use at exactly its tokens, one token less of a block may have none.
+    worth = WORTH_A_COPY if all(kind.fills for kind in sequences.rows) else 1
     lookups = {
-        kind: [PrefixLookup(rows.group.pool, prompt, kind, verify) for prompt in prompts]
+        kind: [PrefixLookup(rows.group.pool, prompt, kind, verify, worth) for prompt in prompts]
         for kind, rows in sequences.rows.items()
     }
-    columns = most
-    while True:
-        reached = min(
-            start + lookup.reach(columns - start) if start < columns else columns
-            for row in lookups.values()
-            for start, lookup in zip(starts, row, strict=True)
-        )
-        if reached <= min(starts):
-            return None
-        if reached == columns:
-            break
-        columns = reached
+    columns = _reach(lookups, starts, most)
+    if columns <= min(starts):
+        return None
     return Prefix(
         columns,
         {
@@ -50,6 +44,39 @@ def longest_prefix(
             for kind, row in lookups.items()
         },
     )
+
+
+def parting(sequences: Sequences, prompts: Sequence[Prompt], most: int) -> int:
+    """The place up to `most` where rows that have no padding part from what is cached: where blocks end, or,
+    of recurrent layers alone, where the nearest snapshot holds other tokens.
+    """
+    filling = {kind: rows.group.pool for kind, rows in sequences.rows.items() if kind.fills}
+    if filling:
+        lookups = {
+            kind: [PrefixLookup(pool, prompt, kind, worth=1) for prompt in prompts]
+            for kind, pool in filling.items()
+        }
+        return _reach(lookups, [0] * len(prompts), most)
+    found = [
+        rows.group.pool.names.partial.best(prompt.parent_key(0), prompt.tokens[:most])
+        for rows in sequences.rows.values()
+        for prompt in prompts
+    ]
+    return min(0 if best is None else best[1] for best in found)
+
+
+def _reach(lookups: Mapping[LayerKind, Sequence[PrefixLookup]], starts: Sequence[int], most: int) -> int:
+    """The most columns, up to `most`, that rows which begin at these starts find in every pool."""
+    columns = most
+    while True:
+        reached = min(
+            start + lookup.reach(columns - start) if start < columns else columns
+            for row in lookups.values()
+            for start, lookup in zip(starts, row, strict=True)
+        )
+        if reached <= min(starts) or reached == columns:
+            return reached
+        columns = reached
 
 
 def begin_with(sequences: Sequences, prefix: Prefix, more: int) -> None:

@@ -245,6 +245,13 @@ class Sequences:
         twin.history = None if self.history is None else self.history.fork()
         return twin
 
+    def exchange(self, other: Sequences) -> None:
+        """Hold the rows of another cache over the same groups, which gets those of this one."""
+        for name in ("rows", "history", "numbers", "padding_known"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, theirs)
+            setattr(other, name, mine)
+
     def free(self) -> None:
         """Free every block."""
         self._pending = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..blocks import BlockTable, append
-from .group import LayerGroup
+from ..blocks import BlockTable, Match, adopt, append, commit_tail
+from .group import ROOM_FOR, LayerGroup
 from .rows import Rows, other_rows
 
 NO_SLOT = -1
@@ -16,6 +16,8 @@ class StateRows(Rows):
     """One slot per row. A step writes elsewhere than it reads, so that it may run again: the slots that were
     read are held until the rows change once more. Where a pool of fixed size has no room for that, rows that
     share no slot write where they read.
+
+    A slot that others find by its name is a snapshot: it is read, and written by nobody.
     """
 
     def __init__(self, group: LayerGroup) -> None:
@@ -26,6 +28,8 @@ class StateRows(Rows):
         """The columns before the last step; -1 if rows have changed since."""
         self.read: tuple[int, ...] = ()
         """The slots that the last step reads."""
+        self.padded = False
+        """True if columns of padding are among those that states cover."""
 
     @property
     def written(self) -> tuple[int, ...]:
@@ -56,10 +60,13 @@ class StateRows(Rows):
 
     def _turn(self, new: int) -> bool:
         """Let rows write where the last step has read, if they alone hold these slots and their own."""
-        references = self.group.pool.references
+        pool = self.group.pool
+        references, names = pool.references, pool.names
         before = self._before
         if not before or any(references(table.blocks[0]) != 1 for table in (*before, *self._tables)):
             return False
+        if any(table.blocks[0] in names for table in before):
+            return False  # a snapshot, which is worth another slot
         with self._whole():
             now = self.group.pool.tick()
             self.read = self.written
@@ -75,12 +82,19 @@ class StateRows(Rows):
         group = self.group
         first_step = not self.columns
         if not group.fixed or group.pool.available >= rows:
-            group.make_room(rows * (2 if first_step and not group.fixed else 1), 0)
+            need = rows * (2 if first_step and not group.fixed else 1)
+            group.make_room(need, need + self._lacking(rows))
             return not first_step
         alone = all(table.blocks and group.pool.references(table.blocks[0]) == 1 for table in self._tables)
         if not alone:
             group.make_room(rows, 0)  # raises, with the numbers
         return False
+
+    def _lacking(self, rows: int) -> int:
+        """The slots that a pool which grows lacks for snapshots."""
+        wanted = self.group.config.state_snapshots
+        wanted = ROOM_FOR * rows if wanted is None else wanted
+        return max(0, wanted - self.group.pool.cached) if self.keeps_prefixes else 0
 
     def _forget_last(self) -> None:
         """Give back what the last step has read: it does not run again."""
@@ -105,6 +119,7 @@ class StateRows(Rows):
 
     def begin_at(self, starts: list[int] | None) -> None:
         """Padding is computed as the model's masks say, and a state covers it like any other column."""
+        self.padded |= starts is not None and any(starts)
 
     def reorder(self, sources: Sequence[int]) -> None:
         with self.group.memory.lock:
@@ -122,10 +137,15 @@ class StateRows(Rows):
             self._forget_last()
             super().return_to(columns, None)
 
+    def holds(self, columns: int) -> bool:
+        """True if there are states behind the first `columns` columns: none or all of them, or those before a
+        step whose states are still there.
+        """
+        return columns in (0, self.columns) or bool(columns == self.begun and self._before)
+
     def check_past(self, columns: int) -> None:
-        """Raise unless rows are to go back to nothing, or to before a step whose states are still there."""
-        left = self.columns - columns
-        if columns and left and not (left == self.begun and self._before):
+        """Raise unless rows are to go back to a place where there are states."""
+        if not self.holds(self.columns - columns):
             raise RuntimeError(
                 f"cannot go back {columns} tokens: a recurrent state covers all {self.columns}; use a new "
                 "cache, or a copy.deepcopy of this one from before (layers that only convolve go back after "
@@ -135,12 +155,40 @@ class StateRows(Rows):
     def fork(self) -> StateRows:
         twin = super().fork()
         assert isinstance(twin, StateRows)
+        twin.padded = self.padded
         return twin
 
     def free(self) -> None:
         with self.group.memory.lock:
             self._forget_last()
             super().free()
+            self.padded = False
+
+    # ---- snapshots
+
+    def begin_with(self, found: Sequence[Match], columns: int, more: int) -> None:
+        """Begin every row behind a snapshot of `columns` tokens. It is read where it lies: the first step
+        writes elsewhere.
+        """
+        with self.group.memory.lock:
+            self.free()
+            self._open(len(found))
+            with self._whole():
+                for table, match in zip(self._tables, found, strict=True):
+                    adopt(table, match)
+                self.columns = columns
+                self._changed()
+
+    def commit(self, tokens: Sequence[Sequence[int]], extras: Sequence[bytes], dedupe: bool) -> None:
+        """Name what the tokens [rows][columns] have come to, for other rows to begin with. Of padded rows a
+        state is behind more columns than tokens, and keeps to its row.
+        """
+        if self.padded:
+            return
+        with self.group.memory.lock:
+            for table, own, extra in zip(self._tables, tokens, extras, strict=True):
+                commit_tail(table, own, extra)
+            self.group.check_bytes()
 
 
 def _slot(table: BlockTable) -> int:

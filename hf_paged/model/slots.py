@@ -110,6 +110,7 @@ class StatefulLayer(KeepsStates, PagedLayer):
         """Stock names what it has: a state. Keys and values come without names."""
         if kwargs:
             STATE.lazy_initialization(self, **kwargs)
+            self.keep_past(**kwargs)
         else:
             PagedLayer.lazy_initialization(self, *args)
 

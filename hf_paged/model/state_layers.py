@@ -274,6 +274,8 @@ class RowStates(StoredStates):
 
     def may_run(self, rows: Sequence[StateRow]) -> bool:
         start = rows[0].start if rows else self.kept.columns
+        if not start:
+            return True  # rows that go back to nothing have no state
         return start in (self.kept.begun, self.kept.columns) and super().may_run(rows)
 
     def begin(self, rows: Sequence[StateRow] = ()) -> None:
@@ -436,6 +438,18 @@ class KeepsStates:
     def _begin(self, number: int) -> None:
         if self.states.running:
             self.states.begun.add((self.number, number))
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Take the shapes of states, as stock does."""
+        super().lazy_initialization(*args, **kwargs)  # type: ignore[misc]
+        self.keep_past(**kwargs)
+
+    def keep_past(self, state_idx: int = 0, **given: Any) -> None:
+        """Read states that stock has begun with zeros from their slots: rows may begin behind a snapshot."""
+        if self.complete and self.states.flat is None and self.states.has_past():
+            for which in ("conv", "recurrent"):
+                if given.get(f"{which}_states") is not None:
+                    self.states.in_forward.pop((self.number, which, state_idx), None)
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Replace a state by its last inputs; the answer is what the layer convolves."""

@@ -13,14 +13,10 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ..blocks import BlockTable, commit, commit_tail, tail_name
+from ..blocks.prefix_lookup import worth_a_state
 from .limits import KVCacheGroup
 from .plan import NOTHING, StepPlan
 from .request import SequenceGroup, TokenSequence
-
-WORTH_A_STATE = 64
-"""A prompt leaves a snapshot at its end, or where it parts from others, for no fewer tokens than these behind
-the last one, or a quarter of `every`.
-"""
 
 
 class _Snapshot(NamedTuple):
@@ -39,7 +35,7 @@ class Snapshots:
         """every: tokens of a prompt between two snapshots; 0 for no snapshots at all."""
         self.every = every
         self._numbers = [i for i, each in enumerate(kv_groups) if not each.kind.fills] if every else []
-        self._worth = min(WORTH_A_STATE, every // 4)
+        self._worth = worth_a_state(every)
         self._taken: list[_Snapshot] = []
         self._launched = StepPlan(NOTHING)
         """The last plan of which a step was launched."""
