@@ -129,19 +129,18 @@ def _nothing_built(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compiled_once(request: pytest.FixtureRequest) -> Iterator[None]:
+def _compiled_once(kept: Path) -> Iterator[None]:
     """A compiler of this machine makes each C++ library once, for all processes and later runs, in whatever folders it
     is built.
     """
     compile_anew = building.run_compiler
-    folder = request.config.cache.mkdir("libraries")
 
     def compile_once(command: list[str]) -> None:
         *words, target = command
         if words[0] not in building.COMPILERS:
             compile_anew(command)
             return
-        known = folder / _digest(words)
+        known = kept / f"library-{_digest(words)}"
         if not known.exists():
             compile_anew(command)
             shutil.copyfile(target, f"{known}-{os.getpid()}")
@@ -168,6 +167,13 @@ def native_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
     """Where tests of the C++ ops build them, once for all processes of the suite."""
     own = tmp_path_factory.getbasetemp()
     return (own.parent if hasattr(request.config, "workerinput") else own) / "native"
+
+
+@pytest.fixture(scope="session")
+def kept(native_folder: Path, request: pytest.FixtureRequest) -> Path:
+    """A folder for what takes long to make and does not change: later runs find it in pytest's cache, if there is one."""
+    cache = getattr(request.config, "cache", None)
+    return native_folder.parent if cache is None else cache.mkdir("kept")
 
 
 @pytest.fixture(scope="session")

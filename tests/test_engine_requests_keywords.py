@@ -319,7 +319,7 @@ MISTAKES = {
 
 
 def test_a_type_checker_knows_the_keywords(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: Path
 ) -> None:
     """mypy accepts a user's script, and finds each mistake in the line where it is. It keeps what it has found out
     about modules that have not changed, for the next run.
@@ -336,7 +336,7 @@ def test_a_type_checker_knows_the_keywords(
         "--config-file",
         str(settings),
         "--cache-dir",
-        str(pytestconfig.cache.mkdir("mypy")),
+        str(kept / "mypy"),
         "--no-pretty",
         str(script),
     ]
