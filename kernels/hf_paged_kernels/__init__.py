@@ -16,8 +16,9 @@ from .delta_step import delta_step
 from .digest import GOLDEN, digest
 from .experts import Routes, expert_product, expert_sum, route
 from .gather import gather
+from .gemv import gemv
 from .invariant import Invariant, NoFixedOrder
-from .launching import find_driver, know_kernels, know_triton
+from .launching import find_driver, know_kernels, know_triton, launches_early
 from .lora import AdapterPlan, LoraWeights, fits, lora_expand, lora_gather, lora_shrink
 from .norm import add_rms_norm, rms_norm
 from .prefill import Spans, prefill
@@ -67,7 +68,9 @@ __all__ = [
     "find_driver",
     "fits",
     "gather",
+    "gemv",
     "know_triton",
+    "launches_early",
     "logsumexp",
     "lora_expand",
     "lora_gather",

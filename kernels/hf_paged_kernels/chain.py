@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from . import exact
-from .launching import launch
+from .launching import early, follow, launch
 
 WIDEST = 16384
 TILE = 1024
@@ -111,6 +111,7 @@ def chain(
         _kernel(form), (triton.cdiv(count, at_once), triton.cdiv(n, padded)), *tensors, count, n,
         AT_ONCE=at_once, PADDED=padded, EXACT=tensors[0].device.type != "cpu",
         num_warps=max(4, min(16, at_once * padded // 256)), enable_fp_fusion=False,
+        **early(tensors[0].device),
     )  # fmt: skip
 
 
@@ -167,7 +168,7 @@ def _made(form: _Form) -> Any:
     source = "\n".join(_source(form)) + "\n"
     place = f"<hf_paged chain {sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[place] = len(source), None, source.splitlines(keepends=True), place
-    names = {"__name__": __name__, "tl": tl, "exact": exact}
+    names = {"__name__": __name__, "tl": tl, "exact": exact, "follow": follow}
     exec(compile(source, place, "exec"), names)
     if not isinstance(exact.exp, triton.JITFunction):  # the interpreter's, like all others
         return type(exact.exp)(names["chain"])
@@ -178,6 +179,7 @@ def _source(form: _Form) -> list[str]:
     outs = len(form.stored)
     tensors = ", ".join([*(f"OUT{i}" for i in range(outs)), *(f"IN{i}" for i in range(form.inputs))])
     text = [
+        "follow(EARLY)",
         "line = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)",
         "column = (tl.program_id(1) * PADDED + tl.arange(0, PADDED))[None, :]",
         "there = (line < count)[:, None]",
@@ -193,7 +195,7 @@ def _source(form: _Form) -> list[str]:
         name = values.at(value, COLUMN)
         place = _address(form.strides[i], COLUMN)
         text.append(f"tl.store(OUT{i} + {place}, {name}.to(OUT{i}.dtype.element_ty), mask=real)")
-    sizes = "count, n, AT_ONCE: tl.constexpr, PADDED: tl.constexpr, EXACT: tl.constexpr"
+    sizes = "count, n, AT_ONCE: tl.constexpr, PADDED: tl.constexpr, EXACT: tl.constexpr, EARLY: tl.constexpr"
     return [f"def chain({tensors}, {sizes}):", *(f"    {each}" for each in text)]
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from .exact import weight_sum
-from .launching import launch
+from .launching import early, follow, launch
 from .shared_reads import SharedPieces
 from .tiles import LOG2E, Strides, block_ids, capped, check, load_tile, precision, token_offsets
 from .tuning import Tiling, decode_tiling, in_fixed_tiles, multiprocessors, room_for
@@ -144,10 +144,10 @@ def decode(
     several = triton.next_power_of_2(group) * padded
     scale_log2 = (plan.key_dim**-0.5 if scale is None else scale) * LOG2E.value
     common = plan.partial, plan.weight
-    early: dict[str, bool] = {}
+    options = early(query.device)
     if plan.shared is not None and plan.groups is not None:
+        options = options if plan.shared.early else {"EARLY": False}
         common = plan.shared.read(query, keys, values, table, plan.groups, scale_log2, softcap)
-        early = {"launch_pdl": True} if plan.shared.early else {}
     launch(
         _decode, (plan.heads, plan.most),
         query, keys, values, table, plan.pieces, plan.count, plan.done, plan.partial, plan.weight, *common,
@@ -160,9 +160,9 @@ def decode(
         GROUPS=triton.next_power_of_2(group), PAGE=plan.block_size,
         BLOCK_M=max(tiling.block_m, triton.next_power_of_2(group)), TILE=tiling.block_n, STAGES=tiling.stages,
         AT_ONCE=max(1, min(16, 2048 * tiling.warps // several)), SOFTCAP=softcap or 0.0,
-        HAS_SINK=sinks is not None, SHARED=plan.groups is not None, EARLY=bool(early),
+        HAS_SINK=sinks is not None, SHARED=plan.groups is not None,
         INVARIANT=plan.invariant, PRECISION=precision(query.dtype, plan.invariant), num_warps=tiling.warps,
-        num_stages=tiling.stages, enable_fp_fusion=not plan.invariant, **early,
+        num_stages=tiling.stages, enable_fp_fusion=not plan.invariant, **options,
     )  # fmt: skip
     return out
 
@@ -241,8 +241,11 @@ def _decode(
     TABLE [rows, blocks of a row]; PIECES [most, 8], COUNT [1], DONE [rows, HEADS], PARTIAL [most, HEADS *
     GROUP, VALUE_DIM] and WEIGHT [most, HEADS * GROUP] as in Plan; COMMON and COMMON_WEIGHT the same of slots;
     SINKS [HEADS * GROUP]; OUT [rows, HEADS * GROUP, VALUE_DIM]. One program reads one piece of one row for
-    the GROUP query heads of one key head. EARLY: _read_shared may still run until the first merge.
+    the GROUP query heads of one key head. EARLY: the
+    kernel before may still run; if SHARED it is _read_shared, until the first merge.
     """
+    if not SHARED:
+        follow(EARLY)
     head = tl.program_id(0)
     piece = tl.program_id(1)
     record = PIECES + piece * _RECORD
@@ -315,7 +318,7 @@ def _decode(
             slot = 0
             if SHARED:
                 slot = tl.load(record + 5)
-            if EARLY:
+            if SHARED and EARLY:
                 cuda.gdc_wait()  # for what was read with others
             _merge(
                 PARTIAL, WEIGHT, COMMON, COMMON_WEIGHT, OUT + row.to(tl.int64) * out_row, out_head, head,
@@ -323,7 +326,7 @@ def _decode(
                 SHARED, HEADS, GROUP, GROUPS, VALUE_DIM, VALUE_DIMS, AT_ONCE,
             )  # fmt: skip
             tl.store(DONE + row * HEADS + head, 0)
-    if EARLY:
+    if SHARED and EARLY:
         if piece == 0:
             cuda.gdc_wait()  # who waits for this kernel waits for the one before, too
 

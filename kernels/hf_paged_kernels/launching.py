@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra import cuda
 from triton.runtime import driver
 
 
@@ -27,9 +30,29 @@ def launches_early(device: torch.device) -> bool:
     """True if a kernel can be launched while the one before it runs, and wait for it in the middle: on Hopper
     and later GPUs. "meta" stands for the current one.
     """
-    if device.type not in ("cuda", "meta") or not torch.cuda.is_available():
+    if device.type not in ("cuda", "meta") or not torch.cuda.is_available() or not hasattr(cuda, "gdc_wait"):
         return False
-    return torch.cuda.get_device_capability(device if device.type == "cuda" else None) >= (9, 0)
+    return _is_hopper(device.index if device.type == "cuda" else None)
+
+
+@cache
+def _is_hopper(index: int | None) -> bool:
+    return torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def early(device: torch.device) -> dict[str, bool]:
+    """Options of a launch whose kernel has EARLY, and reads nothing that another kernel writes before it has
+    waited: where it can, it is launched while the one before it runs.
+    """
+    return {"EARLY": True, "launch_pdl": True} if launches_early(device) else {"EARLY": False}
+
+
+@triton.jit
+def follow(EARLY: tl.constexpr):
+    """Let the next kernel be launched, and wait for the one before."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
 
 
 def _compile(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:

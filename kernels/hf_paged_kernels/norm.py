@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from . import exact
-from .launching import launch
+from .launching import early, follow, launch
 
 WIDEST = 16384
 TILE = 1024
@@ -145,7 +145,7 @@ def _launch(
         *found.strides,
         N=n, PADDED=padded, AT_ONCE=at_once, ADD=add, CENTERED=centered, INVARIANT=invariant,
         LOG2=padded.bit_length() - 1, num_warps=min(16, at_once * padded // 256),
-        enable_fp_fusion=not invariant,
+        enable_fp_fusion=not invariant, **early(x.device),
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def _norm(
     X, RESIDUAL, WEIGHT, TOTAL, OUT, eps, count, inner,
     x_outer, x_inner, residual_outer, residual_inner, total_outer, total_inner, out_outer, out_inner,
     N: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, ADD: tl.constexpr, CENTERED: tl.constexpr,
-    INVARIANT: tl.constexpr, LOG2: tl.constexpr,
+    INVARIANT: tl.constexpr, LOG2: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """OUT = WEIGHT * round(h * rsqrt(mean(h^2) + eps)), or round(h * rsqrt(mean(h^2) + eps) * (1 + WEIGHT))
     if CENTERED.
@@ -162,6 +162,7 @@ def _norm(
     h = X, or TOTAL = round(RESIDUAL + X) if ADD. X, RESIDUAL, TOTAL, OUT [outer, inner, N]; WEIGHT [N]. A
     program takes AT_ONCE of the outer * inner = count lines.
     """
+    follow(EARLY)
     line = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     column = tl.arange(0, PADDED)
     real = (line < count)[:, None] & (column < N)[None, :]

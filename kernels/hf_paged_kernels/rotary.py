@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import launch
+from .launching import early, follow, launch
 
 TILE = 512
 
@@ -154,6 +154,7 @@ def _launch(
         RESTS=triton.next_power_of_2(dim - 2 * half),
         VALUE_DIM=value_dim, VALUE_DIMS=value_dims, PAGE=keys.shape[1], WRITE=write, AT_ONCE=at_once,
         VALUES_AT_ONCE=values_at_once, Q_TILES=q_tiles, K_TILES=k_tiles, num_warps=4, enable_fp_fusion=False,
+        **early(q.device),
     )  # fmt: skip
     return q_out.transpose(1, 2)
 
@@ -170,6 +171,7 @@ def _rotary(
     VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, WRITE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     VALUES_AT_ONCE: tl.constexpr, Q_TILES: tl.constexpr, K_TILES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Q_OUT[i, j, h] = rotated(Q[i, h, j]); KEYS[s // PAGE, s % PAGE, h] = rotated(K[i, h, j]) and
     VALUES[...] = V[i, h, j].
@@ -179,6 +181,7 @@ def _rotary(
     [rows, new, 2 * HALF]; Q_OUT [rows, new, Q_HEADS, DIM]; KEYS [blocks, PAGE, HEADS, DIM]; VALUES [blocks,
     PAGE, HEADS, VALUE_DIM]; SLOTS [rows * new].
     """
+    follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     row = (tl.program_id(0) // new).to(tl.int64)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from . import exact
-from .launching import launch
+from .launching import early, follow, launch
 from .norm import Lines
 
 TILE = 1024
@@ -49,7 +49,7 @@ def swiglu(
         _swiglu, (found.count, triton.cdiv(n, TILE)),
         out, gate, up, found.inner, *found.strides,
         N=n, TILE=TILE, GELU=activation == "gelu_tanh", EXACT=gate.device.type != "cpu", num_warps=4,
-        enable_fp_fusion=not invariant,
+        enable_fp_fusion=not invariant, **early(out.device),
     )  # fmt: skip
     return out
 
@@ -58,10 +58,12 @@ def swiglu(
 def _swiglu(
     OUT, GATE, UP, inner, out_outer, out_inner, gate_outer, gate_inner, up_outer, up_inner,
     N: tl.constexpr, TILE: tl.constexpr, GELU: tl.constexpr, EXACT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """OUT = round(round(activation(GATE)) * UP), all [outer, inner, N]; a program takes TILE columns of one
     line.
     """
+    follow(EARLY)
     far = (tl.program_id(0) // inner).to(tl.int64)
     near = (tl.program_id(0) % inner).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)

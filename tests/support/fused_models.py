@@ -60,6 +60,10 @@ class Kernels:
         self.calls: Counter[str] = Counter()
         self.threads: set[int] = set()
 
+    @staticmethod
+    def launches_early(device: torch.device) -> bool:
+        return False
+
     def _note(self, name: str) -> None:
         self.calls[name] += 1
         self.threads.add(threading.get_ident())

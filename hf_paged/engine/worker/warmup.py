@@ -18,6 +18,7 @@ from ...kv.ops import choose
 from ...kv.warmup import AttentionShape, Job, Warming, compile_digest
 from ...model.capture.branches import layers_of_one_input
 from ...model.capture.fusion import Fusion
+from ...model.capture.gemv import MOST_ROWS
 from ...model.capture.products import fused_parameters
 from ...model.capture.step import Size, bucket_of
 from ...model.capture.warmup import COMPILED_FOR, attention_shape
@@ -134,9 +135,9 @@ def later_jobs(eager: EagerModel) -> Sequence[tuple[Hashable, Sequence[Job]]]:
     known: dict[AttentionShape, set[Any]] = {each: set() for each in attentions}
     for power in range((most - 1).bit_length(), 0, -1):
         rows = min(2**power, most)
-        found.append(
-            (power, [job for each in attentions for job in each.singles(ops, rows, WIDTHS[0], known[each])])
-        )
+        singles = [job for each in attentions for job in each.singles(ops, rows, WIDTHS[0], known[each])]
+        few = fusion.calls(rows, dtype) if rows == min(MOST_ROWS, most) else []
+        found.append((power, [*singles, *few]))
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
@@ -33,6 +33,7 @@ from ..ranks.symmetric_memory import FUSED, SENT, LazySum, memory_of, shots_of
 from ..ranks.tensor_parallel import mesh_of
 from ..source import STANDS_FOR, reads_like
 from ..state_functions import StateFunctions, stepping
+from . import gemv
 from .branches import Product, at_once, beside, products_of
 from .chains import Chains, Noted, computed
 from .experts import calls_of, gate_of, is_mixture, of_experts
@@ -68,6 +69,8 @@ class Fusion:
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         self.gates: dict[nn.Module, str | None] = {}
         """The mixtures of experts, and the activation of their gates where kernels have it."""
+        self.few_rows: dict[nn.Module, Sequence[nn.Linear]] = {}
+        """Layers whose products of few rows a kernel computes, and those that it computes in one launch."""
         self.rotaries: set[str] = set()
         """The module files whose rotary embedding is Llama's."""
         self.states = StateFunctions(model)
@@ -82,6 +85,11 @@ class Fusion:
                 self.forwards[module] = replacement
             for products in products_of(module):
                 self.forwards.update({layer: partial(self.product, layer, products) for layer in products})
+                if self._mesh is None and all(map(gemv.may_read, products)):
+                    self.few_rows.update({layer: [*products] for layer in products})
+            if self._mesh is None and module not in self.forwards and gemv.may_read(module):
+                self.forwards[module] = partial(self.linear, module)
+                self.few_rows[module] = [module]
         for module in model.modules():
             self._chain(module)
         self.rotaries = {
@@ -130,6 +138,8 @@ class Fusion:
         norms = {module for module in self.forwards if is_norm(module)}
         alone = self._norms_alone or self._mesh is not None
         widest = max([len(module.weight) for module in norms], default=0)  # type: ignore[arg-type]
+        for layers in self.few_rows.values():
+            calls.update(gemv.calls_of(self.kernels, layers, rows, dtype))
         for module, gate in self.gates.items():
             calls.update(calls_of(self.kernels, gate, module, rows, dtype))
         for module in self.forwards:
@@ -243,7 +253,11 @@ class Fusion:
         x = computed(x)  # before streams part
         ready = self._ready
         if ready is None or ready[0] is not x or ready[1] != _version(x) or layer not in ready[2]:
-            found = fused_product(x, [*products])
+            found = None
+            if layer in self.few_rows:
+                found = gemv.few_rows(self.kernels, x, self.few_rows[layer])
+            if found is None:
+                found = fused_product(x, [*products])
             if found is None and at_once(x):
                 found = beside(x, [*products.values()])
             if found is None:
@@ -253,6 +267,12 @@ class Fusion:
         if not ready[2]:
             self._ready = None
         return answer
+
+    def linear(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        """The product of a layer that shares its input with no other."""
+        x = computed(x)
+        found = gemv.few_rows(self.kernels, x, self.few_rows[layer])
+        return nn.Linear.forward(layer, x) if found is None else found[0]
 
     def feed_forward(self, module: Any, x: torch.Tensor) -> Any:
         with read_together(module.up_proj):
