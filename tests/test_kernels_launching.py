@@ -7,6 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from kernel_cases import DEVICE, GPU, load
+
+kernels = load()
+
 FOLDER = Path(__file__).parent.parent / "kernels"
 PROGRAM = """
 import os, random, sys, threading
@@ -59,3 +65,55 @@ def test_kernels_have_one_digest_whatever_threads_ask_for_it() -> None:
     assert len(answers) == 3
     assert "decode._decode" in answers[0]
     assert set(answers) == {answers[0]}
+
+
+@pytest.mark.skipif(not GPU, reason="branches of a graph are a GPU's")
+def test_a_launch_behind_branches_of_a_graph() -> None:
+    """A kernel that may begin early begins behind all the branches that it reads, here long ones."""
+    rows, width = 64, 4096
+    x = torch.empty(rows, width, dtype=torch.bfloat16, device=DEVICE)
+    weights = [torch.randn(width, width, device=DEVICE).to(torch.bfloat16) / 64 for _ in range(3)]
+    scale = torch.ones(width, dtype=torch.bfloat16, device=DEVICE)
+
+    def branch(weight: torch.Tensor, times: int) -> torch.Tensor:
+        y = x
+        for _ in range(times):
+            y = torch.nn.functional.linear(y, weight)
+        return y
+
+    def behind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return kernels.add_rms_norm(kernels.swiglu(k, v), q, scale, 1e-6)[1]
+
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def step() -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        answers = []
+        for stream, weight, times in zip(streams, weights[1:], (6, 3), strict=True):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                answers.append(branch(weight, times))
+        q = branch(weights[0], 1)
+        for stream in streams:
+            main.wait_stream(stream)
+        return behind(q, *answers)
+
+    inputs = [torch.randn(rows, width, device=DEVICE).to(torch.bfloat16) for _ in range(4)]
+    expected = []
+    for each in inputs:
+        x.copy_(each)
+        parts = [branch(weight, times) for weight, times in zip(weights, (1, 6, 3), strict=True)]
+        torch.cuda.synchronize()
+        expected.append(behind(*parts).clone())
+    x.copy_(inputs[0])
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        answer = step()
+    wrong = torch.zeros((), dtype=torch.long, device=DEVICE)
+    for i in range(2_000):
+        x.copy_(inputs[i % 4])
+        graph.replay()
+        wrong += (answer != expected[i % 4]).any()
+    assert not wrong.item()
