@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from common_reads import read_common_blocks_once
 from latent_models import attention, deepseek, expanded
 from releases import LATENTS
 from tape import record
@@ -44,6 +45,27 @@ def test_in_one_flat_row(family: str) -> None:
     with Engine(model, block_size=4, max_batch_tokens=8) as engine:
         assert engine.stats()["form"] == "flat", engine.stats()["off"]
         assert answers(engine, max_new_tokens=10) == right
+
+
+@LATENTS
+def test_no_common_blocks_are_read_once_and_none_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured steps of samples of one prompt, whose latents torch reads row by row."""
+    model = deepseek()
+    read_common_blocks_once(monkeypatch, with_adapters=False)
+    options: dict[str, Any] = {"num_return_sequences": 4, "do_sample": True, "seed": 1, "max_new_tokens": 12}
+    found = []
+    for way in ("off", "always"):
+        with Engine(model, block_size=4, shared_reads=way) as engine:
+            found.append(
+                [each.token_ids for each in engine.submit(prompts()[2], **options).result().sequences]
+            )
+            stats = engine.stats()
+    assert found[0] == found[1]
+    assert stats["graphs"]["replayed"] > 0
+    assert stats["shared_reads"]["tokens_unread"] == 0
+    assert (
+        stats["off"]["shared_reads"] == "latent attention (MLA) is read by plain torch, of each row by itself"
+    )
 
 
 @LATENTS

@@ -226,6 +226,8 @@ def _why_no_shared_reads(loop: StepLoop) -> str | None:
     if not any(kind.reads_all for kind in pools.paged):
         return "no layer attends to all tokens of a sequence"
     runner = loop.runner
+    if runner.eager.expanding:
+        return "latent attention (MLA) is read by plain torch, of each row by itself"
     if runner.eager.device.type == "cuda":
         possible = runner.captures and pools.config.kernels in ("auto", "triton")
     else:

@@ -510,7 +510,7 @@ class CapturedRunner:
         block_size = group.pool.block_size
         if not group.kind.fills:  # a sequence has one slot
             width, block_size = 1, ENDLESS
-        together = rows > 1 and group.captured_ops.kernels is not None
+        together = rows > 1 and not self.eager.expanding and group.captured_ops.kernels is not None
         shared = self.shared_reads.get(group.kind) if together else None
         arguments = width, block_size, width, group.device, group.kind.window, shared
         return (
