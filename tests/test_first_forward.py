@@ -83,7 +83,7 @@ def test_generates_as_stock(family: str, mode: str) -> None:
     "family", [family for family in FAMILIES if family != "gemma3"]
 )  # where an older stock fails itself
 def test_drafts_that_are_longer_than_the_prompt(family: str) -> None:
-    """20 drafts behind a prompt of 4, of which few are accepted: the forwards over the next ones are not the
+    """12 drafts behind a prompt of 4, of which few are accepted: the forwards over the next ones are not the
     prompt's.
     """
     model, assistant = model_of(family), model_of(family)
@@ -91,20 +91,20 @@ def test_drafts_that_are_longer_than_the_prompt(family: str) -> None:
         for parameter in assistant.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
     assistant.generation_config.update(
-        num_assistant_tokens=20,
+        num_assistant_tokens=12,
         num_assistant_tokens_schedule="constant",
         assistant_confidence_threshold=0.0,
         eos_token_id=None,
     )
     arguments = {
-        "max_new_tokens": 24,
+        "max_new_tokens": 16,
         "do_sample": False,
         "return_dict_in_generate": True,
         "output_logits": True,
     }
     with widths_of(model) as widths:
         stock, paged = both(model, **typed(family, prompt(4)), **arguments, assistant_model=assistant)
-    assert widths[:2] == [24, 21]
+    assert widths[:2] == [16, 13]
     assert_equal(stock, paged)
 
 

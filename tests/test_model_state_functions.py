@@ -104,10 +104,10 @@ def test_steps_of_an_engine_answer_as_each_prompt_alone(
     model.generation_config.eos_token_id = None
     chance = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 60, (length,), generator=chance).tolist() for length in (3, 11, 7)]
-    with Engine(model) as engine:
-        handles = [engine.submit(prompt, max_new_tokens=14) for prompt in prompts]
+    with Engine(model, num_blocks=60, max_batch_tokens=24, max_batch_sequences=4) as engine:
+        handles = [engine.submit(prompt, max_new_tokens=10) for prompt in prompts]
         for prompt, handle in zip(prompts, handles, strict=True):
-            stock = model.generate(torch.tensor([prompt]), max_new_tokens=14, do_sample=False)
+            stock = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)
             assert handle.result().sequences[0].token_ids == stock[0, len(prompt) :].tolist()
         assert counts(engine)["replayed"], reasons(engine)
         assert {name for name in steps.run if name.endswith("_step")} == FAMILIES["jamba"]
@@ -136,11 +136,11 @@ def test_steps_with_prompts_in_them_are_captured(
         for _ in range(2):
             handles = []
             for prompt in prompts:
-                handles.append(engine.submit(prompt, max_new_tokens=9))
+                handles.append(engine.submit(prompt, max_new_tokens=7))
                 engine.step()
             found = [handle.result().sequences[0].token_ids for handle in handles]
             stock = stock or [
-                model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)[
+                model.generate(torch.tensor([prompt]), max_new_tokens=7, do_sample=False)[
                     0, len(prompt) :
                 ].tolist()
                 for prompt in prompts

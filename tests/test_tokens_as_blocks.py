@@ -134,7 +134,7 @@ def test_who_plans_the_same_steps_knows_every_id(window: int | None, host: int |
         Simulated.of(total=60, size=1, window=window, tokens=12, sequences=5, host=host) for _ in range(2)
     ]
     chances = [random.Random(7) for _ in worlds]
-    for number in range(300):
+    for number in range(150):
         for world, chance in zip(worlds, chances, strict=True):
             alive = [group for group in world.groups if group.status is not Status.FINISHED]
             if len(alive) < 8:
@@ -155,4 +155,4 @@ def test_who_plans_the_same_steps_knows_every_id(window: int | None, host: int |
         assert one == other
         assert [pool.states() for pool in worlds[0].pools] == [pool.states() for pool in worlds[1].pools]
     assert worlds[0].scheduler.counts == worlds[1].scheduler.counts
-    assert worlds[0].scheduler.counts["preemptions"] > 20
+    assert worlds[0].scheduler.counts["preemptions"] > 10
