@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from .peft_parts import (
     why_read_outside,
     wraps_around,
 )
+from .peft_probe import Product, why_otherwise
 from .shards import is_divided, why_parts_are_unknown
 from .switch import modules_of
 
@@ -350,10 +351,11 @@ def _reasons(*tuners: Sequence[Any]) -> dict[str, str | None]:
     linear layers.
     """
     found: dict[str, str | None] = {}
+    otherwise = cache(why_otherwise)
     for tuner in {id(each): each for each in chain.from_iterable(tuners)}.values():
         if _is_linear(tuner) and _only_products(tuner):
             for name in tuner._modules["lora_A"]._modules:
-                found.setdefault(name, None)
+                found[name] = found.get(name) or otherwise(Product.of(tuner, name))
             continue
         for name in names_of(tuner):
             found[name] = found.get(name) or _why_more(name, tuner)
@@ -378,9 +380,10 @@ def _only_products(layer: Any) -> bool:
 def _why_more(name: str, layer: Any) -> str | None:
     """Why only peft's own code can compute what an adapter has in a module of peft's."""
     kind = kind_of(layer)
-    return (
-        f"an adapter has parts of the kind {_kind_of(layer)}" if kind is None else kind.why_not(layer, name)
-    )
+    if kind is None:
+        return f"an adapter has parts of the kind {_kind_of(layer)}"
+    why_not = kind.why_not(layer, name)
+    return why_otherwise(Product.of(layer, name)) if why_not is None and _is_lora(layer) else why_not
 
 
 def _why_read_outside(modules: Iterable[nn.Module], layers: Iterable[Any]) -> str | None:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..lora import Adapter
-from ..parts import Parts, SavedModule, by_kernels
+from ..parts import LowRank, LowRankEmbedding, Part, Parts, SavedModule, by_kernels
 from ..peft_layers import LoraLayers
-from ..peft_parts import why_read_outside
+from ..peft_parts import base_of, why_read_outside
+from ..peft_probe import Product, why_otherwise
 from ..ranks.tensor_parallel import mesh_of
 from ..switch import modules_of
 from ..weights_digest import content_digest
 from .divided import part_here
 from .files import read_folder
-from .invocation import Invocation
+from .invocation import Invocation, invocation_in
 from .state_dict import NoParts, module_at, parts_in, widths_of
 
 NOT_COMPUTED = {
@@ -149,9 +150,24 @@ def load_adapter(
         why_not = why_read_outside(model.get_submodule(above), last)
         if why_not is not None:
             raise NoParts(why_not)
+    for path, own in parts.items():
+        for part in own:
+            why_not = _why_otherwise(module_at(model, path), part, bool(invocation_in(config)))
+            if why_not is not None:
+                raise NoParts(why_not)
     if kernels and not all(map(by_kernels, parts.values())):
         raise NoParts("no kernel computes whole norms")
     return parts
+
+
+def _why_otherwise(module: nn.Module, part: Part, invoked: bool) -> str | None:
+    """Why peft's own modules must compute a part of an adapter that no module holds."""
+    if isinstance(part, LowRankEmbedding):
+        return why_otherwise(Product("embedding", part.magnitude is not None))
+    if not isinstance(part, LowRank):
+        return None
+    kind: Literal["linear", "conv1d"] = "conv1d" if isinstance(base_of(module), Conv1D) else "linear"
+    return why_otherwise(Product(kind, part.magnitude is not None, part.bias is not None, invoked))
 
 
 def read_source(

@@ -109,6 +109,8 @@ class _NoWrites(TorchDispatchMode):
     def __init__(self, memory: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
+        self.met = False
+        """True once one was about to."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -116,6 +118,7 @@ class _NoWrites(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = kwargs.get(argument.name, args[i] if i < len(args) else None)
                 if any(address_of(each) in self._memory for each in _tensors(given)):
+                    self.met = True
                     raise _WritesBase
         return func(*args, **kwargs)
 
@@ -136,8 +139,14 @@ def _loaded(
     known = _give_own_parameters(twin, writes)
     resize(twin, state)
     memory = {address_of(own) for own, _ in known.values()} if not writes else set()
-    with (_own_configs if _replicates(config) else _same_config)(twin), _NoWrites(memory):
-        _inject(twin, state, copy.deepcopy(config), name)
+    guard = _NoWrites(memory)
+    try:
+        with (_own_configs if _replicates(config) else _same_config)(twin), guard:
+            _inject(twin, state, copy.deepcopy(config), name)
+    except Exception as error:
+        if guard.met:  # torch says of it no more than that there was an error
+            raise _WritesBase from error
+        raise
     more = _share_parameters(twin, known)
     for module in modules_of(twin):
         let_write(module)
@@ -188,8 +197,6 @@ def _inject(twin: nn.Module, state: Mapping[str, torch.Tensor], config: Any, nam
     try:
         result: Any = peft.set_peft_model_state_dict(made, dict(state), adapter_name=name)
     except RuntimeError as error:
-        if isinstance(error, _WritesBase):
-            raise
         raise ValueError(f"peft cannot load the adapter into {type(twin).__name__}: {error}") from error
     own = peft.get_peft_model_state_dict(made, adapter_name=name, save_embedding_layers=False)
     prefix = str(getattr(made.base_model, "prefix", ""))
