@@ -13,13 +13,16 @@ import peft
 import pytest
 import torch
 from adapter_answers import NEW, alone, ask, first, prompt, tokens
-from adapters import adapted, lora, trained
+from adapters import NAMES, adapted, lora, trained
 from cases import examples
 from engine_parts import apart_of
 from families import BY_NAME, build
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from other_methods import other_method, tiny_llama
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from pictures import with_pictures
+from quantized_layers import EightBit, FourBit
 from tape import rerun
 from tiny import build as tiny
 from tiny import config_class
@@ -657,6 +660,155 @@ def test_recurrent_states() -> None:
             for i, each in enumerate(wanted)
         ]
         assert [tokens(handle) for handle in handles] == expected
+        engine.check()
+
+
+@pytest.mark.parametrize("layer", [EightBit, FourBit])
+def test_quantized_layers(layer: Any) -> None:
+    """By kernels' parts (products, DoRA, a saved head) and apart (IA3), two of each, over the same layers."""
+
+    def quantized() -> Any:
+        base = tiny_llama()
+        for block in base.model.layers:
+            for name in ("q_proj", "v_proj"):
+                setattr(block.self_attn, name, layer(getattr(block.self_attn, name)))
+        return base
+
+    products: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
+    saved = lora(**products, modules_to_save=["lm_head"])
+    kinds = [lora(**products, use_dora=True), saved, lora(**products), saved, lora(**products, use_dora=True)]
+    model = trained(*kinds, third=products, model=quantized())
+    other = peft.IA3Config(
+        target_modules=["q_proj", "v_proj"], feedforward_modules=[], init_ia3_weights=False
+    )
+    torch.manual_seed(2)
+    apart = peft.get_peft_model(quantized(), other, "x").eval()
+    wanted = [*NAMES[:6], None, "x"]
+    expected = [alone(model, prompt(i), each) for i, each in enumerate(wanted[:-1])]
+    expected.append(alone(apart, prompt(len(wanted) - 1), "x"))
+    with Engine(model, block_size=4, num_blocks=200) as engine:
+        engine.add_adapter("x", apart)
+        assert answers(engine, wanted) == expected
+        assert {engine.adapters()[name].computed for name in NAMES[:6]} == {"kernels"}
+        assert engine.adapters()["x"].computed == "apart"
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_prompts_with_pictures(mode: Any) -> None:
+    """Adapters of the text model and of the encoder that peft computes, products and the model alone."""
+    base = tiny("image", config_class("image", "llava")).eval()
+    weights = {name: each.clone() for name, each in base.state_dict().items()}
+    shown = with_pictures(base, rows=1)
+    names = ["q_proj", "v_proj"]
+    configs = [
+        peft.IA3Config(target_modules=names, feedforward_modules=[], init_ia3_weights=False) for _ in range(2)
+    ]
+    torch.manual_seed(1)
+    model = peft.get_peft_model(base, configs[0], "one")
+    model.add_adapter("two", configs[1])
+    plain = tiny("image", config_class("image", "llava"))
+    plain.load_state_dict(weights)
+    other = adapted(lora(target_modules=names), model=plain)
+    call = {"max_new_tokens": 14, "do_sample": False}
+    length = shown["input_ids"].shape[1]
+    wanted = ["one", "two", None, "lora", "one"]
+    expected = []
+    for name in wanted:
+        if name in ("one", "two"):
+            model.set_adapter(name)
+        with nullcontext() if name else model.disable_adapter():
+            out = (other if name == "lora" else model.eval()).generate(**shown, **call)
+        expected.append(out[0, length:].tolist())
+    assert len(set(map(tuple, expected))) == 4
+    options = {"max_batch_tokens": 40, "num_blocks": 40, "watermark": 0.0, "preemption": mode}
+    with Engine(model, block_size=4, **options) as engine:
+        state = peft.get_peft_model_state_dict(other, adapter_name="one")
+        engine.add_adapter("lora", state, other.peft_config["one"])
+        handles = [engine.submit(**shown, **call, adapter=name) for name in wanted]
+        assert [tokens(handle) for handle in handles] == expected
+        assert engine.stats()["adapters"]["forwards_apart"] > 0
+        engine.check()
+
+
+def test_logprobs_of_rows_apart() -> None:
+    """Of prompts and answers, beside rows of kernels and of the model alone."""
+    model = mixed()
+    ids = prompt(4, 12)
+    with Engine(model, block_size=4, num_blocks=200) as engine:
+        wanted = ["two", None, "four", "one"]
+        handles = [
+            engine.submit(ids, **GREEDY, adapter=each, logprobs=2, prompt_logprobs=True) for each in wanted
+        ]
+        for name, handle in zip(wanted, handles, strict=True):
+            output = handle.result()
+            whole = torch.tensor([[*ids, *first(output)]])
+            model.set_adapter(name or "one")
+            with torch.no_grad(), nullcontext() if name else model.disable_adapter():
+                scores = model(whole).logits[0].log_softmax(-1)
+            expected = scores[:-1].gather(1, whole[0, 1:, None])[:, 0]
+            found = [note.logprob for note in output.prompt_logprobs[1:]]
+            found += [note.logprob for note in output.sequences[0].logprobs]
+            torch.testing.assert_close(torch.tensor(found), expected, atol=2e-4, rtol=0)
+
+
+def test_deterministic_algorithms() -> None:
+    """No operation of a step with adapters of any kind is one that torch refuses then."""
+    configs = [lora(), lora(use_dora=True), lora(modules_to_save=["lm_head"], **BLOCKS), lora(lora_bias=True)]
+    tokens_of = lora(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [5, 6, 7]})
+    model = trained(*configs, tokens_of)
+    wanted = [*NAMES[:5], None, "three"]
+    expected = [alone(model, prompt(i), each) for i, each in enumerate(wanted)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        with Engine(model, block_size=4, num_blocks=200) as engine:
+            assert answers(engine, wanted) == expected
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+OF_LAYERS = sorted(
+    {kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
+    - {"LORA", "PROMPT_TUNING", "P_TUNING", "CPT", "MULTITASK_PROMPT_TUNING", "PREFIX_TUNING", "CARTRIDGE"}
+    - {"ADAMSS", "SHADOW", "XLORA"}  # docs/adapters.md says why these cannot be tried
+    - {"ADALORA"}  # peft has one of it that is not for inference alone
+    - {"ADAPTION_PROMPT"}  # nothing may be beside these in a peft model
+)
+OF_LORA: dict[str, dict[str, Any]] = {
+    "DoRA": {"use_dora": True},
+    "biases of products": {"lora_bias": True},
+    "block-diagonal": BLOCKS,
+    "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
+    "saved": {"modules_to_save": ["lm_head", "norm"]},
+    "trained tokens": {"trainable_token_indices": {"embed_tokens": [5, 6, 7, 8]}},
+    "VeLoRA": VELORA,
+}
+"""The kinds of docs/adapters.md, beside virtual tokens, which tests/test_model_adapters_virtual.py has."""
+
+
+@settings(max_examples=examples(5), deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from([*OF_LAYERS, *OF_LORA]), st.integers(0, 50))
+def test_two_of_any_kind_beside_products_and_the_model(kind: str, seed: int) -> None:
+    """One engine, each request with the tokens of peft alone on its adapter."""
+    if kind in OF_LORA:
+        model = trained(lora(**OF_LORA[kind]), lora(**OF_LORA[kind]), third={"target_modules": ["k_proj"]})
+    else:
+        model = other_method(kind)
+    other = adapted(lora(r=4))
+    wanted = ["one", "product", None, "two", "one"]
+    ids = [prompt(seed + i) for i in range(len(wanted))]
+    task: dict[str, Any] = {"task_ids": torch.tensor([1])} if kind == "POLY" else {}
+    expected = [
+        alone(other, each, "one") if name == "product" else alone(model, each, name, **(task if name else {}))
+        for name, each in zip(wanted, ids, strict=True)
+    ]
+    with Engine(model, block_size=4, num_blocks=200) as engine:
+        state = peft.get_peft_model_state_dict(other, adapter_name="one")
+        engine.add_adapter("product", state, lora(r=4))
+        handles = [
+            engine.submit(each, **GREEDY, adapter=name, task_ids=1 if task and name in NAMES else None)
+            for name, each in zip(wanted, ids, strict=True)
+        ]
+        assert [tokens(handle) for handle in handles] == expected, kind
         engine.check()
 
 
