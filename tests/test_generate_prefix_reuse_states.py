@@ -4,6 +4,9 @@ and stock's answers (contract C17 to C23).
 
 from __future__ import annotations
 
+import functools
+import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from tiny import build, config_class
 
 import hf_paged
 from hf_paged import PagedCache
+from hf_paged.model import state_functions
 from hf_paged.model.registry import memory_of
 from hf_paged.model.rehearsal import RECORDERS
 
@@ -194,3 +198,33 @@ def test_no_snapshots_are_no_prefixes(qwen: Any) -> None:
 def test_options(options: dict[str, Any], said: str, qwen: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=said):
         PagedCache(qwen, prefix_caching=True, **options)
+
+
+def test_scans_of_other_signatures_keep_their_states(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A part of a prompt would begin without one, as in transformers. The log says so once for a class."""
+    monkeypatch.setattr(state_functions, "_told", weakref.WeakKeyDictionary())
+    model = make("jamba")
+    file = sys.modules[type(model).__module__]
+    stock = file.mamba_selective_scan
+    monkeypatch.setattr(file, "mamba_selective_scan", lambda *args, **kwargs: stock(*args, **kwargs))
+    first = words(1, 20)
+    for ids in (first, continued(first, 20, 3)):
+        assert ask(model, ids, 4, EVERY_16)[1][0] == ids.shape[1]
+    (reason,) = hf_paged.stats(model).reasons
+    assert "forgets its states" in reason
+    assert "mamba_selective_scan has other parameters" in reason
+    assert sum("JambaForCausalLM: " in each for each in caplog.messages) == 1
+
+
+def test_layers_of_other_code_are_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prefix that is found is computed again, and the answers are compared."""
+    model = make("qwen3_5_text")
+    file = sys.modules[type(model).__module__]
+    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+        own = functools.partial(lambda stock, *args, **kwargs: stock(*args, **kwargs), getattr(file, name))
+        monkeypatch.setattr(file, name, own)
+    first = words(1, 20)
+    computed = [ask(model, each, 4, EVERY_16)[1][:2] for each in (first, *[continued(first, 20, 3)] * 2)]
+    assert computed == [[20, 1], [3, 23], [3, 1]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged.model.lazy import LazyTensor, as_dense
+from hf_paged.model.lazy import LazyMask, LazyTensor, as_dense
 
 
 def lazy() -> tuple[torch.Tensor, list[int]]:
@@ -61,3 +61,17 @@ def test_anything_else_is_left_as_it_is() -> None:
     assert as_dense("text") == "text"
     tensor, _ = lazy()
     assert type(as_dense(tensor)) is torch.Tensor
+
+
+def test_all_of_a_mask_is_the_mask() -> None:
+    """Gemma 4 takes all of it in a flat row, whose mask must not be made."""
+
+    def build() -> torch.Tensor:
+        raise AssertionError("it is made")
+
+    mask = LazyMask((1, 1, 3, 5), torch.bool, torch.device("cpu"), 4, build)
+    whole = mask[:, :, slice(0, None), :]
+    assert isinstance(whole, LazyMask)
+    assert whole.window == 4
+    with pytest.raises(AssertionError, match="it is made"):
+        mask[:, :, slice(-2, None), :]

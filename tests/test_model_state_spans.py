@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from tiny import build, config_class
 from hf_paged import Engine
 from hf_paged.kv.state_spans import StateSpans
 from hf_paged.kv.state_store import StateStore
+from hf_paged.model import state_functions
 from hf_paged.model.source import STANDS_FOR
 from hf_paged.model.state_functions import KNOWN
 from hf_paged.model.state_spans import SPANNED, StockCall
@@ -129,14 +131,25 @@ def other_states(stock: Callable[..., Any]) -> Callable[..., Any]:
         (other_states, "in one row with others its sequences get other logits"),
     ],
 )
-def test_functions_of_another_release(other: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_another_release(
+    other: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sequences are computed one by one, and the log says so once for each class."""
+    monkeypatch.setattr(state_functions, "_told", weakref.WeakKeyDictionary())
     model = tiny("nemotron_h")
     file = file_of(model)
     monkeypatch.setattr(file, "mamba2_chunk_scan", other(file.mamba2_chunk_scan))
-    with Engine(model) as engine:
-        assert engine.stats()["form"] == "rows"
-        assert reason in engine.stats()["off"]["flat"]
-        check(model, engine)
+    for _ in range(2):
+        with Engine(model) as engine:
+            assert engine.stats()["form"] == "rows"
+            assert reason in engine.stats()["off"]["flat"]
+            check(model, engine)
+    told = [each for each in caplog.messages if "NemotronHForCausalLM: " in each]
+    lines = [
+        each for each in told if f"sequences are computed one by one: {engine.stats()['off']['flat']}" in each
+    ]
+    assert len(lines) == 1
+    assert len(set(told)) == len(told)
 
 
 # ---- whose calls are answered

@@ -29,7 +29,7 @@ from ..model.peft_layers import adapter_names_of
 from ..model.snapshot import ModelSnapshot, call_snapshots
 from ..model.weights_digest import Unreadable
 from .keys import PLACES, ForwardInputs, NotShareable, PrefixOrigin, why_never
-from .prompt_snapshots import rows_of_states, stops_of, why_unnamed
+from .prompt_snapshots import goes_on, rows_of_states, stops_of, why_unnamed
 
 logger = logging.getLogger("hf_paged")
 
@@ -274,7 +274,7 @@ class Reuse:
         self._forward = forward
         in_slots = bool(rows_of_states(self.sequences))
         complete = cache.complete and in_slots is (cache.states is not None)
-        reason = why_never(complete, model, in_slots) or why_unnamed(self.sequences, self.config)
+        reason = why_never(complete, model, in_slots) or why_unnamed(self.sequences, self.config, model)
         if reason is not None:
             raise NotShareable(reason)
         identity = identity_of(model)
@@ -406,6 +406,7 @@ class Reuse:
                 state not in trust
                 and self.disabled is None
                 and all(layer.path == "paged" for layer in cache.own_layers)
+                and (not rows_of_states(self.sequences) or goes_on(model))
             ):
                 trust[state] = "masks"
             return answer

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from ..blocks import Prompt
 from ..blocks.prefix_lookup import worth_a_state
 from ..kv import Sequences
 from ..kv.config import CacheConfig
 from ..kv.prefixes import parting
 from ..kv.state_rows import StateRows
+from ..model.slots import STATES, slots_of
+from ..model.state_functions import WITHOUT_PAST, StateFunctions
+from ..model.state_spans import PARAMETERS
 
 
 def rows_of_states(sequences: Sequences) -> list[StateRows]:
@@ -21,9 +26,18 @@ def rows_of_states(sequences: Sequences) -> list[StateRows]:
     return [rows for rows in sequences.rows.values() if isinstance(rows, StateRows)]
 
 
-def why_unnamed(sequences: Sequences, config: CacheConfig) -> str | None:
+def goes_on(model: nn.Module) -> bool:
+    """True if all layers with states call functions that are known to go on from those."""
+    numbers = {number for number, _ in StateFunctions(model, PARAMETERS).called}
+    slots = slots_of(model, cross=False)
+    return all(number in numbers for number, slot in enumerate(slots) if STATES in slot.kinds)
+
+
+def why_unnamed(sequences: Sequences, config: CacheConfig, model: nn.Module) -> str | None:
     """The reason why these rows find and leave nothing; None if they do."""
     for rows in rows_of_states(sequences):
+        for reason in StateFunctions(model, WITHOUT_PAST).reasons:
+            return f"a prompt in parts forgets its states: {reason}"
         if config.state_snapshots == 0:
             return "layers keep recurrent states, and state_snapshots=0"
         if rows.padded and len(sequences.rows) == 1:

@@ -224,6 +224,8 @@ class LazyMask(LazyTensor):
             # A layer on another device gets the mask moved there.
             if device is not None and named.get("dtype") in (None, mask.dtype):
                 return mask.on(torch.device(device))
+        if func is torch.ops.aten.alias.default:
+            return args[0].on(args[0].device)  # all of it: Gemma 4's where all tokens' logits are wanted
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def on(self, device: torch.device) -> LazyMask:

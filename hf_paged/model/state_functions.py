@@ -12,7 +12,9 @@ scattered behind them.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -29,6 +31,8 @@ from ..kv.ops import on
 from .device_map import runs_class_forward
 from .lazy import LazyTensor, NotCapturable, as_dense
 from .source import STANDS_FOR
+
+logger = logging.getLogger("hf_paged")
 
 
 class SlotState(LazyTensor):
@@ -339,6 +343,17 @@ LIMITED = "mamba2_selective_state_update"
 """A function that is not told the limits of time, which `mamba2_chunk_scan` keeps to in prompts."""
 
 
+def tell_once(model: nn.Module, fact: str) -> None:
+    """Log a fact of a model with recurrent states, once for each class."""
+    told = _told.setdefault(type(model), set())
+    if fact not in told:
+        told.add(fact)
+        logger.warning("%s: %s", type(model).__name__, fact)
+
+
+_told: weakref.WeakKeyDictionary[type[nn.Module], set[str]] = weakref.WeakKeyDictionary()
+
+
 @cache
 def has_parameters(function: Any, names: Iterable[str]) -> bool:
     """True if a function has these parameters, keywords for others aside."""
@@ -389,6 +404,8 @@ class StateFunctions:
                 limit = module.__dict__.get("time_step_limit")
                 if limit is not None and (number, LIMITED) in self.called:
                     self.limits[number] = float(limit[0]), float(limit[1])
+        for reason in self.reasons:
+            tell_once(model, f"{reason}, so transformers' own code steps its recurrent states")
 
     def _find(self, forward: Any) -> Iterator[str]:
         """Find the functions that a layer's forward calls."""

@@ -21,6 +21,7 @@ from ...model.rounding import computing_dtype, shaken
 from ...model.routers import routers_of
 from ...model.servable import check_routers, longest
 from ...model.shapes import ShapesOnly
+from ...model.state_functions import tell_once
 from ...scheduling import ForwardRows
 from ..multimodal.cross import STATES, CrossInputs, trial_inputs, why_not_cross
 from ..multimodal.encoder import EncoderInput
@@ -176,6 +177,7 @@ class Trial:
         if self.runner.why_rows is None:
             self.runner.why_rows = self._why_not_flat(rows, whole, cuts, pieces)
         if self.runner.why_rows is not None and self.runner.states is not None:
+            tell_once(self._eager.model, f"sequences are computed one by one: {self.runner.why_rows}")
             self._eager.why_not_beside = self._why_not_beside(rows, whole)
         if self._attends_across:
             self.runner.why_not_cross = why_not_cross(self._eager.model) or self._why_not_cross(rows, cuts)

@@ -60,7 +60,7 @@ def scores_of(model: Any) -> int | None:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-    return ids_of(head) if hasattr(base_of(head), "weight") else None
+    return None if head is None or not hasattr(base_of(head), "weight") else ids_of(head)
 
 
 def ids_with(module: nn.Module, parts: Iterable[Part]) -> int:
