@@ -211,9 +211,9 @@ def _why_no_graphs(loop: StepLoop) -> str | None:
 
 def _shared_reads(loop: StepLoop) -> dict[str, int]:
     """The groups of the last steps: of the model's, and of adapters' that peft's modules compute."""
-    own = loop.runner.captured
-    captured = [*([] if own is None else [own]), *loop.adapters.apart.captured]
-    return usage(books for each in (loop.pools, *captured) for books in each.shared_reads.values())
+    runners = [loop.runner, *loop.adapters.apart.runners]
+    forwards = [part for each in runners for part in (each.eager, each.captured) if part is not None]
+    return usage(filter(None, [maker.shared for part in forwards for maker in part.makers.values()]))
 
 
 def _why_no_shared_reads(loop: StepLoop) -> str | None:

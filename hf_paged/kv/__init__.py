@@ -1,6 +1,7 @@
 """The tensors: pools of keys and values, and the index tensors of a step. No policy beyond their size."""
 
 from .batch import Batch, RowBatch
+from .batches import GroupBatches
 from .flat import FlatBatch
 from .forks import fork_safe_lock, in_forked_process
 from .group import Arithmetic, LayerGroup, Memory, is_out_of_memory
@@ -20,6 +21,7 @@ __all__ = [
     "Arithmetic",
     "Batch",
     "FlatBatch",
+    "GroupBatches",
     "HostBlocks",
     "LayerGroup",
     "Layout",

@@ -12,7 +12,7 @@ import torch
 
 from ..blocks import BlockTableArray, SharedReads
 from .batch import SpanTensors
-from .static import GROUPS, StaticBatch, UploadPart, tokens_of
+from .static import StaticBatch, UploadPart, fill_groups, tokens_of
 
 
 class StaticSpans(StaticBatch):
@@ -78,8 +78,7 @@ class StaticSpans(StaticBatch):
             borders[1 : len(rows) + 1] = many.cumsum()
             borders[len(rows) + 1 :] = len(places)
             if self.shared is not None:
-                groups = self.shared.follow_singles(tables, row_ids, starts, counts)
-                parts[GROUPS].reshape(-1)[: len(groups)] = groups
+                fill_groups(parts, self.shared.follow_singles(tables, row_ids, starts, counts))
 
     def begin(self, advance: Callable[..., None]) -> None:
         """Begin a run: work out where the new tokens are written, and which sequences bring one."""

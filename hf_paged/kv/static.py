@@ -139,6 +139,11 @@ def download(tensors: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Ten
     return wait
 
 
+def fill_groups(parts: dict[str, Any], groups: array[int]) -> None:
+    """Write groups of rows, as `SharedReads.follow` answers them, into the parts of an upload."""
+    parts[GROUPS].reshape(-1)[: len(groups)] = groups
+
+
 class StaticBatch(Batch):
     """The contents of a `RowBatch` in static tensors, for at most `rows` rows of at most `width` blocks.
 
@@ -241,8 +246,7 @@ class StaticBatch(Batch):
                 read, written = parts["sources"], parts["targets"]
                 read[: len(copies)], written[: len(copies)] = zip(*copies, strict=True)
             if self.shared is not None:
-                groups = self.shared.follow_tables(tables, new, sources)
-                parts[GROUPS].reshape(-1)[: len(groups)] = groups
+                fill_groups(parts, self.shared.follow_tables(tables, new, sources))
 
     def load_array(
         self, tables: BlockTableArray, row_ids: array[int], starts: array[int], counts: array[int]
@@ -260,8 +264,7 @@ class StaticBatch(Batch):
             parts["tokens"][: len(rows)] = positions
             parts["table"][: len(rows), :width] = blocks.take(rows, 0)[:, :width]
             if self.shared is not None:
-                groups = self.shared.follow_singles(tables, row_ids, starts, counts)
-                parts[GROUPS].reshape(-1)[: len(groups)] = groups
+                fill_groups(parts, self.shared.follow_singles(tables, row_ids, starts, counts))
 
     def load_nothing(self) -> None:
         """Upload a step without tokens: a run writes nothing and sees nothing."""

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..blocks import BlockPool, BlockTable, SharedReads, append
+from ..blocks import BlockPool, BlockTable, append
 from .batch import Batch
+from .batches import GroupBatches
 from .flat import FlatBatch
 from .forks import fork_safe_lock, in_forked_process
 from .layout import Layout
 from .ops import TritonOps, on
 from .ops_torch import Pages, Seen
-from .spans import StaticSpans
 from .static import StaticBatch
 
 logger = logging.getLogger("hf_paged")
@@ -191,13 +191,19 @@ class AttentionShape(NamedTuple):
 
     layout: Layout
     query_heads: int
-    block_size: int
-    window: int | None = None
+    maker: GroupBatches
+    """The maker of batches of its layers in captured steps."""
     softcap: float | None = None
     turns: bool = False
     """True if the kernel that writes keys in captured steps gives them their positions, too."""
-    shared: SharedReads | None = None
-    """Books of rows that read common blocks together in captured steps."""
+
+    @property
+    def block_size(self) -> int:
+        return self.maker.group.pool.block_size
+
+    @property
+    def window(self) -> int | None:
+        return self.maker.group.kind.window
 
     def jobs(self, ops: TritonOps, rows: int, width: int, captured: bool) -> Iterator[Job]:
         """Jobs of prompts and decoding, and if `captured`, of steps of `rows` rows with tables of `width`
@@ -209,7 +215,7 @@ class AttentionShape(NamedTuple):
         yield partial(self._write, ops, lambda: self._flat(WRITTEN, PROMPT))
         yield partial(self._write, ops, lambda: self._flat(WRITTEN, 1))
         if captured:
-            yield from self._beside(ops, partial(self._captured, rows, width))
+            yield from self._beside(ops, partial(self._captured, ops, rows, width))
 
     def step(self, ops: TritonOps, make: Callable[[], StaticBatch]) -> Iterator[Job]:
         """The jobs of a captured step with the batch that `make` makes. The longest come first."""
@@ -223,15 +229,15 @@ class AttentionShape(NamedTuple):
         The longest come first.
         """
         yield partial(self._read_chunks, ops, rows, most, width)
-        yield partial(self._attend, ops, partial(self._captured, most, width))
-        yield partial(self._update, ops, partial(self._captured, most, width))
-        yield lambda: self._captured(rows, width).begin(ops.advance)
+        yield partial(self._attend, ops, partial(self._captured, ops, most, width))
+        yield partial(self._update, ops, partial(self._captured, ops, most, width))
+        yield lambda: self._captured(ops, rows, width).begin(ops.advance)
         if self.turns:
-            yield partial(self._turn, ops, partial(self._captured, rows, width))
+            yield partial(self._turn, ops, partial(self._captured, ops, rows, width))
 
     def singles(self, ops: TritonOps, rows: int, width: int, known: set[Any]) -> Iterator[Job]:
         """The jobs of captured steps of `rows` sequences that are not among the `known`."""
-        make = partial(self._captured, rows, width)
+        make = partial(self._captured, ops, rows, width)
         tiling = self._plan(ops, make()).tiling._replace(per_sm=1)
         if tiling not in known:
             known.add(tiling)
@@ -254,14 +260,14 @@ class AttentionShape(NamedTuple):
     def _plan(self, ops: TritonOps, batch: StaticBatch) -> Any:
         keys, values = self._blocks()
         query = self._heads(batch.rows, 1, self.query_heads, self.layout.key_dim)[:, :, 0]
-        shared = batch.shared is not None
+        shared = batch.groups_on(META) is not None
         return ops.kernels.Plan(
             query, keys, values, mean_length=batch.columns, window=self.window, shared=shared
         )
 
     def _decode(self, ops: TritonOps, rows: int, width: int, captured: bool) -> None:
         if captured:
-            self._attend(ops, lambda: self._captured(rows, width))  # not begun, so it needs no plan
+            self._attend(ops, lambda: self._captured(ops, rows, width))  # not begun, so it needs no plan
         self._attend(ops, lambda: self._flat(WRITTEN, 1))
 
     def _attend(self, ops: TritonOps, make: Callable[[], Batch]) -> None:
@@ -276,11 +282,13 @@ class AttentionShape(NamedTuple):
 
     def _read_chunks(self, ops: TritonOps, rows: int, most: int, width: int) -> None:
         layout = self.layout
-        batch = StaticSpans(rows, most, width, self.block_size, width, META, self.window)
+        batch = self.maker.static(rows, width, most=most, device=META, ops=ops)
         query = self._heads(rows, 1, self.query_heads, layout.key_dim)[:, :, 0]
         out = torch.empty(*query.shape[:2], layout.value_dim, dtype=layout.dtype, device=META)
         options = {"softcap": self.softcap}
-        ops.read_chunks(query, self._pages(ops, batch), batch.spans, self.window, options, out)
+        spans = batch.spans_on(META)
+        assert spans is not None
+        ops.read_chunks(query, self._pages(ops, batch), spans, self.window, options, out)
 
     def _write(self, ops: TritonOps, make: Callable[[], Batch]) -> None:
         batch = make()
@@ -305,9 +313,8 @@ class AttentionShape(NamedTuple):
         append([table], [length])
         return FlatBatch([table], [new])
 
-    def _captured(self, rows: int, width: int) -> StaticBatch:
-        shared = self.shared if rows > 1 else None
-        return StaticBatch(rows, 1, width, self.block_size, width, META, self.window, shared)
+    def _captured(self, ops: TritonOps, rows: int, width: int) -> StaticBatch:
+        return self.maker.static(rows, width, device=META, ops=ops)
 
     def _pages(self, ops: TritonOps, batch: Batch) -> Pages:
         keys, values = (data.flatten(0, 1) for data in self._blocks())

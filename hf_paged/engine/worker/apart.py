@@ -29,7 +29,6 @@ from ...model.snapshot import ModelSnapshot
 from ...model.state_slots import StatesAdvanced
 from ...scheduling import AdapterNames
 from .adapters import require_room
-from .captured import CapturedRunner
 from .forward_batch import Answer, ForwardBatch
 from .pools import Pools
 from .probe import CLOSE, CLOSE_IN_HALF, distance
@@ -112,14 +111,14 @@ class ForwardsApart:
         """By the settings of adapters the findings of a trial."""
 
     @property
-    def captured(self) -> list[CapturedRunner]:
-        """The captured steps of each, where there are any."""
-        found = [each.runner.captured for each in self.by_slot.values()]
-        return [each for each in found if each is not None]
+    def runners(self) -> list[Runner]:
+        """The runner of each."""
+        return [each.runner for each in self.by_slot.values()]
 
     def stats(self) -> dict[str, float]:
         """How many were computed, in which time, and the captured steps of those that there are."""
-        pools = [each.captures for each in self.captured]
+        captured = [each.captured for each in self.runners]
+        pools = [each.captures for each in captured if each is not None]
         return {
             "forwards_apart": self.count,
             "ms_apart": self._ms_so_far(),

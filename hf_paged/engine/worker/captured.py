@@ -24,7 +24,7 @@ from ...blocks import (
     WANTED,
     LayerKind,
 )  # fmt: skip
-from ...kv import LayerGroup, StaticBatch, StaticSpans
+from ...kv import GroupBatches, LayerGroup, StaticBatch
 from ...kv.budget import Room, free_bytes
 from ...kv.columns import StaticColumns
 from ...kv.ordinary import ordinary_tensors
@@ -55,8 +55,6 @@ for many tokens is faster.
 """
 MOST_IN_TORCH = 2**17
 """The same where plain torch reads, to which spans are rows like others."""
-ENDLESS = 2**30
-"""Tokens of a block that is never full, where numbers have 32 bits."""
 SHARE_OF_CAPTURES = 0.1
 """The share of a device's free memory that captured steps may have of their own at most."""
 MIXED = (1.5, 2, 1.25, 3, 4, 6)
@@ -140,8 +138,11 @@ class CapturedRunner:
         """True if kernels read the pages in it."""
         room = Room(eager.device.type, free_bytes(eager.device))
         own = _own_bytes(room)
-        self.shared_reads = eager.pools.books_of_reads()
-        """The rows that read common blocks together, by the kinds of layers that do."""
+        self.makers = {
+            kind: GroupBatches(group, captured=True, latent=bool(eager.expanding))
+            for kind, group in eager.pools.own.items()
+        }
+        """The makers of its steps' batches."""
         self.captures = CapturePool(eager.pools.memory, own, is_ready, self.compilation)
         config: Any = eager.model.config
         known = scores_of(eager.model)
@@ -490,7 +491,10 @@ class CapturedRunner:
         rows = size.rows
         device = self.eager.device
         groups = self._read if size.form == "spans" else self.eager.pools.paged.values()
-        batches = {group.kind: self._batch(size, group) for group in groups}
+        most = self._most if size.form == "spans" else None
+        batches = {
+            group.kind: self.makers[group.kind].static(rows, size.width, most=most) for group in groups
+        }
         with ordinary_tensors():
             ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
             table = self.eager.adapters.table if size.adapters and self.eager.adapters else None
@@ -504,18 +508,6 @@ class CapturedRunner:
         tables = () if table is None else table.tensors
         columns = StaticColumns(COLUMNS.values(), wanted, rows, device)
         return _DecodeStep(size, ids, columns, batches, logits[:wanted], best[:, :wanted], tables)
-
-    def _batch(self, size: Size, group: LayerGroup) -> StaticBatch:
-        form, rows, width, _ = size
-        block_size = group.pool.block_size
-        if not group.kind.fills:  # a sequence has one slot
-            width, block_size = 1, ENDLESS
-        together = rows > 1 and not self.eager.expanding and group.captured_ops.kernels is not None
-        shared = self.shared_reads.get(group.kind) if together else None
-        arguments = width, block_size, width, group.device, group.kind.window, shared
-        return (
-            StaticSpans(rows, self._most, *arguments) if form == "spans" else StaticBatch(rows, 1, *arguments)
-        )
 
     def _run(self, step: _DecodeStep) -> None:
         eager = self.eager

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from operator import add
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from ...blocks import ADAPTER_SLOT, NO_NUMBERS, LayerKind, Numbers, TableView
-from ...kv import Batch, FlatBatch, RowBatch
+from ...blocks import ADAPTER_SLOT, NO_NUMBERS, LayerKind, Numbers
+from ...kv import Batch, GroupBatches
 from ...kv.upload import upload
 from ...model.adapters.vocabulary import joined
 from ...model.attention import NAME, Forward, running
@@ -45,8 +43,6 @@ from .pools import Pools
 
 T = TypeVar("T")
 Form = Literal["flat", "rows"]
-MOST_PLANS = 256
-"""Plans of kernels that are kept for a kind of layer."""
 
 
 def _answered(
@@ -105,7 +101,8 @@ class EagerModel:
         self.spread = is_spread(model)
         """True if layers lie on several devices: the head's need not be the one of the ids."""
         self._plugged = False
-        self._plans: dict[LayerKind, dict[object, Any]] = {}
+        self.makers = {kind: GroupBatches(group) for kind, group in pools.groups.items()}
+        """The makers of its steps' batches."""
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = name_in(model)
         self.why_not_beside: str | None = None
@@ -154,47 +151,10 @@ class EagerModel:
         """Let the next writes to the cache be those of all rows side by side."""
         self.cache.begin(
             {
-                kind: FlatBatch(
-                    self._tables(rows, i, kind),
-                    rows.counts,
-                    self._plans_of(kind),
-                    self._groups(rows, i, kind),
-                )
-                for i, kind in enumerate(self.pools.paged)
+                kind: self.makers[kind].flat(tables, rows.row_ids, rows.starts, rows.counts)
+                for kind, tables in zip(self.pools.paged, rows.tables, strict=False)
             }
         )
-
-    def _groups(self, rows: ForwardRows, number: int, kind: LayerKind) -> Callable[[], array[int]] | None:
-        """The groups of rows that read common blocks together, for a reader that asks for them."""
-        if kind not in self.pools.shared_reads or len(rows) < 2:
-            return None
-        shared = self.pools.shared_reads[kind]
-        return functools.partial(
-            shared.follow_singles, rows.tables[number], rows.row_ids, rows.starts, rows.counts
-        )
-
-    def _tables(
-        self, rows: ForwardRows, number: int, kind: LayerKind, lengths: Iterable[int] | None = None
-    ) -> list[TableView]:
-        """The tables of rows in the group of layers of that number and kind, as far as their tokens read
-        them. lengths: the tokens of each table; None: those of its row, with this step's.
-        """
-        tables = rows.tables[number]
-        pool = self.pools.groups[kind].pool
-        found = []
-        lengths = map(add, rows.starts, rows.counts) if lengths is None else lengths
-        for row_id, start, length in zip(rows.row_ids, rows.starts, lengths, strict=True):
-            released = kind.reach(start, pool.block_size)
-            blocks = tables.read(row_id, released, pool.blocks_for(length) - released)
-            found.append(TableView(pool, blocks.tolist(), length, released))
-        return found
-
-    def _plans_of(self, kind: LayerKind) -> dict[object, Any]:
-        """Plans of kernels for a kind of layer, kept from step to step for a number of batch sizes."""
-        plans = self._plans.setdefault(kind, {})
-        if len(plans) > MOST_PLANS:
-            plans.clear()
-        return plans
 
     def one_by_one(self, batch: ForwardBatch) -> Answer:
         """The step row by row; rows of one token behind others run beside each other where layers keep their
@@ -229,21 +189,11 @@ class EagerModel:
         forward.
         """
         rows = batch.rows
-        columns = max(rows.starts) + 1
-        starts = [columns - 1 - start for start in rows.starts]
         batches: dict[LayerKind, Batch] = {
-            kind: RowBatch(
-                self._tables(rows, i, kind),
-                starts if any(starts) else None,
-                columns,
-                1,
-                None,
-                lambda: True,
-                groups=self._groups(rows, i, kind),
-            )
-            for i, kind in enumerate(self.pools.paged)
+            kind: self.makers[kind].beside(tables, rows.row_ids, rows.starts, rows.counts)
+            for kind, tables in zip(self.pools.paged, rows.tables, strict=False)
         }
-        self.cache.begin(batches, past=columns - 1)
+        self.cache.begin(batches, past=max(rows.starts))
         arguments = {self.cache_name: self.cache, "use_cache": True, "return_dict": True}
         arguments["input_ids"] = batch.ids(self.device)[:, None]
         if self.takes_positions:
@@ -266,9 +216,10 @@ class EagerModel:
         for i, kind in enumerate(self.pools.groups):
             length = kind.holds(start + count, source)
             if kind.fills and length:
-                tables = self._tables(batch.rows, i, kind, [length])
-                new = kind.growth(count, 0, source)
-                batches[kind] = RowBatch(tables, None, length, new, None, lambda: True)
+                rows, new = batch.rows, kind.growth(count, 0, source)
+                batches[kind] = self.makers[kind].alone(
+                    rows.tables[i], rows.row_ids, rows.starts, length, new
+                )
         inputs = self._inputs(batch)
         row = batch.inputs.get(0, PLAIN)
         cross_tokens = 0 if row.cross is None or row.cross.states else source

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...blocks import BlockTable, Copy, LayerKind, OutOfBlocks, SharedReads
+from ...blocks import BlockTable, Copy, LayerKind, OutOfBlocks
 from ...kv import HostBlocks, LayerGroup, Layout, Transfer
 from ...kv.budget import Room, free_bytes
 from ...kv.checksums import NO_CHECKS, ByteChecks
 from ...kv.token_numbers import read_numbers
-from ...model.offloaded import input_device
 from ...model.registry import memory_of
 from ...model.routing import ROUTING
 from ...model.servable import Unservable
@@ -105,8 +104,6 @@ class Pools:
         """Those of keys and values, the first ones of these."""
         self.never_full = {kind: group for kind, group in self.own.items() if not kind.fills}
         """That of recurrent states, if layers keep any, which comes behind them."""
-        self.shared_reads = self.books_of_reads(input_device(model).type == "cpu")
-        """Those of steps that are launched one operation at a time."""
         for group in self.groups.values():
             group.kept = config.keep_pools
         if config.num_blocks is not None and not self.paged:
@@ -115,14 +112,6 @@ class Pools:
                 config.num_blocks,
                 type(model).__name__,
             )
-
-    def books_of_reads(self, on_cpu: bool = False) -> dict[LayerKind, SharedReads]:
-        """Books of the sequences that read common blocks together, by the kinds of layers that do."""
-        found = {
-            kind: SharedReads.of(kind, group.pool.block_size, self.config.common_reads, on_cpu)
-            for kind, group in self.paged.items()
-        }
-        return {kind: books for kind, books in found.items() if books is not None}
 
     def drop_cross(self) -> None:
         """Have no blocks for cross-attention layers: nothing will be stored in them."""

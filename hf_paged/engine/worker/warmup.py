@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...blocks import SharedReads
-from ...kv import Layout, TritonOps, is_out_of_memory
+from ...kv import GroupBatches, Layout, TritonOps, is_out_of_memory
 from ...kv.ops import choose
 from ...kv.warmup import AttentionShape, Job, Warming, compile_digest
 from ...model.capture.branches import layers_of_one_input
@@ -82,13 +81,8 @@ def _expected(eager: EagerModel, captures: bool) -> _Expected | None:
     if not isinstance(ops, TritonOps):
         return None
     fusion = Fusion(model, ops.kernels) if captures else None
-    options = eager.pools.config
-    attentions = [
-        attention_shape(model, layout, options.block_size, kind.window, fusion)._replace(
-            shared=SharedReads.of(kind, options.block_size, options.common_reads)
-        )
-        for kind in eager.pools.paged
-    ]
+    makers = [GroupBatches(group, captured=True) for group in eager.pools.paged.values()]
+    attentions = [attention_shape(model, layout, maker, fusion) for maker in makers]
     return _Expected(ops, fusion, attentions, layout.dtype, config.vocab_size)
 
 

@@ -12,8 +12,8 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from ...blocks import COLUMNS, LayerKind, SharedReads
-from ...kv import LayerGroup, Rows, Sequences, StaticBatch
+from ...blocks import COLUMNS, LayerKind
+from ...kv import GroupBatches, LayerGroup, Rows, Sequences, StaticBatch
 from ...kv.columns import StaticColumns
 from ...kv.config import CacheConfig
 from ...kv.ordinary import ordinary_tensors
@@ -339,14 +339,11 @@ def _width(rows: Rows, new: int) -> int:
 
 def static_batch(kind: LayerKind, rows: Rows, bucket: int, new: int, device: torch.device) -> StaticBatch:
     """The static tensors of one kind of layers for a step of `new` tokens of each of `bucket` rows."""
-    pool = rows.group.pool
     fixed = _fixed(kind, rows.columns)
-    width = pool.blocks_for(fixed) if fixed else _width(rows, new)
-    shared = None
-    if new == 1 and not fixed and bucket > 1 and rows.group.captured_ops.kernels is not None:
-        shared = SharedReads.of(kind, pool.block_size, rows.group.config.shared_reads)
-    new = 0 if fixed else new
-    return StaticBatch(bucket, new, width, pool.block_size, rows.columns, device, kind.window, shared)
+    width = rows.group.pool.blocks_for(fixed) if fixed else _width(rows, new)
+    return GroupBatches(rows.group, captured=True).static(
+        bucket, width, new=0 if fixed else new, columns=rows.columns, device=device
+    )
 
 
 def _static(value: Any, rows: int, bucket: int) -> Any:

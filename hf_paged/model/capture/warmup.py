@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...kv import Layout, TritonOps
+from ...kv import GroupBatches, Layout, TritonOps
 from ...kv.warmup import META, AttentionShape, Job, Warming
 from ..ranks.tensor_parallel import heads_here
 from ..switch import original_implementation
@@ -22,18 +22,16 @@ COMPILED_FOR = {"cuda"}
 """Types of devices whose kernels are compiled ahead."""
 
 
-def attention_shape(
-    model: Any, layout: Layout, block_size: int, window: int | None, fusion: Fusion | None
-) -> AttentionShape:
-    """Layers with keys and values of a layout, as far as the config tells. fusion: the small operations of
-    captured steps, if there are any.
+def attention_shape(model: Any, layout: Layout, maker: GroupBatches, fusion: Fusion | None) -> AttentionShape:
+    """Layers with keys and values of a layout, as far as the config tells. maker: of their batches in
+    captured steps. fusion: the small operations of these, if there are any.
     """
     config = model.config.get_text_config(decoder=True)
     queries, _ = heads_here(model, config.num_attention_heads, layout.heads)
     eager = original_implementation(config) != "sdpa"
     softcap = getattr(config, "attn_logit_softcapping", None) if eager else None
     turns = fusion is not None and bool(fusion.rotaries)
-    return AttentionShape(layout, queries, block_size, window, softcap, turns)
+    return AttentionShape(layout, queries, maker, softcap, turns)
 
 
 def compile_step(model: nn.Module, step: ReplayableStep, fusion: Fusion) -> None:
@@ -67,7 +65,8 @@ def jobs(model: Any, step: ReplayableStep, fusion: Fusion) -> Sequence[Job]:
             batch = partial(static_batch, kind, rows, bucket, step.new, META)
             ops = rows.group.captured_ops
             if isinstance(ops, TritonOps) and batch().new:
+                maker = GroupBatches(rows.group, captured=True)
                 for layout in (each for each in rows.group.layouts if isinstance(each, Layout)):
-                    shape = attention_shape(model, layout, rows.group.pool.block_size, kind.window, fusion)
+                    shape = attention_shape(model, layout, maker, fusion)
                     found += shape.step(ops, batch)
     return [*found, *fusion.calls(bucket, model.dtype)]
