@@ -20,7 +20,7 @@ from hf_paged.model.rehearsal import RECORDERS
 from hf_paged.scheduling import StepPlan
 
 FEW = {"num_blocks": 26, "max_batch_tokens": 20, "max_batch_sequences": 8}
-NEW = {"max_new_tokens": 14, "min_new_tokens": 14}
+NEW = {"max_new_tokens": 10, "min_new_tokens": 10}
 
 
 @pytest.mark.parametrize(("name", "captured"), once_each(["llama", "gemma3"], [False, True]))

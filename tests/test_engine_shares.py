@@ -21,14 +21,14 @@ def model() -> Any:
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_a_flood_leaves_anothers_prefix(model: Any, preemption: str) -> None:
-    """The flood's requests run eight at once and could fill the pool three times over, by cached blocks and by
+    """The flood's requests run eight at once and could fill the pool twice over, by cached blocks and by
     running requests; alone it has all of the pool.
     """
     with Engine(
         model, block_size=4, num_blocks=48, max_batch_sequences=8, max_batch_tokens=64, preemption=preemption
     ) as engine:
         first = engine.submit(PROMPT, max_new_tokens=4, **QUIET).result()
-        flood = [engine.submit([i + 1, *PROMPT[i : i + 20]], max_new_tokens=40, **FLOOD) for i in range(24)]
+        flood = [engine.submit([i + 1, *PROMPT[i : i + 20]], max_new_tokens=28, **FLOOD) for i in range(16)]
         held = 0
         while not all(handle.done for handle in flood):
             engine.step()
