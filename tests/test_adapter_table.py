@@ -45,13 +45,13 @@ def test_some_rows_are_those_of_the_page(
     page.write_text("# A guide\n\n## The table\n\nold\n")
     monkeypatch.setattr(script, "WARM_UP", 2)
     monkeypatch.setattr(script, "MEASURED", 2)
-    words = ["DoRA", "prefix tuning"]
+    words = ["rsLoRA", "DoRA", "prefix tuning"]
     monkeypatch.setattr("sys.argv", ["adapter_table", "--only", *words, "--write", str(page)])
     assert script.main() == 0
     found = page.read_text()
     assert found.startswith("# A guide\n\n## The table\n")
     assert "old" not in found.splitlines()
-    for name in ("DoRA", "Prefix tuning"):
+    for name in ("rsLoRA", "DoRA", "Prefix tuning"):
         made, written = [re.search(rf"^\| {name} \|.*$", text, re.M) for text in (found, PAGE.read_text())]
         assert made is not None
         assert written is not None
