@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_paged
 
@@ -60,6 +62,17 @@ GPT_OSS = {
     "vocab_size": 201088,
     "max_position_embeddings": 8192,
 }
+DENSE_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_local_experts": 1,
+    "num_experts_per_tok": 1,
+    "mlp_bias": False,
+    "sliding_window": 128,
+}
+DENSE = ("gpt_oss_wide", "gpt_oss_dense_tiny")
+"""Shapes of mixtures whose layers get Llama's feed-forward layer in the place of their experts. What is left is gpt-oss's own:
+attention with a sink of each head and biases, of 128 tokens in every other layer.
+"""
 WIDE = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -125,6 +138,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         "hidden_size_per_layer_input": 0,
     },
+    "gpt_oss_wide": {**WIDE, **DENSE_GPT_OSS},
+    "gpt_oss_dense_tiny": {
+        **DENSE_GPT_OSS,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 2048,
+        "max_position_embeddings": 8192,
+    },
     "qwen_tiny": {
         **QWEN_LINEAR,
         "hidden_size": 64,
@@ -181,6 +206,18 @@ others are linear; and mixtures of experts, also with half of their layers.
 """
 
 
+class FeedForward(nn.Module):
+    """Llama's feed-forward layer where a layer expects a mixture's answer and its scores."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        config.hidden_act = "silu"
+        self.dense = LlamaMLP(config)
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.dense(hidden_states), None
+
+
 def build(shape: str, device: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
     """A model of the shape with random weights, made on the device; `changes` go into its configuration."""
     config = AutoConfig.for_model(**{"model_type": "llama", **SHAPES[shape], **changes})
@@ -189,6 +226,9 @@ def build(shape: str, device: str, dtype: torch.dtype, **changes: Any) -> PreTra
     try:
         with torch.device(device), torch.no_grad():
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+            if shape in DENSE:
+                for layer in model.model.layers:
+                    layer.mlp = FeedForward(config).eval()
             for module in model.modules():
                 if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
                     # Scores of this size come from trained weights, where the code divides them by nothing.
