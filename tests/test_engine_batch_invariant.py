@@ -88,6 +88,27 @@ def test_alone_among_64_others_and_in_training(name: str, dtype: torch.dtype) ->
             assert torch.equal(found, right[:count]), f"{size} rows padded on the {side}"
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "deepseek_v3", "bloom"])
+def test_rows_without_a_flat_form_decode_in_one_forward(name: str) -> None:
+    """C44: padded to one length, windows too, with the bits of each alone."""
+    model = model_of(name)
+    shapes: set[tuple[int, ...]] = set()
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.add(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    rows = [[5 + (7 * row + i) % 50 for i in range(length)] for row, length in enumerate((2, 19, 9, 9))]
+    wanted: dict[str, Any] = {"max_new_tokens": 8, "logprobs": True, "pad_token_id": 0, "eos_token_id": 99}
+    with Engine(model, batch_invariant=True, block_size=4) as engine:
+        assert set(engine.stats()["off"]) >= {"flat"}
+        assert "beside" not in engine.stats()["off"]
+        handles = [engine.submit(row, do_sample=False, **wanted) for row in rows]
+        together = [handle.result().sequences[0].logprobs for handle in handles]
+        assert (4, 1) in shapes
+        alone = [engine.submit(row, do_sample=False, **wanted).result() for row in rows]
+        engine.check()
+    assert [each.sequences[0].logprobs for each in alone] == together
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preempted(preemption: str) -> None:
     """C44: blocks that wait on the host, and tokens that are computed again, change no bit."""

@@ -106,9 +106,7 @@ class EagerModel:
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = name_in(model)
         self.why_not_beside: str | None = None
-        """Why rows of one token are not computed beside each other, over states in slots; None if they may
-        be.
-        """
+        """Why rows of one token that might be are not computed beside each other."""
         self.keeps_some = "logits_to_keep" in parameters
         self.takes_embeddings = "inputs_embeds" in parameters
         self.encoder = Encoder(model) if pools.encoded else None
@@ -157,9 +155,7 @@ class EagerModel:
         )
 
     def one_by_one(self, batch: ForwardBatch) -> Answer:
-        """The step row by row; rows of one token behind others run beside each other where layers keep their
-        states in slots.
-        """
+        """The step row by row; rows of one token behind others run beside each other if they may."""
         self.checks.mark_forward()
         found: dict[int, torch.Tensor] = {}
         scores: dict[int, Any] = {}
@@ -175,9 +171,17 @@ class EagerModel:
         empty = torch.empty(0, 0, dtype=torch.float32, device=self.device)
         return Answer(joined(wanted or [empty]), scores=scores)
 
+    @property
+    def might_be_beside(self) -> bool:
+        """True if rows that take no flat row may agree beside each other: those over states, and those whose
+        sums have one order, over keys and values of their own tokens alone.
+        """
+        own = self.encoder is None and all(kind.grows for kind in self.pools.groups)
+        return self.cache.states is not None or (self.pools.config.batch_invariant and own)
+
     def _rows_beside(self, batch: ForwardBatch) -> list[int]:
-        """The rows of a batch that one forward computes beside each other: decoding ones over states."""
-        if self.cache.states is None or self.why_not_beside is not None:
+        """The rows of a batch that one forward computes beside each other: decoding ones."""
+        if not self.might_be_beside or self.why_not_beside is not None:
             return []
         if batch.scored or ADAPTER_SLOT.name in batch.columns:
             return []
@@ -196,6 +200,9 @@ class EagerModel:
         self.cache.begin(batches, past=max(rows.starts))
         arguments = {self.cache_name: self.cache, "use_cache": True, "return_dict": True}
         arguments["input_ids"] = batch.ids(self.device)[:, None]
+        if self.cache.states is None:  # their layers know rows by slots, others compute with padding
+            begins = upload(starts, self.device)[:, None]
+            arguments["attention_mask"] = (torch.arange(columns, device=self.device) >= begins).long()
         if self.takes_positions:
             positions = list(chain.from_iterable(batch.positions))
             arguments["position_ids"] = upload(positions, self.device)[:, None]

@@ -178,6 +178,7 @@ class Trial:
             self.runner.why_rows = self._why_not_flat(rows, whole, cuts, pieces)
         if self.runner.why_rows is not None and self.runner.states is not None:
             tell_once(self._eager.model, f"sequences are computed one by one: {self.runner.why_rows}")
+        if self.runner.why_rows is not None and self._eager.might_be_beside:
             self._eager.why_not_beside = self._why_not_beside(rows, whole)
         if self._attends_across:
             self.runner.why_not_cross = why_not_cross(self._eager.model) or self._why_not_cross(rows, cuts)
