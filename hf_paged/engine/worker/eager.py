@@ -201,8 +201,9 @@ class EagerModel:
         arguments = {self.cache_name: self.cache, "use_cache": True, "return_dict": True}
         arguments["input_ids"] = batch.ids(self.device)[:, None]
         if self.cache.states is None:  # their layers know rows by slots, others compute with padding
-            begins = upload(starts, self.device)[:, None]
-            arguments["attention_mask"] = (torch.arange(columns, device=self.device) >= begins).long()
+            last = max(rows.starts)
+            begins = upload([last - start for start in rows.starts], self.device)[:, None]
+            arguments["attention_mask"] = (torch.arange(last + 1, device=self.device) >= begins).long()
         if self.takes_positions:
             positions = list(chain.from_iterable(batch.positions))
             arguments["position_ids"] = upload(positions, self.device)[:, None]
