@@ -106,6 +106,8 @@ class Case:
     noise: float = NOISE
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Further arguments of generate()."""
+    names: tuple[str, str] = ("one", "two")
+    """Two adapters that requests name, where there are two."""
     new_tokens: int = 0
     """Tokens that the adapters' base has beyond the model that the engine is given a folder for."""
 
@@ -157,6 +159,15 @@ def _xlora(base: Any) -> Any:
     adapters = {name: f"{folder}/{name}" for name in ("one", "two")}
     config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, xlora_depth=1, adapters=adapters)
     return peft.get_peft_model(base, config, "default")
+
+
+def _arrow(base: Any) -> Any:
+    """A router over two adapters, which computes with both of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(1)
+        wrap(lora(init_lora_weights=False), base_of("llama")).save_pretrained(folder)
+        config = peft.ArrowConfig(top_k=1, router_temperature=1.0, rng_seed=1)
+        return peft.tuners.lora.create_arrow_model(base, [f"{folder}/one", f"{folder}/two"], config)
 
 
 LORA = [
@@ -250,6 +261,14 @@ LORA = [
     Case(
         "MonteCLoRA", lora(monteclora_config=peft.tuners.lora.config.MontecloraConfig()), "monteclora_config"
     ),
+    Case(
+        "Arrow (a router over adapters)",
+        lambda: None,
+        "arrow_config",
+        make=lambda _, base: _arrow(base),
+        noise=0.0,
+        names=("arrow_router", "task_0"),
+    ),
     Case("several active at once", lora(), "target_modules", then=_several_active),
     Case(
         "merged (`merge_adapter`)", lora(), "target_modules", then=lambda model: model.merge_adapter(["one"])
@@ -274,7 +293,6 @@ NOT_TRIED = {
     "lora_ga_config": "needs gradients before training",
     "use_qalora": "needs GPTQ layers",
     "qalora_group_size": "needs GPTQ layers",
-    "arrow_config": "needs trained adapters as experts",
 }
 """Options of LoRA that this script cannot make, and why."""
 
@@ -461,7 +479,8 @@ def in_generate(model: Any, case: Case) -> Cell:
 
 def by_names(model: Any, case: Case) -> Cell:
     """A row for each adapter and one for the base."""
-    rows = ["one", "__base__", "two" if case.make in TWO else "one"]
+    first, _, second = names_of(case)
+    rows = [first, "__base__", second]
     call = partial(stock, model, IDS, MASK, adapter_names=rows, **case.extra)
     try:
         cell = answers(call, [])
@@ -484,23 +503,24 @@ def by_names(model: Any, case: Case) -> Cell:
     return cell
 
 
-def alone(model: Any, row: int, case: Case) -> list[int]:
+def alone(model: Any, row: int, case: Case, options: dict[str, Any] = GREEDY) -> list[int]:
     """The new tokens of one prompt by stock generate()."""
     disabled = getattr(model, "_adapters_disabled", False)  # the base knows no task
-    extra = {} if disabled else {name: value[row : row + 1] for name, value in case.extra.items()}
-    found = stock(model, IDS[row : row + 1], **GREEDY, **extra)
+    beams = options.get("num_beams", 1)
+    extra = {} if disabled else {name: value[[row] * beams] for name, value in case.extra.items()}
+    found = stock(model, IDS[row : row + 1], **options, **extra)
     begin = 1 if unwrapped(model).config.is_encoder_decoder else IDS.shape[1]
     tokens: list[int] = found[0, begin:].tolist()
     return tokens
 
 
-def asked(engine: Engine, adapters: list[Any], case: Case) -> list[list[int]]:
+def asked(engine: Engine, adapters: list[Any], case: Case, options: dict[str, Any]) -> list[list[int]]:
     """The new tokens of a prompt for each adapter, all in one batch."""
     handles = []
     for row, each in enumerate(adapters):
         named = {} if each == "active" else {"adapter": each}
         named |= {} if each is None else {name: value[row] for name, value in case.extra.items()}
-        handles.append(engine.submit(IDS[row].tolist(), **GREEDY, **named))
+        handles.append(engine.submit(IDS[row].tolist(), **options, **named))
     outputs = [handle.result() for handle in handles]
     engine.check()
     for output in outputs:
@@ -513,22 +533,62 @@ def compared(found: list[list[int]], expected: list[list[int]]) -> Cell:
     return Cell("same") if found == expected else Cell("other", trouble=f"{found} for {expected}")
 
 
+Expected = list[tuple[dict[str, Any], list[list[int]]]]
+"""Options of requests, and the tokens of their answers."""
+
+
+def expect(answers: Callable[[dict[str, Any]], list[list[int]]]) -> Expected:
+    """The answers of stock, greedy and with beams, where it can."""
+    found = [(GREEDY, answers(GREEDY))]
+    with contextlib.suppress(Exception):
+        found.append((BEAMS, answers(BEAMS)))
+    return found
+
+
+def in_modes(engine: Engine, names: list[Any], case: Case, expected: Expected) -> Cell:
+    """Requests in each mode, twice: the second ones find the prefixes of the first ones."""
+    for options, tokens in expected:
+        for _ in range(2):
+            try:
+                found = asked(engine, names, case, options)
+            except ValueError as error:
+                if options is GREEDY:
+                    raise
+                return Cell("same", f"without beams: {error}")
+            if found != tokens:
+                return Cell("other", trouble=f"{options}: {found} for {tokens}")
+    return Cell("same")
+
+
+def names_of(case: Case) -> list[Any]:
+    """An adapter, none, and another one if the case has two."""
+    first, second = case.names
+    return [first, None, second if case.make in TWO or case.names != Case.names else first]
+
+
 def in_engine(model: Any, case: Case) -> Cell:
     """The engine, with what is active."""
+    expected = expect(lambda options: [alone(model, row, case, options) for row in range(3)])
     with Engine(model, block_size=4, num_blocks=100) as engine:
-        return compared(asked(engine, ["active"] * 3, case), [alone(model, row, case) for row in range(3)])
+        return in_modes(engine, ["active"] * 3, case, expected)
 
 
 def by_request(model: Any, case: Case) -> Cell:
     """An adapter for each request, and the base."""
-    with Engine(model, block_size=4, num_blocks=100) as engine:
-        names = ["one", None, "two"] if case.make in TWO else ["one", None, "one"]
-        found = asked(engine, names, case)
-    expected = []
-    for row, name in enumerate(names):
+
+    def answer(row: int, name: str | None, options: dict[str, Any]) -> list[int]:
         with active(model, name):
-            expected.append(alone(model, row, case))
-    return compared(found, expected)
+            return alone(model, row, case, options)
+
+    names = names_of(case)
+    expected: Expected = []
+    with contextlib.suppress(Exception):  # the engine says why requests cannot choose
+        expected = expect(lambda options: [answer(row, name, options) for row, name in enumerate(names)])
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        if not expected:
+            asked(engine, names, case, GREEDY)
+            raise RuntimeError("requests choose what stock does not compute")
+        return in_modes(engine, names, case, expected)
 
 
 def from_folder(model: Any, case: Case) -> Cell:
@@ -541,11 +601,15 @@ def from_folder(model: Any, case: Case) -> Cell:
         model.save_pretrained(folder)
         path = Path(folder, name) if Path(folder, name).exists() else folder
         loaded = peft.PeftModel.from_pretrained(tuned_base(case), str(path), name).eval()
-        expected = [alone(loaded, row, case) for row in (0, 1)]
-        plain = dataclasses.replace(case, extra={})
-        expected.append(alone(base_of(case.family), 2, plain))
+        plain, base = dataclasses.replace(case, extra={}), base_of(case.family)
+        expected = expect(
+            lambda options: [
+                *(alone(loaded, row, case, options) for row in (0, 1)),
+                alone(base, 2, plain, options),
+            ]
+        )
         engine.add_adapter(name, path)
-        return compared(asked(engine, [name, name, None], case), expected)
+        return in_modes(engine, [name, name, None], case, expected)
 
 
 WAYS = {
@@ -561,8 +625,7 @@ def milliseconds(case: Case) -> str:
     """The median of decode steps of three requests, of each adapter and the model alone; of what is active
     where requests cannot choose; nothing where the engine serves neither.
     """
-    names = ["one", None, "two"] if case.make in TWO else ["one", None, "one"]
-    for wanted in (names, ["active"] * 3):
+    for wanted in (names_of(case), ["active"] * 3):
         try:
             with Engine(made(case).to(DEVICE), block_size=4, num_blocks=100) as engine:
                 # First twins are tried out, kernels compiled and steps captured.
@@ -598,7 +661,7 @@ def tried(way: Callable[[Any, Case], Cell], case: Case) -> Cell:
         return way(model, case)
     except Exception as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        ours = [str(ROOT / "hf_paged") in file for file in files]
+        ours = [str(ROOT / "hf_paged") in file and "peft_changes" not in file for file in files]
         words = str(error)
         if ours[-1] and isinstance(error, (ValueError, TypeError, RuntimeError)):
             return Cell("refused", words)
@@ -632,7 +695,7 @@ Made by `python scripts/adapter_table.py --write docs/adapters.md` on {date} wit
 | kernels | parts of adapters are computed apart from the model, on a CUDA device by kernels ([parts](#parts-of-an-adapter)) |
 | both | kernels compute in the engine, peft's own modules in `generate()` |
 | peft | peft's own modules compute, as part of the model |
-| same | the tokens of stock transformers and peft, greedy and with beams, also with prefix hits |
+| same | the tokens of stock transformers and peft, greedy and with beams where stock has them, both once more with prefix hits |
 | stock's cache | the same tokens on stock's cache, with the `FallbackWarning` of the note |
 | ignored by peft | peft accepts `adapter_names` and computes the active adapter; the paged call does the same |
 | raises | peft or transformers raises the error of the note; the paged call raises the same |

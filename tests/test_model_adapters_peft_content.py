@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from adapter_answers import NEW, ask, first, prompt
 from adapters import adapted, lora
-from other_methods import other_method
+from other_methods import other_method, tiny_llama
 
+from hf_paged import Engine
 from hf_paged.model.adapters.peft_content import PeftContent
 from hf_paged.model.identity import identity_of
 from hf_paged.model.peft_layers import LoraLayers
@@ -52,3 +56,24 @@ def test_settings_count() -> None:
     assert again[0] not in (before[0], scaled[0])
     assert scaled[1] == again[1] == before[1]
     assert PeftContent(LoraLayers.of(model.get_base_model()), "one").rank == 8
+
+
+def test_a_router_over_adapters_has_their_weights(tmp_path: Path) -> None:
+    """Arrow: no block that it computed with others is found, in a peft model whose experts are trained."""
+    adapted(lora(), lora()).save_pretrained(tmp_path)
+    paths = [str(tmp_path / name) for name in ("one", "two")]
+    config = peft.ArrowConfig(top_k=1, router_temperature=1.0, rng_seed=1)
+    model = peft.tuners.lora.create_arrow_model(tiny_llama(), paths, config).eval()
+    ids = prompt(1)
+    with Engine(model, block_size=4, num_blocks=100) as engine:
+        before = ask(engine, ids, adapter="arrow_router")
+        plain = ask(engine, ids, adapter=None)
+        with torch.no_grad():
+            for name, each in model.named_parameters():
+                if "lora_B.task_1" in name:
+                    each.mul_(-3.0)
+        found = engine.generate([ids, ids], max_new_tokens=NEW, do_sample=False, adapter="arrow_router")
+        assert found[0].cached_tokens == 0
+        assert ask(engine, ids, adapter=None) == plain
+    out = model.generate(input_ids=torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
+    assert first(found[0]) == first(found[1]) == list(out[0, len(ids) :].tolist()) != before

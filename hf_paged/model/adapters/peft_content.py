@@ -18,6 +18,8 @@ from ..weights_digest import tensor_facts
 STATE = frozenset({"_caches", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 """Attributes of peft's modules that are no settings of an adapter."""
 FLAGS = frozenset({"_active_adapter", "_disable_adapters", "training"})
+EXPERTS = ("task_adapter_names", "gks_adapter_names")
+"""Where a router over adapters (Arrow) has their names."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -41,11 +43,18 @@ class PeftContent:
     def _parts(self) -> list[tuple[nn.Module, str, Any]]:
         """By module and attribute what lies there under the name."""
         return [
-            (module, where, held[self.name])
+            (module, where, held[name])
             for module in self._modules
             for where, held in _by_name(module).items()
-            if self.name in held
+            for name in (self.name, *self._read_by_it(module))
+            if name in held
         ]
+
+    def _read_by_it(self, module: Any) -> list[str]:
+        """Other adapters of a module, with whose weights this one computes: a router's experts."""
+        own = [held[self.name] for held in _by_name(module).values() if self.name in held]
+        found = chain.from_iterable(getattr(part, where, None) or () for part in own for where in EXPERTS)
+        return [name for name in dict.fromkeys(found) if name != self.name]
 
     @cached_property
     def tensors(self) -> list[torch.Tensor]:
