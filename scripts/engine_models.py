@@ -15,6 +15,7 @@ fails.
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import traceback
 from collections import Counter
@@ -79,9 +80,12 @@ def run_family(kind: str, config_class: type, modes: list[str]) -> dict[str, Any
         return {"form": "not tried", "remark": f"{type(error).__name__}: {error}"}
     if requests is None:
         return {"form": "not tried", "remark": "no inputs for it are known"}
-    refusal = next((str(each) for each in _errors(model, requests) if "use generate()" in str(each)), "")
+    refusal = _refusal(model, requests)
     if refusal and kind in SHOW:
         form, why, requests = "texts only", refusal, [{"prompt": prompt} for prompt in PROMPTS]
+        refusal = _refusal(model, requests)
+    if refusal:
+        return {"form": "refused", "remark": refusal}
     if kind == "image" and model.config.is_encoder_decoder:
         form = "texts only"
     marks, remarks = "", [why] if why else []
@@ -104,6 +108,7 @@ def _compare(model: Any, requests: list[Request], way: dict[str, Any]) -> tuple[
     if (
         "num_beams" in way
         and "input_ids" in requests[0]
+        and "inputs_embeds" in inspect.signature(model.prepare_inputs_for_generation).parameters
         and found == [_from_embeddings(model, request, way) for request in requests]
     ):
         return "=", "those of generate() on its own embeddings; on the pictures it repeats them wrongly"
@@ -164,9 +169,17 @@ def _from_embeddings(model: Any, request: Request, way: dict[str, Any]) -> list[
     return _right(model, {"input_ids": request["input_ids"], "inputs_embeds": found[0]}, way)
 
 
-def _errors(model: Any, requests: list[Request]) -> list[Any]:
+def _refusal(model: Any, requests: list[Request]) -> str:
+    """The error of the first request that is refused; nothing if none is."""
     with Engine(model, **_room(model)) as engine:
-        return [engine.submit(**request, max_new_tokens=1).result().error for request in requests[:1]]
+        for request in requests:
+            try:
+                error = engine.submit(**request, max_new_tokens=1).result().error
+            except ValueError as reason:
+                error = reason
+            if "use generate()" in str(error):
+                return str(error)
+    return ""
 
 
 def _room(model: Any) -> dict[str, Any]:

@@ -31,7 +31,8 @@ FAMILIES = [
     "lfm2_moe", "lfm3", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
     "qwen3_next", "zamba", "zamba2", "zaya",
 ]  # fmt: skip
-WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2")
+OF_OTHER_CODE = ("zaya",)
+"""Families whose layers step a state by code that is not known."""
 EVERY_16 = {"state_every": 16}
 EVERY_80 = {"state_every": 80}
 """A prompt leaves a snapshot behind 20 tokens and more."""
@@ -60,7 +61,7 @@ def qwen(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_turns_of_a_chat(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn computes its new tokens and the last one of the answer, in other modes too. Stock's beams do
-    not end as the rows of their answers, so nothing is asked behind them.
+    not end as the rows of their answers, so nothing is asked behind them. Rows with padding follow.
     """
     poison_free_slots(monkeypatch)
     model = make(family)
@@ -69,8 +70,12 @@ def test_turns_of_a_chat(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         told = torch.cat([told[:1], words(1, 4, seed=seed)], 1)
         before = hf_paged.stats(model).computed
         told, _ = ask(model, told, 4, EVERY_16, **way)
-        assert hf_paged.stats(model).computed - before == 5
+        tried = family in OF_OTHER_CODE and not seed  # its first prefix is computed again
+        assert hf_paged.stats(model).computed - before == (27 if tried else 5)
     assert not hf_paged.stats(model).reasons
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    ask(model, words(2, 9) * mask, 4, EVERY_16, attention_mask=mask)
 
 
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_5_text"])

@@ -23,8 +23,10 @@ import pytest
 pytest.importorskip("fastapi")
 
 import httpx
+import tiny
 from engine_parts import block_pools
 from processes import LIMIT
+from releases import NEEDS_SLOTS
 from serving import GUARD, Served, connected, serving, tokenizer, until
 
 from hf_paged import Engine, demo, trace
@@ -90,11 +92,15 @@ class Watching:
         begin = max((i for i, line in enumerate(found) if "hf_paged" in line), default=0)
         return found[begin:]
 
-    def state(self, folder: Path) -> MapState:
-        """The sum of the lines, read as the trace that they are."""
+    def read(self, folder: Path) -> trace.Trace:
+        """The lines as the trace that they are."""
         path = folder / f"{id(self)}-{time.monotonic_ns()}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
-        read = trace.read(path, partial=True)
+        return trace.read(path, partial=True)
+
+    def state(self, folder: Path) -> MapState:
+        """Their sum."""
+        read = self.read(folder)
         state = MapState(read.kinds)
         for step in read.steps:
             state.apply(step)
@@ -508,3 +514,31 @@ def test_a_trace_is_opened_in_a_browser(
     assert printed.out.splitlines() == opened
     assert "no browser was found" in printed.err
     assert Path(opened[0].removeprefix("file://")).read_text() == page(path)
+
+
+@NEEDS_SLOTS
+def test_slots_are_drawn_beside_blocks(tmp_path: Path) -> None:
+    """Of a hybrid each sequence has one slot while it runs. Snapshots stay there with their names."""
+    model = tiny.build("causal", tiny.config_class("causal", "qwen3_5_text"))
+    options = {**SMALL, "state_slots": 4, "state_snapshots": 3, "state_every": 8}
+    with serving(options, model=model) as served, watching(served) as watch:
+        begin = list(range(5, 25))
+        for own in ([30, 31], [40, 41, 42]):
+            body = {"prompt": begin + own, "max_tokens": 6, "n": 2, "temperature": 1, "ignore_eos": True}
+            assert served.post("/v1/completions", body).status_code == 200
+        until(lambda: not served.engine.stats()["running"])
+        seen = settled(served, watch, tmp_path)
+        place = [kind.name for kind in watch.read(tmp_path).kinds].index("state")
+        pool = block_pools(served.engine)[place]
+        names = {block: digest.hex()[:8] for block, digest in pool.names.digests().items()}
+        assert len(seen.cached[place]) == pool.cached == len(names) > 1
+        assert seen.names[place] == names
+        state = MapState(watch.read(tmp_path).kinds)
+        most = 0
+        for step in watch.read(tmp_path).steps:
+            state.apply(step)
+            held = [tables[place] for tables in state.tables.values()]
+            most = max(most, len(held))
+            assert all(len(table.blocks) <= 1 for table in held)
+        assert most == 2
+        assert served.engine.stats()["states"]["slots"] == 7
