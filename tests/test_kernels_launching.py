@@ -117,3 +117,14 @@ def test_a_launch_behind_branches_of_a_graph() -> None:
         graph.replay()
         wrong += (answer != expected[i % 4]).any()
     assert not wrong.item()
+
+
+def test_an_older_triton_launches_one_kernel_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no word for waiting within a kernel, whatever the device could do."""
+    launching = load().launching
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launching, "_is_hopper", lambda index: True)
+    device = torch.device("cuda")
+    assert launching.early(device) == {"EARLY": True, "launch_pdl": True}
+    monkeypatch.setattr(launching, "cuda", object())
+    assert launching.early(device) == {"EARLY": False}

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import Kernels
+from captures import counts
+from fused_models import Kernels, captured_steps
 from releases import NEEDS_SLOTS
 from tiny import build, config_class
 from torch.nn import functional as F
@@ -440,6 +441,26 @@ def test_families_answer_the_same(family: str, dtype: torch.dtype) -> None:
         assert torch.equal(got, expected)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     assert kernels.calls["chain"] >= 4
+
+
+@pytest.mark.parametrize("way", ["in place", "another tensor"])
+def test_constants_of_a_chain_that_change(way: str) -> None:
+    """A buffer that embeddings are multiplied by, between two calls with captured steps."""
+    model = build("causal", config_class("causal", "gemma3_text")).eval()
+    ids, kernels = torch.tensor([[5, 6, 7]]), Kernels()
+    options: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    answers = []
+    for _ in range(2):
+        with captured_steps(kernels):
+            answers.append(model.generate(ids, **options, cache_implementation="paged"))
+        assert torch.equal(answers[-1], model.generate(ids, **options))
+        if way == "in place":
+            model.model.embed_tokens.embed_scale.mul_(-3)
+        else:
+            model.model.embed_tokens.embed_scale = model.model.embed_tokens.embed_scale * -3
+    assert not torch.equal(*answers)
+    assert counts(model)["replayed"]
+    assert kernels.calls["chain"]
 
 
 @pytest.mark.parametrize("around", [torch.enable_grad, lambda: torch.autocast("cpu", BF16)])

@@ -92,6 +92,27 @@ def test_weights_that_kernels_cannot_read_stay_with_the_model() -> None:
     assert not any(map(is_mixture, model.double().modules()))
 
 
+@pytest.mark.parametrize("other", [torch.bfloat16, "meta"], ids=str)
+def test_experts_of_several_types_or_devices_stay_with_the_model(other: Any) -> None:
+    model = model_of("mixtral")
+    mixture: Any = next(module for module in model.modules() if is_mixture(module))
+    mixture.down_proj = nn.Parameter(mixture.down_proj.detach().to(other))
+    assert not is_mixture(mixture)
+    assert replaced(Fusion(model, Kernels()))["of_experts"] == model.config.num_hidden_layers - 1
+
+
+def test_rows_that_choose_all_experts() -> None:
+    """By the kernels themselves."""
+    model = model_of("mixtral")
+    for module in model.modules():
+        if hasattr(module, "top_k"):
+            module.top_k = model.config.num_local_experts
+    expected = logits(model)
+    with fused(Fusion(model, load())):
+        got = logits(model)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
+
+
 def test_hooked_mixtures_and_other_classes_are_left() -> None:
     model = model_of("mixtral")
     mixture: Any = next(module for module in model.modules() if is_mixture(module))
