@@ -267,8 +267,13 @@ def test_two_that_peft_computes_one_by_one_are_refused_at_submit(kind: str) -> N
     model = other_method(kind)
     before = flags_of(model)
     with Engine(model, block_size=4, num_blocks=100) as engine:
+        seen: list[Any] = []
+        hooks = [each.register_forward_hook(lambda *args: seen.append(args)) for each in model.modules()]
         with pytest.raises(ValueError, match="does not compute 'one' and 'two' together"):
             engine.submit(prompt(1), adapter=["one", "two"])
+        assert not seen  # a user's hooks are for forwards of the model
+        for each in hooks:
+            each.remove()
         assert flags_of(model) == before
         assert answers(engine, ["two"]) == [alone(model, prompt(0), "two")]
 

@@ -177,6 +177,8 @@ def _failure(tuner: nn.Module, names: Sequence[str]) -> str | None:
     try:
         twin: Any = twin_of(tuner)
         for module in modules_of(twin):
+            for hooks in HOOKS:
+                module.__dict__[hooks].clear()  # the user's are for forwards of the model
             for part in TENSORS:
                 own = module.__dict__[part]
                 own.update({name: each.detach().to("meta") for name, each in own.items() if each is not None})
