@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from captures import counts, kept, policy, reasons
+from common_reads import read_common_blocks_once
 from compare import assert_clean, assert_same
 from tape import record
 
@@ -127,3 +128,24 @@ def test_an_interrupt_in_a_capture_reaches_the_user_and_leaves_nothing(
     assert_clean(llama, setting)
     monkeypatch.setitem(RECORDERS, "cpu", record)
     assert_same(llama, input_ids=ids, **NEW)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_beams_read_common_blocks_once(
+    padding: int, llama: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reordered in every step: in each layer of a replay, rows of a group have its blocks, and tokens are stock's."""
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    options = {
+        "attention_mask": mask, "max_new_tokens": 40, "min_new_tokens": 40, "num_beams": 5, "do_sample": False,
+    }  # fmt: skip
+    expected = llama.generate(ids, **options)
+    wrong = read_common_blocks_once(monkeypatch, with_adapters=False)
+    for _ in range(2):
+        config = {"block_size": 2, "shared_reads": "always"}
+        found = llama.generate(ids, **options, cache_implementation="paged", cache_config=config)
+        assert found.tolist() == expected.tolist()
+    assert replayed(llama) > 40
+    assert wrong == []
+    memory_of(llama).check()

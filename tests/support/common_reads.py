@@ -29,12 +29,12 @@ class CommonInTorch(ops.Ops):
         groups = pages.batch.groups_on(query.device)
         if groups is not None:
             self.wrong += _not_common(
-                groups.tolist(), pages.batch.table(query.device), pages.batch.block_size
+                groups.tolist(), pages.batch.table(query.device).tolist(), pages.batch.block_size
             )
         return super().attend(query, pages, *given, **options)
 
 
-def _not_common(groups: list[list[int]], table: torch.Tensor, block_size: int) -> list[tuple[int, int]]:
+def _not_common(groups: list[list[int]], table: list[list[int]], block_size: int) -> list[tuple[int, int]]:
     """Rows that have not the first member's blocks where their group reads, and the number of the group."""
     found = []
     members = [place for entry in groups for place in entry[6:]]
@@ -43,7 +43,7 @@ def _not_common(groups: list[list[int]], table: torch.Tensor, block_size: int) -
         while number:
             first, _, begin, end, number = groups[number - 1][:5]
             common = slice(begin // block_size, end // block_size)
-            if not torch.equal(table[row, common], table[members[first], common]):
+            if table[row][common] != table[members[first]][common]:
                 found.append((row, number))
     return found
 
