@@ -8,11 +8,12 @@ import pytest
 import torch
 from families import BY_NAME
 from families import build as family
-from fused_models import Kernels, replaced
+from fused_models import Kernels, captured_steps, replaced
 from kernel_cases import load
 from tiny import build, config_class
 from torch import nn
 
+from hf_paged import FallbackWarning
 from hf_paged.model.capture.experts import OTHERS, is_mixture
 from hf_paged.model.capture.fusion import Fusion, fused
 
@@ -111,6 +112,20 @@ def test_rows_that_choose_all_experts() -> None:
     with fused(Fusion(model, load())):
         got = logits(model)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_noise_of_routers_in_training_mode_is_named() -> None:
+    """Stock draws it, call by call, and no step is captured."""
+    model = model_of("mixtral").train()
+    for module in model.modules():
+        if hasattr(module, "jitter_noise"):
+            module.jitter_noise = 0.1
+    options: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    torch.manual_seed(0)
+    stock = model.generate(IDS, **options)
+    torch.manual_seed(0)
+    with captured_steps(Kernels()), pytest.warns(FallbackWarning, match="jitter_noise=0.1; set that to zero"):
+        assert torch.equal(model.generate(IDS, **options, cache_implementation="paged"), stock)
 
 
 def test_hooked_mixtures_and_other_classes_are_left() -> None:
