@@ -110,6 +110,20 @@ def test_states_follow_their_rows(seed: int, slots: int | None) -> None:
     assert walk.rows.group.pool.held == 0
 
 
+def test_a_pool_that_grows_with_its_rows() -> None:
+    """Without snapshots it doubles; rows that leave some have as many slots more as the option says."""
+    sizes = []
+    for kept in (False, True):
+        rows = make_rows()
+        rows.group.config = CacheConfig(state_snapshots=5)
+        rows.keeps_prefixes = kept
+        for _ in range(3):
+            rows.take(2, 1)
+        sizes.append(rows.group.pool.total)
+        rows.free()
+    assert sizes == [4, 9]
+
+
 def test_a_pool_with_room_for_one_slot_a_row_writes_in_place() -> None:
     rows = make_rows(2)
     rows.take(2, 5)

@@ -83,18 +83,18 @@ class StateRows(Rows):
         first_step = not self.columns
         if not group.fixed or group.pool.available >= rows:
             need = rows * (2 if first_step and not group.fixed else 1)
-            group.make_room(need, need + self._lacking(rows))
+            group.make_room(need, self._ahead(need, rows) if self.keeps_prefixes else 0)
             return not first_step
         alone = all(table.blocks and group.pool.references(table.blocks[0]) == 1 for table in self._tables)
         if not alone:
             group.make_room(rows, 0)  # raises, with the numbers
         return False
 
-    def _lacking(self, rows: int) -> int:
-        """The slots that a pool which grows lacks for snapshots."""
+    def _ahead(self, need: int, rows: int) -> int:
+        """The slots that a growing pool is to have free: those needed, and what it lacks for snapshots."""
         wanted = self.group.config.state_snapshots
         wanted = ROOM_FOR * rows if wanted is None else wanted
-        return max(0, wanted - self.group.pool.cached) if self.keeps_prefixes else 0
+        return need + max(0, wanted - self.group.pool.cached)
 
     def _forget_last(self) -> None:
         """Give back what the last step has read: it does not run again."""
