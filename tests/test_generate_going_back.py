@@ -38,7 +38,7 @@ def told(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = 
 
 @pytest.mark.parametrize(
     ("family", "padded"),
-    [("qwen3_5_text", True), ("nemotron_h", False), ("mamba2", False), ("falcon_h1", True), ("zaya", False)],
+    [("qwen3_5_text", True), ("nemotron_h", False), ("mamba2", False), ("falcon_h1", True), ("lfm2", False)],
 )
 def test_a_cache_is_cropped_to_any_length(family: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By copies of it, and by itself in the end. Rows without padding begin behind their last snapshot."""
