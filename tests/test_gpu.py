@@ -21,7 +21,6 @@ from captures import counts, forms, policy, reasons, why_not_compiled
 from compare import assert_clean
 from engine_logprobs import assert_own_logprobs
 from families import BY_NAME, FAMILIES, VOCABULARY, build
-from modes import NEW
 from paged_layer import Paged
 from router_ties import first_ties, judge_beams, router_margins, routers
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
@@ -49,6 +48,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "chunks": {"do_sample": False, "prefill_chunk_size": 5, **LOGITS},
 }
 BOTH = ("greedy", "beams")
+NEW = 14
+"""Tokens of a call: enough for replays behind the first steps."""
 CAPTURED = dict.fromkeys(
     ("llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3", "gpt-neox", "gpt2"), BOTH
 )
