@@ -50,6 +50,37 @@ def test_a_model_that_counts_by_itself_runs_row_by_row() -> None:
         assert "other logits" in engine.stats()["off"]["flat"]
 
 
+class _CountsFromOne(tf.GPT2LMHeadModel):
+    """generate() gives it no positions, as it does Kosmos-2.5."""
+
+    def forward(
+        self, input_ids: Any = None, past_key_values: Any = None, position_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        if position_ids is None:
+            begin = 1 + (0 if past_key_values is None else past_key_values.get_seq_length())
+            position_ids = begin + torch.arange(input_ids.shape[1])[None]
+        return super().forward(
+            input_ids, past_key_values=past_key_values, position_ids=position_ids, **kwargs
+        )
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        given = super().prepare_inputs_for_generation(*args, **kwargs)
+        given.pop("position_ids", None)
+        return given
+
+
+def test_positions_that_generate_leaves_to_the_model() -> None:
+    torch.manual_seed(0)
+    config = tf.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, vocab_size=99, **TOKENS)
+    model = _CountsFromOne(config).eval()
+    with Engine(model, num_blocks=60) as engine:
+        assert engine.stats()["form"] == "rows"
+        assert "generate() gives it none" in engine.stats()["off"]["flat"]
+        for way in (GREEDY, {**GREEDY, "num_beams": 3}):
+            found = [answers(output) for output in engine.generate(PROMPTS, **way)]
+            assert found == [alone(model, prompt, **way) for prompt in PROMPTS]
+
+
 def test_a_model_that_cannot_be_cut_is_refused() -> None:
     """A token that looks at later ones answers differently in pieces."""
     model = build(BY_NAME["llama"])

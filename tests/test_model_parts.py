@@ -4,6 +4,7 @@ log-probabilities of peft alone.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,23 @@ def test_a_plain_model_takes_them_from_a_folder(kind: str, tmp_path: Path) -> No
         check_mixed(model, engine, ["one", None, "two", "one"])
         assert engine.adapters()["one"].bytes > 0
         engine.check()
+
+
+def test_a_saved_module_that_the_model_has_twice(tmp_path: Path) -> None:
+    """Peft saves it once, and both places have it."""
+    plain = build(BY_NAME["llama"]).eval()
+    first_layer, second_layer = plain.model.layers
+    second_layer.mlp = first_layer.mlp
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["down_proj"]}
+    third = {"target_modules": ["q_proj"]}
+    model = trained(*[lora(**options)] * 2, third=third, model=deepcopy(plain))
+    model.save_pretrained(tmp_path, selected_adapters=["one", "two"])
+    for served in (model, plain):
+        with Engine(served, block_size=4, num_blocks=200) as engine:
+            for name in ("one", "two") if served is plain else ():
+                engine.add_adapter(name, tmp_path / name)
+            check_mixed(model, engine, ["one", None, "two"])
+            engine.check()
 
 
 FAMILIES = {

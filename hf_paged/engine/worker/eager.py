@@ -111,6 +111,7 @@ class EagerModel:
         self.takes_embeddings = "inputs_embeds" in parameters
         self.encoder = Encoder(model) if pools.encoded else None
         self.takes_positions = "position_ids" in parameters and self.encoder is None
+        """True if its forward is given positions, counted from 0."""
 
     @property
     def dtype(self) -> torch.dtype:

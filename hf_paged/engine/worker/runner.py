@@ -39,6 +39,7 @@ class Verdicts(NamedTuple):
     why_no_embeddings: str | None
     why_not_cross: str | None
     why_not_beside: str | None
+    takes_positions: bool
 
 
 class Runner:
@@ -88,7 +89,7 @@ class Runner:
         """The findings of its trial."""
         return Verdicts(
             self.why_rows, self.captures_rows, self.why_no_embeddings, self.why_not_cross,
-            self.eager.why_not_beside,
+            self.eager.why_not_beside, self.eager.takes_positions,
         )  # fmt: skip
 
     def take(self, verdicts: Verdicts) -> None:
@@ -98,6 +99,7 @@ class Runner:
         self.why_no_embeddings = verdicts.why_no_embeddings
         self.why_not_cross = verdicts.why_not_cross
         self.eager.why_not_beside = verdicts.why_not_beside
+        self.eager.takes_positions = verdicts.takes_positions
         if self.captured is not None and self.captured.compilation is not None:
             self.captured.compilation.why_not = "peft's own modules compute"
 

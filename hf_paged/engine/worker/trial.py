@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationMixin
 
 from ...blocks import NO_NUMBERS, SOURCE, BlockTable, BlockTableArray, append
 from ...blocks.columns import with_numbers
 from ...kv.group import is_out_of_memory
 from ...model.adapters.vocabulary import ends_of, ids_of
 from ...model.lazy import NotFlat
+from ...model.offloaded import input_device
 from ...model.rounding import computing_dtype, shaken
 from ...model.routers import routers_of
 from ...model.servable import check_routers, longest
@@ -57,6 +59,22 @@ def with_single(cuts: list[list[int]]) -> list[list[int]]:
 def _sequences(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
     """Sequences of these lengths, of tokens of all kinds."""
     return [[(7 * i + 3 * row + 1) % vocabulary for i in range(length)] for row, length in enumerate(lengths)]
+
+
+def is_given_positions(model: Any) -> bool:
+    """True unless generate() is known to leave positions to a model's forward."""
+    prepare = getattr(type(model), "prepare_inputs_for_generation", None)
+    if prepare is GenerationMixin.prepare_inputs_for_generation:
+        return True
+    ids = torch.zeros(1, CROSS_TOKENS, dtype=torch.long, device=input_device(model))
+    places = torch.arange(CROSS_TOKENS, device=ids.device)[None]
+    try:
+        given = model.prepare_inputs_for_generation(
+            ids, position_ids=places, attention_mask=torch.ones_like(ids), use_cache=False
+        )
+        return given.get("position_ids") is not None
+    except Exception:
+        return True
 
 
 class Trial:
@@ -165,6 +183,8 @@ class Trial:
             self._fit(vocabulary, max(lengths))
             with routers_of(self._eager.model).recording():
                 whole = self._without_cache(rows)
+        if self._eager.takes_positions and not is_given_positions(self._eager.model):
+            whole = self._own_positions(rows, whole)
         require_numbers(self._eager.model, whole)
         self.runner.why_no_embeddings = self._why_no_embeddings(rows[:1], whole[:1])  # while kernels compile
         with tried(f"{name} failed in a test of its forward on pages; use generate()"):
@@ -186,6 +206,19 @@ class Trial:
                 self._eager.pools.drop_cross()
         if self.runner.captured is not None:
             self.runner.captured.check_compilation(self.runner.why_rows)
+
+    def _own_positions(self, rows: list[list[int]], whole: torch.Tensor) -> torch.Tensor:
+        """The logits after rows as generate() has them from a model that it gives no positions. Where they
+        are not `whole`, the engine gives it none either.
+        """
+        self._eager.takes_positions = False
+        own = self._without_cache(rows)
+        self._eager.takes_positions = self._apart(rows, own, whole) is None
+        if self._eager.takes_positions:
+            return whole
+        name = type(self._eager.model).__name__
+        self.runner.why_rows = f"{name} counts positions otherwise than from 0, and generate() gives it none"
+        return own
 
     def _why_not_cross(self, rows: list[list[int]], cuts: list[list[int]]) -> str | None:
         """Why cross-attention layers do not get what they attend to from the pages. The trial also shows what
