@@ -65,7 +65,7 @@ def blind_to_media(patch: pytest.MonkeyPatch) -> None:
     blind(patch)
     patch.setattr(keys, "_settings", lambda arguments: iter(()))
     patch.setattr(keys, "_count_tokens", lambda *args: True)
-    patch.setattr(reuse, "why_never", lambda complete, model: None)
+    patch.setattr(reuse, "why_never", lambda complete, model, in_slots: None)
 
 
 @pytest.mark.parametrize("family", LOOKS)

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from families import BY_NAME, build
+from fused_models import Kernels
 from torch import nn
 
 from hf_paged import batch_invariant
+from hf_paged.model.capture.fusion import Fusion, fused
 from hf_paged.model.capture.gemv import calls_of, few_rows, may_read
+from hf_paged.model.fp32_head import Fp32Head
 
 
 class _Kernels:
@@ -30,6 +34,16 @@ class _Kernels:
 
 
 KERNELS = _Kernels()
+
+
+class _Fused(Kernels):
+    """The kernels of captured steps in torch, with this one."""
+
+    launches_early = staticmethod(_Kernels.launches_early)
+
+    def gemv(self, *given: Any) -> torch.Tensor:
+        self.calls["gemv"] += 1
+        return _Kernels.gemv(*given)
 
 
 def layer(n: int, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
@@ -82,6 +96,23 @@ def test_what_others_compute() -> None:
     older.launches_early = lambda device: False
     assert few_rows(older, rows(1), [layer(4)]) is None
     assert not calls_of(older, [layer(4)], 1, torch.bfloat16)
+
+
+@pytest.mark.parametrize("float32", [False, True])
+@torch.no_grad()
+def test_products_of_a_captured_forward(float32: bool) -> None:
+    """Four a layer, as q, k and v are one, and gate and up; and the head, where it is not computed in float32."""
+    model: Any = build(BY_NAME["llama"]).eval().bfloat16()
+    kernels = _Fused()
+    ids = torch.tensor([[5]])
+    head = Fp32Head(model, float32)
+    with head.in_place():
+        expected = model(input_ids=ids, use_cache=False).logits
+        with fused(Fusion(model, kernels)):
+            found = model(input_ids=ids, use_cache=False).logits
+    assert found.dtype == (torch.float32 if float32 else torch.bfloat16)
+    assert kernels.calls["gemv"] == 4 * len(model.model.layers) + (not float32)
+    torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
 
 
 def test_kernels_are_compiled_for_each_form_once() -> None:

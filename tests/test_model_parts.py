@@ -220,7 +220,7 @@ def test_what_cannot_be_active_together_is_refused() -> None:
     options = {"modules_to_save": ["lm_head"]}
     model = trained(lora(**options), lora(**options))
     with Engine(model, block_size=4) as engine:
-        with pytest.raises(ValueError, match="two adapters have modules_to_save at one Linear"):
+        with pytest.raises(ValueError, match="adapters 'one' and 'two' have modules_to_save at one Linear"):
             engine.submit(prompt(1), adapter=["one", "two"])
         assert ask(engine, prompt(1), adapter=["one", "three"]) == alone(model, prompt(1), ("one", "three"))
         engine.check()
@@ -231,7 +231,7 @@ def test_the_error_names_the_parts_of_both() -> None:
     with Engine(build(BY_NAME["llama"]), block_size=4) as engine:
         engine.add_adapter("one", trained(lora(trainable_token_indices=[1, 2])))
         engine.add_adapter("two", whole)
-        both = "two adapters have trained tokens and modules_to_save at one Embedding"
+        both = "adapters 'one' and 'two' have trained tokens and modules_to_save at one Embedding"
         with pytest.raises(ValueError, match=both):
             engine.submit(prompt(1), adapter=["one", "two"])
         engine.check()

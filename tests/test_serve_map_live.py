@@ -524,9 +524,9 @@ def test_slots_are_drawn_beside_blocks(tmp_path: Path) -> None:
     with serving(options, model=model) as served, watching(served) as watch:
         begin = list(range(5, 25))
         for own in ([30, 31], [40, 41, 42]):
-            body = {"prompt": begin + own, "max_tokens": 6, "n": 2, "temperature": 1, "ignore_eos": True}
+            body = {"prompt": begin + own, "max_tokens": 60, "n": 2, "temperature": 1, "ignore_eos": True}
             assert served.post("/v1/completions", body).status_code == 200
-        until(lambda: not served.engine.stats()["running"])
+        until(lambda: {number for line in watch.lines for number, _ in line.get("ended", ())} >= {2, 3})
         seen = settled(served, watch, tmp_path)
         place = [kind.name for kind in watch.read(tmp_path).kinds].index("state")
         pool = block_pools(served.engine)[place]

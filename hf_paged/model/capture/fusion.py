@@ -28,6 +28,7 @@ from ...kv.reference import invariant
 from ..adapters.apply import read_together
 from ..device_map import runs_class_forward
 from ..lazy import Rotation, as_dense
+from ..mla import expanding_classes
 from ..patches import ReplacedForward
 from ..ranks.symmetric_memory import FUSED, SENT, LazySum, memory_of, shots_of
 from ..ranks.tensor_parallel import mesh_of
@@ -79,6 +80,8 @@ class Fusion:
 
     def _look_at(self, model: nn.Module) -> None:
         self._norms_alone = any(map(is_layer, model.modules()))
+        expanding = {*expanding_classes(model.modules())}
+        absorbed = {each.kv_b_proj for each in model.modules() if type(each) in expanding}
         for module in model.modules():
             replacement = self._replacement(module)
             if replacement is not None and runs_class_forward(module):
@@ -87,7 +90,8 @@ class Fusion:
                 self.forwards.update({layer: partial(self.product, layer, products) for layer in products})
                 if self._mesh is None and all(map(gemv.may_read, products)):
                     self.few_rows.update({layer: [*products] for layer in products})
-            if self._mesh is None and module not in self.forwards and gemv.may_read(module):
+            alone = self._mesh is None and module not in self.forwards and module not in absorbed
+            if alone and gemv.may_read(module):
                 self.forwards[module] = partial(self.linear, module)
                 self.few_rows[module] = [module]
         for module in model.modules():
@@ -268,6 +272,10 @@ class Fusion:
             self._ready = None
         return answer
 
+    def still_stands_for(self, module: nn.Module) -> bool:
+        """False for a layer of few rows that has been lent another forward since, as a head in float32 is."""
+        return module not in self.few_rows or runs_class_forward(module)
+
     def linear(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """The product of a layer that shares its input with no other."""
         x = computed(x)
@@ -329,7 +337,11 @@ def fused(fusion: Fusion) -> Iterator[None]:
     """Let the model's modules call the fusion, in this thread; other threads get the modules' own code."""
     with changing:
         functions = [*fusion.functions()]
-        replaced = [_replaced(fusion, module, forward) for module, forward in fusion.forwards.items()]
+        replaced = [
+            _replaced(fusion, module, forward)
+            for module, forward in fusion.forwards.items()
+            if fusion.still_stands_for(module)
+        ]
         for each in replaced:
             each.replace()
         for place, name, _, ours in functions:
