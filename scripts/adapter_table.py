@@ -503,12 +503,26 @@ def by_names(model: Any, case: Case) -> Cell:
     return cell
 
 
+@contextlib.contextmanager
+def without_leftovers(model: Any) -> Iterator[None]:
+    """Take away the hooks that a call of peft's leaves in a model when it fails."""
+    before = [(module._forward_pre_hooks, dict(module._forward_pre_hooks)) for module in model.modules()]
+    try:
+        yield
+    except Exception:
+        for hooks, known in before:
+            hooks.clear()
+            hooks.update(known)
+        raise
+
+
 def alone(model: Any, row: int, case: Case, options: dict[str, Any] = GREEDY) -> list[int]:
     """The new tokens of one prompt by stock generate()."""
     disabled = getattr(model, "_adapters_disabled", False)  # the base knows no task
     beams = options.get("num_beams", 1)
     extra = {} if disabled else {name: value[[row] * beams] for name, value in case.extra.items()}
-    found = stock(model, IDS[row : row + 1], **options, **extra)
+    with without_leftovers(model):
+        found = stock(model, IDS[row : row + 1], **options, **extra)
     begin = 1 if unwrapped(model).config.is_encoder_decoder else IDS.shape[1]
     tokens: list[int] = found[0, begin:].tolist()
     return tokens
