@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import DEVICE, GPU, load
+from kernel_cases import DEVICE, GPU, assert_replays, load
 
 kernels = load()
 
@@ -111,12 +111,7 @@ def test_a_launch_behind_branches_of_a_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         answer = step()
-    wrong = torch.zeros((), dtype=torch.long, device=DEVICE)
-    for i in range(2_000):
-        x.copy_(inputs[i % 4])
-        graph.replay()
-        wrong += (answer != expected[i % 4]).any()
-    assert not wrong.item()
+    assert_replays(graph, x, answer, list(zip(inputs, expected, strict=True)), 2_000)
 
 
 def test_an_older_triton_launches_one_kernel_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Products of one to eight rows: a step of so few rows takes what reading the weights takes.
 
 Every program reads whole lines of a weight. On Hopper and later a launch begins while the kernel before it
-runs: programs ask for their first weights, then wait for the rows.
+runs: programs wait for the rows, those of one row after they have asked for their first weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shared by the tests: Case, DEVICE, GPU, assert_close, ints, load."""
+"""Shared by the tests: Case, DEVICE, GPU, assert_close, assert_replays, ints, load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,23 @@ def load() -> ModuleType:
         with nullcontext() if GPU else _interpreted_triton():
             spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
+
+
+def assert_replays(
+    graph: torch.cuda.CUDAGraph,
+    given: torch.Tensor,
+    answer: torch.Tensor,
+    cases: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    times: int,
+) -> None:
+    """So many replays of a graph have the bits of each case, (input, answer), in turn."""
+    wrong = torch.zeros((), dtype=torch.long, device=answer.device)
+    for i in range(times):
+        x, expected = cases[i % len(cases)]
+        given.copy_(x)
+        graph.replay()
+        wrong += (answer != expected).any()
+    assert not wrong.item()
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def is_given_positions(model: Any) -> bool:
             ids, position_ids=places, attention_mask=torch.ones_like(ids), use_cache=False
         )
         return given.get("position_ids") is not None
-    except Exception:
+    except Exception:  # it asks for more than a prompt; then positions are given
         return True
 
 

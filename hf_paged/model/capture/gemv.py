@@ -38,9 +38,8 @@ def few_rows(kernels: Any, x: torch.Tensor, layers: Sequence[nn.Linear]) -> Sequ
     if (
         not 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         or not kernels.launches_early(x.device)  # what older devices gain was not measured
-        or len(layers) > MOST_WEIGHTS
-        or len({layer.bias is None for layer in layers}) > 1
-        or any((each.dtype, each.device) != (x.dtype, x.device) for each in map(_weight, layers))
+        or not _fit(layers, x.dtype)
+        or any(layer.weight.device != x.device for layer in layers)
         or torch.is_autocast_enabled("cuda")
         or invariant.get()
     ):
@@ -48,15 +47,22 @@ def few_rows(kernels: Any, x: torch.Tensor, layers: Sequence[nn.Linear]) -> Sequ
     lines = x.reshape(-1, first.shape[1])
     biases = None if layers[0].bias is None else [layer.bias for layer in layers]
     with on(x.device):
-        products = kernels.gemv(lines, [*map(_weight, layers)], biases)
+        products = kernels.gemv(lines, [layer.weight for layer in layers], biases)
     parts: Sequence[torch.Tensor] = products.view(*x.shape[:-1], -1).split(
         [layer.out_features for layer in layers], -1
     )
     return parts
 
 
-def _weight(layer: nn.Linear) -> torch.Tensor:
-    return layer.weight
+def _fit(layers: Sequence[nn.Linear], dtype: torch.dtype) -> bool:
+    """True if one launch computes the products of layers with an input of this type."""
+    biased = {layer.bias is not None for layer in layers}
+    return (
+        dtype in HALVES
+        and len(layers) <= MOST_WEIGHTS
+        and len(biased) == 1
+        and all(layer.weight.dtype == dtype for layer in layers)
+    )
 
 
 def calls_of(
@@ -64,17 +70,10 @@ def calls_of(
 ) -> dict[Any, Callable[[], object]]:
     """The call of the kernel for these layers, on tensors without data."""
     meta = torch.device("meta")
-    if (
-        not kernels.launches_early(meta)
-        or rows > MOST_ROWS
-        or dtype not in HALVES
-        or len(layers) > MOST_WEIGHTS
-    ):
+    if not kernels.launches_early(meta) or rows > MOST_ROWS or not _fit(layers, dtype):
         return {}
     weights = [torch.empty_like(layer.weight, device=meta) for layer in layers]
     biases = [torch.empty_like(layer.bias, device=meta) for layer in layers if layer.bias is not None]
-    if len(biases) not in (0, len(weights)) or any(weight.dtype != dtype for weight in weights):
-        return {}
     x = torch.empty(rows, layers[0].in_features, dtype=dtype, device=meta)
     key = "gemv", *(weight.shape for weight in weights), bool(biases)
     return {key: partial(kernels.gemv, x, weights, biases or None)}
